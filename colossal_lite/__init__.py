@@ -1,0 +1,55 @@
+"""colossal_lite: train one PyTorch model, with the same numbers, on any mesh of devices.
+
+Public names are loaded on first use: importing the package loads neither torch nor triton nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colossal_lite import models as models
+    from colossal_lite.config import Config as Config
+    from colossal_lite.config import ConfigError as ConfigError
+    from colossal_lite.context import Context as Context
+    from colossal_lite.engine import Engine as Engine
+    from colossal_lite.engine import StepResult as StepResult
+    from colossal_lite.engine import initialize as initialize
+    from colossal_lite.launcher import launch as launch
+    from colossal_lite.mesh import Mesh as Mesh
+    from colossal_lite.parallel.alone import finish_gradients as finish_gradients
+    from colossal_lite.parallel.alone import parallelize as parallelize
+
+__version__ = "0.1.0"
+
+_here = Path(__file__).parent
+if not (_here / "kernels").is_dir():  # a source tree: kernels/ and launcher/ lie beside this folder
+    __path__.append(str(_here.parent))
+
+_MODULE_OF = {
+    "Config": "config",
+    "ConfigError": "config",
+    "Context": "context",
+    "Engine": "engine",
+    "Mesh": "mesh",
+    "StepResult": "engine",
+    "finish_gradients": "parallel.alone",
+    "initialize": "engine",
+    "launch": "launcher",
+    "models": "models",
+    "parallelize": "parallel.alone",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+    return module if name == _MODULE_OF[name] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,0 +1,280 @@
+"""Rules over the whole configuration: against a world, against a model, and against what is built.
+
+Note: a rule is a pure function that yields every `Problem` it finds, so that `Config` tells them all at once.
+`NOT_BUILT` lists the settings that the schema has and the code does not have yet: whoever builds a part
+deletes its row, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from colossal_lite.parallel.roles import ModelFacts, SequenceConfig, TensorConfig
+from colossal_lite.problems import Problem, dig
+
+if TYPE_CHECKING:
+    from colossal_lite.config import Config, ParallelConfig
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+# ------------------------------------------------------------------------------------------------------ world
+
+
+class Sizes(NamedTuple):
+    """Ranks along each axis."""
+
+    data: int
+    pipeline: int
+    sequence: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+def world_problems(
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs."""
+    if world_size < 1:
+        yield Problem("world_size", world_size, "is out of range", "an int >= 1")
+        return
+    yield from _product_problems(parallel, world_size, origins)
+    tensor, sequence = parallel.tensor, parallel.sequence
+    if not tensor.fits(tensor.size):
+        near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
+        below, above = [n for n in near if n < tensor.size][-1:], [n for n in near if n > tensor.size][:2]
+        legal = ", ".join(map(str, below + above))
+        yield Problem("parallel.tensor.size", tensor.size, _shape_rule(tensor), legal)
+    if not sequence.fits(sequence.size):
+        rule = f"must divide parallel.sequence.size={sequence.size}"
+        legal = ", ".join(map(str, divisors(sequence.size)))
+        yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
+
+
+def _shape_rule(tensor: TensorConfig) -> str:
+    need = {"2d": "a square, q*q", "2.5d": f"q*q*depth with depth={tensor.depth}", "3d": "a cube, l*l*l"}
+    return f"mode={tensor.mode!r} needs {need[tensor.mode]}"
+
+
+def _product_problems(
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    inner = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if parallel.data == "auto":
+        if world_size % inner == 0:
+            return
+        rule = f"{_terms(parallel, origins)}; the world has {ranks}, no multiple of {inner}"
+    else:
+        if parallel.data * inner == world_size:
+            return
+        rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
+    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size)))
+    yield Problem("parallel.data", parallel.data, rule, legal)
+
+
+def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
+    values = {
+        "data": parallel.data,
+        "pipeline.size": parallel.pipeline.size,
+        "sequence.size": parallel.sequence.size,
+        "tensor.size": parallel.tensor.size,
+    }
+    terms = [f"{value} ({origins.get(f'parallel.{path}', 'default')})" for path, value in values.items()]
+    return f"data x pipeline x sequence x tensor = {' x '.join(terms)}"
+
+
+def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[Sizes]:
+    """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
+
+    Sizes that a mode cannot cut are left out.  `data` follows from the others and weighs if it was given.
+    """
+    wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
+
+    def distance(sizes: Sizes) -> tuple[int, float, Sizes]:
+        factors = [
+            math.log(size / want) for size, want in zip(sizes, wanted, strict=True) if isinstance(want, int)
+        ]
+        return sum(factor != 0 for factor in factors[-3:]), sum(map(abs, factors)), sizes
+
+    found = [
+        Sizes(world_size // (pipeline * sequence * tensor), pipeline, sequence, tensor)
+        for pipeline in divisors(world_size)
+        for sequence in divisors(world_size // pipeline)
+        if parallel.sequence.fits(sequence)
+        for tensor in divisors(world_size // (pipeline * sequence))
+        if parallel.tensor.fits(tensor)
+    ]
+    return sorted(found, key=distance)[:count]
+
+
+# ------------------------------------------------------------------------------------------------------ model
+
+
+def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Whether a model can be cut as the configuration says. The vocabulary is padded and may be any size."""
+    broken = list(_facts_problems(facts))
+    yield from broken
+    if broken:
+        return
+    stages, chunks = parallel.pipeline.stages, parallel.pipeline.chunks
+    if facts.layers < stages:
+        product = f"size {parallel.pipeline.size} x chunks {chunks}"
+        rule = f"{facts.layers} layers are fewer than {stages} stages ({product})"
+        most = facts.layers // chunks
+        legal = f"1 to {most}" if most else f"at most {facts.layers} chunks"
+        yield Problem("parallel.pipeline.size", parallel.pipeline.size, rule, legal)
+    tensor, sequence = parallel.tensor, parallel.sequence
+    if rules := list(tensor_rules(tensor, sequence, facts)):
+        legal = ", ".join(map(str, legal_tensor_sizes(tensor, sequence, facts)))
+        yield from (Problem("parallel.tensor.size", tensor.size, rule, legal) for rule in rules)
+    if rules := list(sequence_rules(sequence, facts)):
+        sizes = [size for size in divisors(facts.sequence) if _sequence_is_legal(sequence, size, facts)]
+        legal = ", ".join(map(str, sizes or [1]))
+        yield from (Problem("parallel.sequence.size", sequence.size, rule, legal) for rule in rules)
+
+
+def _facts_problems(facts: ModelFacts) -> Iterator[Problem]:
+    sizes = ("layers", "heads", "kv_heads", "width", "ffn", "vocabulary", "sequence")
+    small = [name for name in sizes if getattr(facts, name) < 1]
+    yield from (
+        Problem(f"model.{name}", getattr(facts, name), "is out of range", "an int >= 1") for name in small
+    )
+    if small:
+        return
+    if facts.width % facts.heads:
+        near = sorted(divisors(facts.width), key=lambda d: abs(d - facts.heads))[:3]
+        yield Problem("model.heads", facts.heads, f"must divide width={facts.width}", _listed(near))
+    if facts.heads % facts.kv_heads:
+        rule = f"must divide heads={facts.heads}"
+        yield Problem("model.kv_heads", facts.kv_heads, rule, _listed(divisors(facts.heads)))
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
+
+
+def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    """What the tensor axis breaks. Divisors as in 1909.08053 (1d), 2104.05343 (2d), 2105.14450 (3d)."""
+    if tensor.size == 1:
+        return
+    if not tensor.fits(tensor.size):
+        yield _shape_rule(tensor)
+        return
+    edge = tensor.edge
+    parts = edge * sequence.head_parts
+    inner = f" ({edge} of tensor x {sequence.head_parts} of ulysses)" if sequence.head_parts > 1 else ""
+    if facts.heads % parts:
+        yield f"{facts.heads} heads do not divide into {parts} parts{inner}"
+    if facts.kv_heads % parts and parts % facts.kv_heads:
+        yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts{inner} nor divide that number"
+    hidden = edge * edge if tensor.mode == "3d" else edge  # 3d cuts a weight's input dimension twice
+    if tensor.mode != "1d" and facts.width % hidden:
+        yield f"width {facts.width} does not divide into {hidden} parts"
+    if facts.ffn % hidden:
+        yield f"ffn {facts.ffn} does not divide into {hidden} parts"
+    if facts.vocabulary < hidden:
+        yield f"a vocabulary of {facts.vocabulary} leaves some of {hidden} parts empty"
+    tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
+    if tensor.mode == "1d" and tensor.sequence_parallel and not rest and tokens % tensor.size:
+        whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
+        yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
+
+
+def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> list[int]:
+    """Sizes of the tensor axis that break no rule, in the mode and with the sequence axis as they are."""
+    sizes = {1, *(tensor.size_of(edge) for edge in divisors(facts.heads))}
+    return sorted(
+        size
+        for size in sizes
+        if not any(tensor_rules(tensor.model_copy(update={"size": size}), sequence, facts))
+    )
+
+
+def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    """What the sequence axis breaks."""
+    if sequence.size == 1:
+        return
+    if not sequence.fits(sequence.size):
+        yield f"ulysses={sequence.ulysses} does not divide it"
+    if facts.sequence % sequence.multiple:
+        low = facts.sequence // sequence.multiple * sequence.multiple
+        why = "zigzag pieces, 2 for each rank" if sequence.multiple > sequence.size else "pieces"
+        near = f"{low} or {low + sequence.multiple}" if low else f"{sequence.multiple}"
+        yield f"sequence {facts.sequence} does not divide into {sequence.multiple} {why}; {near} would"
+    parts = sequence.head_parts
+    if facts.heads % parts:
+        yield f"{facts.heads} heads do not divide into {parts} parts"
+    if facts.kv_heads % parts and parts % facts.kv_heads:
+        yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts nor divide that number"
+
+
+def _sequence_is_legal(sequence: SequenceConfig, size: int, facts: ModelFacts) -> bool:
+    return not any(sequence_rules(sequence.model_copy(update={"size": size}), facts))
+
+
+# -------------------------------------------------------------------------------------------------- not built
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A setting of which only the values in `built` work today, where `when` holds; `missing` says why."""
+
+    path: str
+    built: tuple[object, ...]
+    missing: str
+    when: Callable[[Config], bool] = lambda config: True
+
+
+def _is_cut(config: Config) -> bool:
+    """Whether blocks are run twice, or hold less than the serial model's."""
+    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
+    return config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt(
+        "parallel.tensor.mode",
+        ("1d", "2d", "2.5d"),
+        "3D tensor parallelism",
+        lambda c: c.parallel.tensor.size > 1,
+    ),
+    NotBuilt(
+        "parallel.sequence.mode",
+        ("ring", "allgather_kv", "ulysses"),
+        "this form of sequence parallelism",
+        lambda c: c.parallel.sequence.size > 1,
+    ),
+    NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),
+    NotBuilt("zero.stage", (0, 1, 2), "sharded weights"),
+    NotBuilt("memory.placement", ("device",), "chunks on host and disk"),
+    NotBuilt("memory.device_budget", (None,), "planning under a budget"),
+    NotBuilt("memory.host_budget", (None,), "planning under a budget"),
+    NotBuilt("precision.master", ("auto", "fp32", "none"), "split master weights"),
+    NotBuilt(
+        "activation_checkpoint",
+        ("none", "full"),
+        "kept products under tensor and sequence parallelism",
+        when=lambda config: config.parallel.tensor.size * config.parallel.sequence.size > 1,
+    ),
+    NotBuilt("kernels", ("auto", "torch"), "the Triton kernels"),
+    NotBuilt("compile", ("none",), "compilation of recomputed and of cut blocks", when=lambda c: _is_cut(c)),
+)
+
+
+def unbuilt_problems(config: Config) -> Iterator[Problem]:
+    """Settings whose part does not exist yet."""
+    values = config.model_dump()
+    for row in NOT_BUILT:
+        value = dig(values, row.path)
+        if value not in row.built and row.when(config):
+            legal = ", ".join(map(repr, row.built))
+            yield Problem(row.path, value, f"is not built yet ({row.missing})", legal)

@@ -1,0 +1,237 @@
+"""Communication under autograd: pairs of functions, each one's backward the other's forward.
+
+Note: conjugates.
+A collective is a linear map from what all ranks hold to what all ranks hold, so its gradient is its adjoint:
+
+    copy        identity            <->  all_reduce     sum over the axis
+    gather      all-gather          <->  reduce_scatter sum, then keep one's part
+    split       keep one's part     <->  join           all-gather of parts that are equal work (see below)
+    all_to_all  transpose           <->  all_to_all     transpose
+    shift       ring step by +d     <->  shift          ring step by -d
+    broadcast   from one coordinate <->  reduce         to that coordinate
+
+Two conventions for a gradient of a tensor that every rank holds: after `copy` each rank has a *term* of it (they are
+summed), after `split`/`join` each rank has *all* of it.  `gather` takes terms in its backward, `join` takes the whole.
+Inputs are never changed.  Payload of each is counted under its own name on the axis, forward and backward alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import Function
+
+from colossal_lite.comm import AxisComm
+
+
+def copy(x: Tensor, comm: AxisComm) -> Tensor:
+    """x [...] unchanged; its gradient is the sum of the ranks' gradients."""
+    return x if comm.size == 1 else _apply(_Copy, x, comm)
+
+
+def all_reduce(x: Tensor, comm: AxisComm) -> Tensor:
+    """The sum of all ranks' x [...]; the gradient passes to each unchanged."""
+    return x if comm.size == 1 else _apply(_AllReduce, x, comm)
+
+
+def gather(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    """All ranks' x concatenated along `dim`; each rank's gradient is a term, and its part of the sum comes back."""
+    return x if comm.size == 1 else _apply(_Gather, x, comm, dim)
+
+
+def reduce_scatter(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' x. Raises ValueError if `dim` does not divide."""
+    _check_divides(x, comm, dim)
+    return x if comm.size == 1 else _apply(_ReduceScatter, x, comm, dim)
+
+
+def split(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    """This rank's part of an x that all ranks hold alike; the gradients of the parts are joined for each."""
+    _check_divides(x, comm, dim)
+    return x if comm.size == 1 else _apply(_Split, x, comm, dim)
+
+
+def join(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    """All ranks' x concatenated along `dim`, which all then use alike: each keeps its part of the gradient."""
+    return x if comm.size == 1 else _apply(_Join, x, comm, dim)
+
+
+def all_to_all(x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
+    """Cut x along `split_dim`, send part j to coordinate j, concatenate what comes along `join_dim`."""
+    _check_divides(x, comm, split_dim)
+    return x if comm.size == 1 else _apply(_AllToAll, x, comm, split_dim, join_dim)
+
+
+def shift(x: Tensor, comm: AxisComm, distance: int = 1) -> Tensor:
+    """x of the coordinate `distance` behind on the ring."""
+    return x if comm.size == 1 else _apply(_Shift, x, comm, distance)
+
+
+def broadcast(x: Tensor, comm: AxisComm, source: int) -> Tensor:
+    """x of coordinate `source`; that rank gets the sum of the gradients, the others none."""
+    return x if comm.size == 1 else _apply(_Broadcast, x, comm, source)
+
+
+def reduce(x: Tensor, comm: AxisComm, target: int) -> Tensor:
+    """The sum of all ranks' x on coordinate `target`, zeros elsewhere; its gradient goes back to all."""
+    return x if comm.size == 1 else _apply(_Reduce, x, comm, target)
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)
+    return out
+
+
+# ---- plain forms, on tensors without a graph ----
+
+
+def _sum(x: Tensor, comm: AxisComm) -> Tensor:
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+def _concat(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    parts = comm.all_gather(x.unsqueeze(0).contiguous())
+    return torch.cat(parts.unbind(0), dim) if dim % x.dim() else rearrange(parts, "r n ... -> (r n) ...")
+
+
+def _sum_part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    parts = torch.stack(x.chunk(comm.size, dim))
+    return comm.reduce_scatter(parts)[0]
+
+
+def _part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    return x.chunk(comm.size, dim)[comm.coord].contiguous()
+
+
+def _transpose(x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
+    parts = comm.all_to_all(torch.stack(x.chunk(comm.size, split_dim)))
+    return torch.cat(parts.unbind(0), join_dim)
+
+
+def _check_divides(x: Tensor, comm: AxisComm, dim: int) -> None:
+    if x.shape[dim] % comm.size:
+        raise ValueError(
+            f"axis {comm.axis!r}: {comm.size} ranks do not divide dim {dim} of {list(x.shape)}; "
+            f"legal: a multiple of {comm.size}"
+        )
+
+
+# ---- the pairs ----
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sum(dy, ctx.comm), None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        return _sum(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _concat(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_part(dy, ctx.comm, ctx.dim), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _sum_part(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _concat(dy, ctx.comm, ctx.dim), None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _part(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _concat(dy, ctx.comm, ctx.dim), None, None
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _concat(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _part(dy, ctx.comm, ctx.dim), None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
+        ctx.comm, ctx.dims = comm, (split_dim, join_dim)
+        return _transpose(x, comm, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, join_dim = ctx.dims
+        return _transpose(dy, ctx.comm, join_dim, split_dim), None, None, None
+
+
+class _Shift(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, distance: int) -> Tensor:
+        ctx.comm, ctx.distance = comm, distance
+        return comm.shift(x.contiguous(), distance)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.shift(dy.contiguous(), -ctx.distance), None, None
+
+
+class _Broadcast(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, source: int) -> Tensor:
+        ctx.comm, ctx.source = comm, source
+        return comm.broadcast(x.clone(memory_format=torch.contiguous_format), source)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _to_target(dy, ctx.comm, ctx.source), None, None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, target: int) -> Tensor:
+        ctx.comm, ctx.target = comm, target
+        return _to_target(x, comm, target)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.broadcast(dy.clone(memory_format=torch.contiguous_format), ctx.target), None, None
+
+
+def _to_target(x: Tensor, comm: AxisComm, target: int) -> Tensor:
+    summed = comm.reduce(x.clone(memory_format=torch.contiguous_format), target)
+    return summed if comm.coord == target else torch.zeros_like(summed)

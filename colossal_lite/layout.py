@@ -1,0 +1,218 @@
+"""Where a rank stands: ranks of the world as coordinates on named axes.
+
+Note: the mesh.
+The world is a row-major grid over `pipeline, data, sequence, tensor`, slowest to fastest in rank order, so that the
+axis that moves most bytes per second lies between neighbours.  An axis may be cut into sub-axes, again slowest to
+fastest; a sub-axis is named after its parent (`tensor.row`, `sequence.ulysses`).  A set of axes spans one group per
+choice of the remaining coordinates, and those groups partition the world.  No code computes a rank by arithmetic on
+ranks: it asks a layout for coordinates and groups.  Everything here is integers; nothing here costs a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+# Groups that some part of a step reduces over, besides the axes themselves (parallel.md 5.5): gradients of replicated
+# parameters, the norm over all owned pieces, whatever the ranks of one model replica must agree on.
+DERIVED_GROUPS = (
+    ("data", "sequence"),
+    ("data", "sequence", "tensor"),
+    ("pipeline", "tensor"),
+    ("pipeline", "sequence", "tensor"),
+    AXES,
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named mesh axis of `size` coordinates, perhaps a product of sub-axes (slowest first)."""
+
+    name: str
+    size: int
+    parts: tuple[Axis, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"axis {self.name}: size {self.size} must be at least 1")
+        if self.parts and math.prod(part.size for part in self.parts) != self.size:
+            factors = " x ".join(f"{part.name} {part.size}" for part in self.parts)
+            raise ValueError(
+                f"axis {self.name}: size {self.size} is not the product of its sub-axes {factors}"
+            )
+
+    @property
+    def leaves(self) -> tuple[Axis, ...]:
+        return tuple(leaf for part in self.parts for leaf in part.leaves) if self.parts else (self,)
+
+
+def split_axis(name: str, **sizes: int) -> Axis:
+    """An axis made of sub-axes `name.key`, slowest first: `split_axis("tensor", row=2, column=2)`."""
+    parts = tuple(Axis(f"{name}.{key}", size) for key, size in sizes.items())
+    return Axis(name, math.prod(sizes.values()), parts)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """A frozen map between ranks and coordinates. Axes are given slowest to fastest.
+
+    Methods take axis names: of a whole axis (`"tensor"`), or of a sub-axis (`"tensor.row"`).  Several names mean the
+    product of these axes, in the layout's own order whatever the order of the arguments.  An unknown name raises
+    ValueError with the names that exist.
+    """
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes] + [
+            leaf.name for leaf in self.leaves if leaf not in self.axes
+        ]
+        if len(set(names)) != len(names):
+            raise ValueError(f"mesh axes must have different names, got {', '.join(names)}")
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        pipeline: int = 1,
+        data: int = 1,
+        sequence: int = 1,
+        tensor: int = 1,
+        tensor_mode: str = "1d",
+        tensor_depth: int = 1,
+        ulysses: int | None = None,
+        data_shard: int | None = None,
+    ) -> MeshLayout:
+        """The layout of a config: sizes of the four axes and how the modes cut them.
+
+        `tensor_mode` 2d and 2.5d cut `tensor` into depth x row x column, 3d into three equal sub-axes; `ulysses` is
+        the inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding.
+        Raises ValueError where a size has no such cut.
+        """
+        return cls(
+            (
+                Axis("pipeline", pipeline),
+                _cut("data", data, "replicate", "shard", data_shard),
+                _cut("sequence", sequence, "ring", "ulysses", ulysses),
+                _tensor_axis(tensor, tensor_mode, tensor_depth),
+            )
+        )
+
+    @property
+    def leaves(self) -> tuple[Axis, ...]:
+        return tuple(leaf for axis in self.axes for leaf in axis.leaves)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def leaf_names(self, *names: str) -> tuple[str, ...]:
+        """The leaf axes that the named axes span, in layout order."""
+        legal = {axis.name: axis.leaves for axis in self.axes} | {leaf.name: (leaf,) for leaf in self.leaves}
+        for name in names:
+            if name not in legal:
+                raise ValueError(f"axis {name!r} is not in this mesh; it has {', '.join(legal)}")
+        wanted = {leaf.name for name in names for leaf in legal[name]}
+        return tuple(leaf.name for leaf in self.leaves if leaf.name in wanted)
+
+    def size(self, *names: str) -> int:
+        wanted = self.leaf_names(*names)
+        return math.prod(leaf.size for leaf in self.leaves if leaf.name in wanted)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank on every leaf axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        coords: dict[str, int] = {}
+        for leaf in reversed(self.leaves):
+            rank, coords[leaf.name] = divmod(rank, leaf.size)
+        return {leaf.name: coords[leaf.name] for leaf in self.leaves}
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank at these coordinates, one for each leaf axis. Inverse of `coords`."""
+        rank = 0
+        for leaf in self.leaves:
+            assert 0 <= coords[leaf.name] < leaf.size, f"{leaf.name} has no coordinate {coords[leaf.name]}"
+            rank = rank * leaf.size + coords[leaf.name]
+        return rank
+
+    def coord(self, rank: int, *names: str) -> int:
+        """Position of a rank on the product of the named axes: its index in `group(rank, *names)`."""
+        coords, wanted, position = self.coords(rank), self.leaf_names(*names), 0
+        for leaf in self.leaves:
+            if leaf.name in wanted:
+                position = position * leaf.size + coords[leaf.name]
+        return position
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on the named axes only, in the order of their coordinate there."""
+        coords, wanted = self.coords(rank), self.leaf_names(*names)
+        spans = [range(leaf.size) if leaf.name in wanted else (coords[leaf.name],) for leaf in self.leaves]
+        leaves = [leaf.name for leaf in self.leaves]
+        return tuple(self.rank(dict(zip(leaves, choice, strict=True))) for choice in product(*spans))
+
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along the named axes, by their lowest rank: a partition of the world."""
+        wanted = self.leaf_names(*names)
+        spans = [(0,) if leaf.name in wanted else range(leaf.size) for leaf in self.leaves]
+        leaves = [leaf.name for leaf in self.leaves]
+        return tuple(
+            self.group(self.rank(dict(zip(leaves, start, strict=True))), *names) for start in product(*spans)
+        )
+
+    def communicating_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The leaf sets whose groups are created at launch: each axis, each sub-axis, each derived set, once each."""
+        wanted: list[tuple[str, ...]] = [(axis.name,) for axis in (*self.axes, *self.leaves)]
+        wanted += [tuple(n for n in names if n in {a.name for a in self.axes}) for names in DERIVED_GROUPS]
+        tensor = next((axis.leaves for axis in self.axes if axis.name == "tensor"), ())
+        if (
+            len(tensor) > 1
+        ):  # in 2D to 3D a gradient is summed over, or a tensor lies along, some of the sub-axes
+            subsets = [some for n in range(1, len(tensor) + 1) for some in combinations(tensor, n)]
+            inner = [tuple(leaf.name for leaf in some) for some in subsets]
+            wanted += [*inner, *(("data", "sequence", *names) for names in inner)]
+        sets = dict.fromkeys(self.spanning(*names) for names in wanted)
+        return tuple(names for names in sets if names)
+
+    def spanning(self, *names: str) -> tuple[str, ...]:
+        """The named leaf axes that hold more than one rank: two sets with the same ones have the same groups."""
+        return tuple(name for name in self.leaf_names(*names) if self.size(name) > 1)
+
+    def describe(self) -> str:
+        """One line for people: `pipeline 2 x data 4 x sequence 1 x tensor 4 (row 2 x column 2)`."""
+
+        def one(axis: Axis) -> str:
+            inner = " x ".join(f"{part.name.rpartition('.')[2]} {part.size}" for part in axis.parts)
+            return f"{axis.name} {axis.size}" + (f" ({inner})" if inner else "")
+
+        return " x ".join(one(axis) for axis in self.axes)
+
+
+def _cut(name: str, size: int, outer: str, inner: str, inner_size: int | None) -> Axis:
+    if inner_size is None:
+        return Axis(name, size)
+    if inner_size < 1 or size % inner_size:
+        divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+        raise ValueError(f"axis {name}: {inner}={inner_size} must divide the size {size}; legal: {divisors}")
+    return split_axis(name, **{outer: size // inner_size, inner: inner_size})
+
+
+def _tensor_axis(size: int, mode: str, depth: int) -> Axis:
+    if mode == "1d" or size == 1:
+        return Axis("tensor", size)
+    if mode == "3d":
+        edge = round(size ** (1 / 3))
+        if edge**3 != size:
+            raise ValueError(f"axis tensor: mode 3d needs a cube (8, 27, 64, ...), got {size}")
+        return split_axis("tensor", i=edge, j=edge, k=edge)
+    edge = math.isqrt(size // depth)
+    if edge * edge * depth != size:
+        raise ValueError(
+            f"axis tensor: mode {mode} needs size = q * q * depth, got size {size} and depth {depth}"
+        )
+    if mode == "2d":
+        return split_axis("tensor", row=edge, column=edge)
+    return split_axis("tensor", depth=depth, row=edge, column=edge)

@@ -1,0 +1,1 @@
+"""Arenas, chunks and placement of model state over device, host and disk."""

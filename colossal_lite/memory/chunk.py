@@ -1,0 +1,349 @@
+"""One chunk: the flat buffers of a run of parameters, the life of their gradients and of their weights within a step.
+
+Note: chunk tensors.
+`value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
+`master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
+            same memory as `value` where the dtypes agree.
+`filling`   [numel], accumulation dtype (fp32 or better): the sum over micro-batches on this rank, or one micro-batch.
+`gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
+Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
+them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY, weights
+WHOLE -> SHARDED -> GATHERING -> WHOLE; any other move is a programming error and stops at once.  The values of a buffer
+mean something only in the states named by its method.  A parameter of a chunk that is not WHOLE is a view of one NaN:
+whoever reads it past the gates gets no stale number.  Parameters never change their shape, dtype or identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.comm import AxisComm, Pending
+from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkKey, ChunkSpec, Entry
+
+
+class GradientState(StrEnum):
+    EMPTY = "empty"  # nothing has arrived in this step
+    FILLING = "filling"  # some micro-batch has added to it
+    REDUCING = "reducing"  # the sum over ranks is in flight
+    PARTIAL = "partial"  # the whole gradient of the micro-batches so far
+    REDUCED = "reduced"  # the whole gradient of the step
+
+
+LEGAL = {
+    (GradientState.EMPTY, GradientState.FILLING),
+    (GradientState.FILLING, GradientState.FILLING),
+    (GradientState.FILLING, GradientState.REDUCING),
+    (GradientState.EMPTY, GradientState.REDUCING),  # no parameter of it was used on this rank
+    (GradientState.REDUCING, GradientState.PARTIAL),
+    (GradientState.PARTIAL, GradientState.FILLING),
+    (GradientState.PARTIAL, GradientState.REDUCING),
+    (GradientState.PARTIAL, GradientState.REDUCED),
+    (GradientState.REDUCED, GradientState.EMPTY),
+    (GradientState.FILLING, GradientState.EMPTY),  # the step was given up
+    (GradientState.PARTIAL, GradientState.EMPTY),
+    (GradientState.EMPTY, GradientState.EMPTY),
+}
+
+
+class WeightState(StrEnum):
+    WHOLE = "whole"  # parameters are views of all elements, as new as the masters
+    SHARDED = "sharded"  # this rank has the newest of its own shard only
+    GATHERING = "gathering"  # the shards of the others are on their way
+
+
+LEGAL_WEIGHT = {
+    (WeightState.WHOLE, WeightState.SHARDED),
+    (WeightState.SHARDED, WeightState.GATHERING),
+    (WeightState.GATHERING, WeightState.WHOLE),
+}
+
+
+class Chunk:
+    """The buffers of one `ChunkSpec` on this rank."""
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        comm: AxisComm,
+        *,
+        value_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        device: torch.device,
+        counted: Sequence[tuple[int, int]] | None = None,
+        shard_state: bool = False,
+        by_micro_batch: bool = False,
+        ordered: bool = False,
+        staging: Slots | None = None,
+        received: Slots | None = None,
+    ) -> None:
+        """`comm`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
+        None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
+        those for what other ranks send."""
+        self.spec, self.comm = spec, comm
+        self.share = spec.shard(comm.size, comm.coord)
+        self.owned = self.share if shard_state else (0, spec.numel)
+        self.scatters = (shard_state or by_micro_batch) and comm.size > 1
+        self.by_micro_batch, self.ordered = by_micro_batch, ordered
+        self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
+        self.staging, self.received = staging if by_micro_batch else None, received
+        length = self.owned[1] - self.owned[0]
+
+        self.value = torch.zeros(spec.numel, dtype=value_dtype, device=device)
+        self.own_value = self.value[slice(*self.owned)]
+        same = master_dtype == value_dtype
+        self.master = self.own_value if same else torch.zeros(length, dtype=master_dtype, device=device)
+        self._parameters: list[nn.Parameter] = []
+        self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
+        self.weights = WeightState.WHOLE
+        self._gathering: Pending | None = None
+
+        self.filling: Tensor | None = None
+        if by_micro_batch:
+            assert staging is not None
+            self.gradient = torch.zeros(length, dtype=gradient_dtype, device=device)
+        else:
+            self.filling = torch.zeros(spec.numel, dtype=gradient_dtype, device=device)
+            self.gradient = self.filling[slice(*self.owned)]
+        self.state = GradientState.EMPTY
+        self.used = [False] * len(spec.entries)  # whose gradient has arrived in this step
+        self._filled = [False] * len(spec.entries)  # whose gradient is in `filling`
+        self._sums = 0  # micro-batches that `gradient` holds
+        self._in_flight: Pending | None = None
+        self._scratch: Tensor | None = None
+
+    # ---- weights ----
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
+        """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
+
+        `initial` holds each entry's value in the master dtype or any other, of the parameter's shape.
+        """
+        self._parameters = [parameters[entry.name] for entry in self.spec.entries]
+        for entry in self.spec.entries:
+            self.load(entry, initial[entry.name])
+        self._show()
+
+    def load(self, entry: Entry, value: Tensor) -> None:
+        """Set one entry's weight, and its master, from all its elements."""
+        assert self.weights is WeightState.WHOLE
+        flat = value.reshape(-1)
+        self.value[entry.start : entry.stop].copy_(flat)
+        if part := self.part_of(entry):
+            local, start = part
+            self.master[local].copy_(flat[start : start + local.stop - local.start])
+
+    def publish(self, start: int, stop: int) -> None:
+        """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
+        if self.master is not self.own_value:
+            self.own_value[start:stop].copy_(self.master[start:stop])
+
+    def start_gather(self) -> None:
+        """Begin to fetch the other ranks' shards of the weights, which they have updated. Collective."""
+        if self.owned == (0, self.spec.numel):
+            return
+        self.move_weights(WeightState.SHARDED)
+        for parameter in self._parameters:
+            parameter.data = self._nowhere.expand(parameter.shape)
+        self.move_weights(WeightState.GATHERING)
+        self._gathering = self.comm.all_gather_async(self.own_value, self.value)
+
+    def finish_gather(self) -> None:
+        """Wait for the weights to be WHOLE; at once if they are."""
+        if self._gathering is None:
+            return
+        self._gathering.wait()
+        self._gathering = None
+        self._show()
+        self.move_weights(WeightState.WHOLE)
+
+    def _show(self) -> None:
+        for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
+            parameter.data = self.value[entry.start : entry.stop].view(parameter.shape)
+
+    def move_weights(self, state: WeightState) -> None:
+        assert (self.weights, state) in LEGAL_WEIGHT, (
+            f"chunk {self.spec.id}: weights may not go {self.weights} -> {state}"
+        )
+        self.weights = state
+
+    # ---- shards ----
+
+    @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        """Leaf axes whose ranks own other elements of this chunk."""
+        if self.owned == (0, self.spec.numel):
+            return ()
+        assert isinstance(self.spec.key, ChunkKey)
+        return self.spec.key.sync_axes
+
+    def part_of(self, entry: Entry) -> tuple[slice, int] | None:
+        """This rank's part of an entry: where it lies in `master`, `gradient` and optimizer state, and which element of
+        the parameter it begins with. None if it has none (an entry without elements belongs to no rank)."""
+        first, last = max(entry.start, self.owned[0]), min(entry.stop, self.owned[1])
+        if first >= last:
+            return None
+        return slice(first - self.owned[0], last - self.owned[0]), first - entry.start
+
+    def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
+        """One entry's part of a whole flat buffer [numel], in the parameter's shape."""
+        return buffer[entry.start : entry.stop].view(shape)
+
+    def whole(self, owned: Tensor) -> Tensor:
+        """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is sharded."""
+        return owned if owned.numel() == self.spec.numel else self.comm.all_gather(owned)
+
+    # ---- gradients ----
+
+    def move(self, state: GradientState) -> None:
+        assert (self.state, state) in LEGAL, (
+            f"chunk {self.spec.id}: gradient may not go {self.state} -> {state}"
+        )
+        self.state = state
+
+    def clear(self) -> None:
+        """Forget this step's gradient. The old numbers stay in the buffer; the first arrival overwrites them."""
+        self.move(GradientState.EMPTY)
+        self.used = [False] * len(self.spec.entries)
+        self._filled = [False] * len(self.spec.entries)
+        self._sums = 0
+        self._drop()
+
+    def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
+        """Add the gradient of entry `index` from one micro-batch, whose backward was seeded with `seed`."""
+        self.move(GradientState.FILLING)
+        entry = self.spec.entries[index]
+        target = self._to_fill()[entry.start : entry.stop].view(gradient.shape)
+        if self._filled[index]:
+            target.add_(gradient, alpha=1.0 / seed)
+        else:
+            target.copy_(gradient)
+            if seed != 1.0:
+                target.mul_(1.0 / seed)  # in the wide dtype: its own would lose what the scale has saved
+            self._filled[index] = self.used[index] = True
+
+    def start_reduce(self) -> None:
+        """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
+        self.move(GradientState.REDUCING)
+        filling = self._to_fill()
+        for entry, filled in zip(self.spec.entries, self._filled, strict=True):
+            if not filled:
+                filling[entry.start : entry.stop].zero_()
+        if self.by_micro_batch:
+            for start, stop in self._gaps():
+                filling[start:stop].zero_()
+        if not self.scatters:
+            self._in_flight = self.comm.all_reduce_async(filling)
+            return
+        if self.received is not None:
+            self._scratch = self.received.take(self.received.numel)
+        self._in_flight = self.comm.reduce_scatter_async(
+            filling, filling[slice(*self.share)], ordered=self.ordered, scratch=self._scratch
+        )
+
+    def finish_reduce(self) -> None:
+        """Wait for the sum that was begun; by micro-batch, add it to those of the micro-batches before."""
+        assert self._in_flight is not None, f"chunk {self.spec.id}: no reduction was begun"
+        self._in_flight.wait()
+        self._in_flight = None
+        if self._scratch is not None:
+            assert self.received is not None
+            self.received.give(self._scratch)
+            self._scratch = None
+        if self.by_micro_batch:
+            assert self.filling is not None
+            sums, summed = self._sharded_sums(), self.filling[slice(*self.share)]
+            if self._sums:
+                sums.add_(summed)
+            else:
+                sums.copy_(summed)
+            self._drop()
+            self._filled = [False] * len(self.spec.entries)
+        self._sums += 1
+        self.move(GradientState.PARTIAL)
+
+    def conclude(self) -> None:
+        """All micro-batches of the step are summed. Collective where each rank needs the sum of all."""
+        if self.by_micro_batch and self.owned != self.share:
+            self.comm.all_gather(self._sharded_sums(), self.gradient)
+        self.move(GradientState.REDUCED)
+
+    def squares(self) -> Tensor:
+        """Sum of squares of this rank's share of the counted gradient elements, 0-d float64."""
+        spans = [self._share_of(first, last) for first, last in self._counted]
+        found = [
+            _block_norms(self.gradient[span]).double().square().sum()
+            for span in spans
+            if span.start < span.stop
+        ]
+        zero = torch.zeros((), dtype=torch.float64, device=self.gradient.device)
+        return torch.stack(found).sum() if found else zero
+
+    def block_squares(self, entry: Entry) -> Tensor:
+        """Squares [blocks] of the norms of an entry's blocks, float64; zero for blocks in other ranks' shares and for
+        elements that this rank does not count. Their bits do not depend on where the chunk is cut."""
+        out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=self.gradient.device)
+        for first, last in self._counted:
+            span = self._share_of(max(first, entry.start), min(last, entry.stop))
+            if span.start >= span.stop:
+                continue
+            offset = span.start + self.owned[0] - entry.start
+            for start, stop in _cut_to_blocks(offset, offset + span.stop - span.start):
+                norms = _block_norms(self.gradient[span.start + start - offset : span.start + stop - offset])
+                at = start // SHARD_BLOCK_NUMEL
+                out[at : at + len(norms)] += norms.double().square()
+        return out
+
+    def _share_of(self, first: int, last: int) -> slice:
+        """The part of elements [first, last) that lies in this rank's share, as a slice of `gradient`."""
+        assert self.state is GradientState.REDUCED
+        start = self.owned[0]
+        return slice(max(first, self.share[0]) - start, min(last, self.share[1]) - start)
+
+    def _sharded_sums(self) -> Tensor:
+        return self.gradient[self.share[0] - self.owned[0] : self.share[1] - self.owned[0]]
+
+    def _to_fill(self) -> Tensor:
+        if self.filling is None:
+            assert self.staging is not None
+            self.filling = self.staging.take(self.spec.numel)
+        return self.filling
+
+    def _drop(self) -> None:
+        if self.staging is not None and self.filling is not None:
+            self.staging.give(self.filling)
+            self.filling = None
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        end = 0
+        for entry in self.spec.entries:
+            yield end, entry.start
+            end = entry.stop
+        yield end, self.spec.numel
+
+
+def blocks_of(entry: Entry) -> int:
+    """Blocks over which an entry's norm is summed."""
+    return -(-(entry.stop - entry.start) // SHARD_BLOCK_NUMEL)
+
+
+def _cut_to_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) as at most three ranges: to the first block boundary, whole blocks, the rest."""
+    head = min(-(-start // SHARD_BLOCK_NUMEL) * SHARD_BLOCK_NUMEL, stop)
+    body = max(stop // SHARD_BLOCK_NUMEL * SHARD_BLOCK_NUMEL, head)
+    yield from ((a, b) for a, b in ((start, head), (head, body), (body, stop)) if a < b)
+
+
+def _block_norms(flat: Tensor) -> Tensor:
+    """Norms of the blocks of a buffer in its own dtype, the last block perhaps short (on CPU a float64 norm of a
+    float32 buffer costs 40 times as much)."""
+    whole = flat.numel() - flat.numel() % SHARD_BLOCK_NUMEL
+    norms = [torch.linalg.vector_norm(flat[:whole].view(-1, SHARD_BLOCK_NUMEL), dim=1)] if whole else []
+    if whole < flat.numel():
+        norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+    return torch.cat(norms)

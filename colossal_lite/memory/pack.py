@@ -1,0 +1,110 @@
+"""Parameters into chunks: which parameter lies where in which flat buffer.
+
+Note: packing.
+A chunk is one contiguous run of parameters that share a packing key (optimizer group, dtype, axes that the gradient is
+summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward is.  Every
+entry starts on an aligned element.  A chunk's length is a multiple of `parts * SHARD_BLOCK_NUMEL`, so that it cuts into
+equal shards for any part count that divides `parts`, and no shard cuts a block of an entry: an entry of a block or more
+starts on a block, a smaller one lies within one.  So a sum over blocks has the same bits however the chunks are cut.
+Plain data: the same on every rank, and nothing here moves a byte.  Waste is alignment only; for chunks of megabytes it
+is under 1 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
+SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of a parameter
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """What the parameters of one chunk have in common: optimizer group, axes the gradient is summed over, and whether
+    the ranks of the other axes hold the same values too (then only the first of them counts in a norm)."""
+
+    group: int
+    sync_axes: tuple[str, ...] = ()
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """One trainable parameter to place: its name, elements on this rank, and its packing key."""
+
+    name: str
+    numel: int
+    key: Hashable = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter's place: elements [start, stop) of its chunk."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """One flat buffer: `numel` elements (alignment included), its entries in order of use."""
+
+    id: int
+    key: Hashable
+    numel: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def used_numel(self) -> int:
+        return sum(entry.stop - entry.start for entry in self.entries)
+
+    def shard(self, parts: int, part: int) -> tuple[int, int]:
+        """Elements [start, stop) of shard `part` of `parts` equal ones."""
+        assert self.numel % parts == 0, f"chunk {self.id}: {self.numel} elements do not cut into {parts}"
+        length = self.numel // parts
+        return part * length, (part + 1) * length
+
+
+def _up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+def _place(end: int, numel: int) -> int:
+    """Where an entry of `numel` elements starts behind one that ends at `end`."""
+    start = _up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
+    crosses = start // SHARD_BLOCK_NUMEL != max(start, start + numel - 1) // SHARD_BLOCK_NUMEL
+    return _up(start, SHARD_BLOCK_NUMEL) if crosses else start
+
+
+def pack(items: Sequence[Item], *, target_numel: int, parts: int = 1) -> tuple[ChunkSpec, ...]:
+    """Place `items`, given in forward order, into chunks of about `target_numel` elements that cut into `parts`.
+
+    A parameter larger than the target gets a chunk of its own; keys never mix.  Chunks are numbered by the forward
+    position of their first entry.
+    """
+    assert target_numel > 0 and parts > 0
+    assert len({item.name for item in items}) == len(items), "a parameter is packed once"
+    open_entries: dict[Hashable, list[Entry]] = {}
+    closed: list[tuple[int, Hashable, list[Entry]]] = []
+    position = {item.name: i for i, item in enumerate(items)}
+
+    def close(key: Hashable) -> None:
+        if entries := open_entries.pop(key, None):
+            closed.append((position[entries[0].name], key, entries))
+
+    for item in items:
+        entries = open_entries.setdefault(item.key, [])
+        if entries and _place(entries[-1].stop, item.numel) + item.numel > target_numel:
+            close(item.key)
+            entries = open_entries.setdefault(item.key, [])
+        start = _place(entries[-1].stop, item.numel) if entries else 0
+        entries.append(Entry(item.name, start, start + item.numel))
+    for key in list(open_entries):
+        close(key)
+    closed.sort(key=lambda found: found[0])
+    return tuple(
+        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts * SHARD_BLOCK_NUMEL), tuple(entries))
+        for i, (_, key, entries) in enumerate(closed)
+    )

@@ -1,0 +1,57 @@
+"""Where model state lives: the schema of `memory`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from colossal_lite.settings import Fault, Legal, Section, Unread
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"40GiB"` as a number of bytes; anything that is no such text is returned as it came."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})", value) if isinstance(value, str) else None
+    return round(float(match[1]) * UNITS[match[2]]) if match else value
+
+
+Budget = Annotated[
+    int, Field(ge=1), BeforeValidator(parse_bytes), Legal("bytes as an int >= 1, or text such as '40GiB'")
+]
+
+
+class MemoryConfig(Section):
+    """Tiers of memory: device, host, disk."""
+
+    placement: Literal["device", "host", "disk", "auto"] = "device"
+    """Slowest tier that model state may use; auto: the fastest tiers that the budgets allow."""
+    device_budget: Budget | None = None
+    """Bytes on each device, activations included; None: what the device has."""
+    host_budget: Budget | None = None
+    """Bytes of host memory for each rank; None: no limit."""
+    disk_dir: str | None = None
+    """Directory of the disk tier."""
+
+    def faults(self) -> Iterable[Fault]:
+        if self.placement == "disk" and self.disk_dir is None:
+            yield Fault("disk_dir", "placement='disk' needs it", "the name of a directory on a local disk")
+
+    def unread(self) -> Iterable[Unread]:
+        if self.placement == "device":
+            yield Unread("host_budget", "placement='device' keeps all model state on the device")
+        if self.placement in ("device", "host"):
+            yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")

@@ -1,0 +1,59 @@
+"""What tensors a stretch of code holds: live bytes now, and at the most.
+
+Note: storages, not tensors.
+Views share their bytes, so storages are counted, once each, from the operation that makes them until they are freed.
+The meter sees whatever goes through torch's dispatcher while it is active, so it works on meta tensors, which hold no
+bytes: that is how a run that is not here is measured.  What is alive at the end of a forward pass is what autograd
+keeps for backward, recomputation included.  What a kernel takes and gives back within one operation it cannot see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made while this was active and are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = self.peak_bytes = 0
+        self._alive: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler (155 MB)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, Tensor) and (key := _key(x)) not in given and key not in self._alive:
+                self._count(x, key)
+        return out
+
+    def window(self) -> int:
+        """The peak since this was last called; a new window begins with what is alive now."""
+        peak, self.peak_bytes = self.peak_bytes, self.now_bytes
+        return peak
+
+    def _count(self, x: Tensor, key: int) -> None:
+        storage = x.untyped_storage()
+        held_bytes = storage.nbytes()
+        self._alive.add(key)
+        self.now_bytes += held_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._forget, key, held_bytes)
+
+    def _forget(self, key: int, held_bytes: int) -> None:
+        self._alive.discard(key)
+        self.now_bytes -= held_bytes
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

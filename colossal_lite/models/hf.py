@@ -1,0 +1,288 @@
+"""GPT-2 and Llama between our names and Hugging Face's, as tables; no process group, no download, no code of theirs.
+
+Note: a row says which of their tensors make one of ours.  Several are joined along the output dimension (q, k, v; gate,
+up); GPT-2 stores its linears transposed (Conv1D).  Both directions come from the same rows, so one is the inverse of
+the other, bit for bit.  Rotary pairs feature i with i + K/2 in both, so no row is permuted.  What the other form cannot
+say (scaled rotary positions, biases on part of the linears) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from colossal_lite.models.gpt import GPT, GPTConfig
+
+FILE_BYTES = 4 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of ours: `theirs` joined along dim 0 in pieces of `sizes` rows, each transposed if `transposed`."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    transposed: bool = False
+
+
+def rows(config: GPTConfig) -> Iterator[Row]:
+    """The tensors of a model in the order of its forward. Raises ValueError for a model that neither family has."""
+    yield from {"gpt2": _gpt2_rows, "llama": _llama_rows}[family_of(config)](config)
+
+
+def family_of(config: GPTConfig) -> str:
+    """ "gpt2" or "llama". Raises ValueError with what a model of either would have."""
+    gpt2: dict[str, Any] = dict(
+        position="learned", norm="layer", activation="gelu", bias=True, key_heads=config.heads
+    )
+    llama: dict[str, Any] = dict(position="rotary", norm="rms", activation="swiglu")
+    misses = {}
+    for name, wanted in {"gpt2": gpt2, "llama": llama}.items():
+        misses[name] = [f"{key}={value!r}" for key, value in wanted.items() if getattr(config, key) != value]
+        if not misses[name]:
+            return name
+    texts = [f"{name} needs {', '.join(rules)}" for name, rules in misses.items()]
+    raise ValueError(f"model: Hugging Face has no family for it; {'; '.join(texts)}")
+
+
+def _gpt2_rows(config: GPTConfig) -> Iterator[Row]:
+    yield Row("token.weight", ("transformer.wte.weight",))
+    yield Row("position.weight", ("transformer.wpe.weight",))
+    for i in range(config.layers):
+        for ours, theirs, is_linear in (
+            ("norm1", "ln_1", False),
+            ("attention.qkv", "attn.c_attn", True),
+            ("attention.out", "attn.c_proj", True),
+            ("norm2", "ln_2", False),
+            ("mlp.up", "mlp.c_fc", True),
+            ("mlp.down", "mlp.c_proj", True),
+        ):
+            name = f"transformer.h.{i}.{theirs}"
+            yield Row(f"blocks.{i}.{ours}.weight", (f"{name}.weight",), transposed=is_linear)
+            yield Row(f"blocks.{i}.{ours}.bias", (f"{name}.bias",))
+    yield from (Row(f"norm.{kind}", (f"transformer.ln_f.{kind}",)) for kind in ("weight", "bias"))
+    if not config.tied:
+        yield Row("head.weight", ("lm_head.weight",))
+
+
+def _llama_rows(config: GPTConfig) -> Iterator[Row]:
+    keys = config.key_heads * config.head_width
+    yield Row("token.weight", ("model.embed_tokens.weight",))
+    for i in range(config.layers):
+        layer = f"model.layers.{i}"
+        yield Row(f"blocks.{i}.norm1.weight", (f"{layer}.input_layernorm.weight",))
+        yield Row(f"blocks.{i}.norm2.weight", (f"{layer}.post_attention_layernorm.weight",))
+        for kind in ("weight", "bias") if config.bias else ("weight",):
+            qkv = tuple(f"{layer}.self_attn.{name}_proj.{kind}" for name in "qkv")
+            yield Row(f"blocks.{i}.attention.qkv.{kind}", qkv, (config.width, keys, keys))
+            yield Row(f"blocks.{i}.attention.out.{kind}", (f"{layer}.self_attn.o_proj.{kind}",))
+            gate_up = tuple(f"{layer}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
+            yield Row(f"blocks.{i}.mlp.gate_up.{kind}", gate_up, (config.ffn_width,) * 2)
+            yield Row(f"blocks.{i}.mlp.down.{kind}", (f"{layer}.mlp.down_proj.{kind}",))
+    yield Row("norm.weight", ("model.norm.weight",))
+    if not config.tied:
+        yield Row("head.weight", ("lm_head.weight",))
+
+
+def to_hf(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors from ours (a GPT's state dict); views where nothing is transposed."""
+    found = {}
+    for row in rows(config):
+        pieces = state[row.ours].split(row.sizes) if row.sizes else (state[row.ours],)
+        for name, piece in zip(row.theirs, pieces, strict=True):
+            found[name] = (piece.t() if row.transposed else piece).contiguous()
+    return found
+
+
+def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A GPT's state dict from their tensors. Raises ValueError listing what is missing, unexpected or misshapen."""
+    table = list(rows(config))
+    bare = config.position == "learned" and "wte.weight" in theirs  # GPT-2 without its language-model head
+    if bare:
+        theirs = {f"transformer.{name}": value for name, value in theirs.items()}
+    known = {name for row in table for name in row.theirs}
+    tied = {"lm_head.weight"} if config.tied else set()
+    masks = {
+        name for name in theirs if name.endswith((".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"))
+    }
+    faults = [f"missing: {name}" for name in sorted(known - theirs.keys())]
+    faults += [f"unexpected: {name}" for name in sorted(theirs.keys() - known - tied - masks)]
+    if faults:
+        raise ValueError("Hugging Face model:\n  " + "\n  ".join(faults))
+    ours = {}
+    for row in table:
+        pieces = [theirs[name].t() if row.transposed else theirs[name] for name in row.theirs]
+        ours[row.ours] = torch.cat(pieces) if row.sizes else pieces[0].contiguous()
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in GPT(config).state_dict().items()}
+    for name, value in ours.items():
+        if value.shape != shapes[name]:
+            faults.append(f"shape: {name} is {tuple(value.shape)}, its config says {tuple(shapes[name])}")
+    if faults:
+        raise ValueError("Hugging Face model:\n  " + "\n  ".join(faults))
+    return ours | ({"head.weight": ours["token.weight"]} if config.tied else {})
+
+
+def config_to_hf(config: GPTConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The content of their config.json."""
+    both = {"vocab_size": config.vocabulary, "tie_word_embeddings": config.tied, "dtype": dtype}
+    if family_of(config) == "gpt2":
+        return both | {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_positions": config.sequence,
+            "n_embd": config.width,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.ffn_width,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": config.eps,
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": 0.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+    return both | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": config.sequence,
+        "hidden_size": config.width,
+        "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "attention_bias": config.bias,
+        "mlp_bias": config.bias,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
+    """Our configuration from their config.json. Raises ValueError for what our model does not have."""
+    kind = theirs.get("model_type")
+    try:
+        if kind == "gpt2":
+            _refuse(theirs, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
+                    scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))  # fmt: skip
+            return GPTConfig(
+                vocabulary=theirs["vocab_size"], layers=theirs["n_layer"], heads=theirs["n_head"],
+                width=theirs["n_embd"], sequence=theirs["n_positions"], ffn=theirs.get("n_inner"),
+                tied=theirs.get("tie_word_embeddings", True), dropout=float(theirs.get("resid_pdrop", 0.1)),
+                eps=theirs.get("layer_norm_epsilon", 1e-5),
+            )  # fmt: skip
+        if kind == "llama":
+            return _llama_config(theirs)
+    except KeyError as error:
+        raise ValueError(f"Hugging Face config: {error.args[0]} is missing") from error
+    raise ValueError(f"Hugging Face config: model_type={kind!r}; legal are 'gpt2' and 'llama'")
+
+
+def _llama_config(theirs: Mapping[str, Any]) -> GPTConfig:
+    bias, rope = theirs.get("attention_bias", False), theirs.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", "default") if rope else theirs.get("rope_scaling")
+    if scaling not in ("default", None):
+        raise ValueError(
+            f"Hugging Face config: rope_scaling={scaling!r}; legal is the default form of rotary positions"
+        )
+    _refuse(theirs, hidden_act=("silu",), mlp_bias=(bias,), pretraining_tp=(1,))
+    config = GPTConfig(
+        vocabulary=theirs["vocab_size"], layers=theirs["num_hidden_layers"], heads=theirs["num_attention_heads"],
+        width=theirs["hidden_size"], sequence=theirs["max_position_embeddings"], ffn=theirs["intermediate_size"],
+        kv_heads=theirs.get("num_key_value_heads"), position="rotary", norm="rms", activation="swiglu", bias=bias,
+        tied=theirs.get("tie_word_embeddings", False), eps=theirs.get("rms_norm_eps", 1e-6),
+        rotary_base=float(rope.get("rope_theta") or theirs.get("rope_theta", 10000.0)),
+    )  # fmt: skip
+    _refuse(theirs, head_dim=(None, config.head_width))
+    return config
+
+
+def _refuse(theirs: Mapping[str, Any], **legal: tuple[Any, ...]) -> None:
+    for name, values in legal.items():
+        if theirs.get(name, values[0]) not in values:
+            raise ValueError(
+                f"Hugging Face config: {name}={theirs[name]!r}; legal: {', '.join(map(repr, values))}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------ folders
+
+
+def write_hf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """A folder that `from_pretrained` opens: config.json and safetensors of at most `FILE_BYTES` each.
+
+    The folder appears when it is whole; ValueError if there is one already.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder}: is there already; legal: the name of a folder to be made")
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(parents=True)
+    groups: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > FILE_BYTES:
+            groups.append({})
+        groups[-1][name] = tensor
+    names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    for name, group in zip(names, groups, strict=True):
+        save_file(group, part / name, metadata={"format": "pt"})
+    if len(groups) > 1:
+        where = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        (part / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+        )
+    (part / "config.json").write_text(json.dumps(dict(config), indent=2))
+    os.rename(part, folder)
+
+
+def read_hf(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of a Hugging Face folder. Only safetensors are read, only inside the folder."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        if (folder / INDEX).exists():
+            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        else:
+            files = ["model.safetensors"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder}: is no Hugging Face model: {error}") from error
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{folder / INDEX}: names the file {file!r}; legal: files of that folder")
+        try:
+            with safe_open(folder / file, "pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / file}: {error}; legal: weights as safetensors") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: is no object")
+    return config, tensors
+
+
+def load_pretrained(folder: str | Path) -> GPT:
+    """A GPT with the weights of a Hugging Face folder, in their dtype."""
+    theirs, tensors = read_hf(Path(folder))
+    config = config_from_hf(theirs)
+    state = from_hf(config, tensors)
+    model = GPT(config)
+    model.to(next(iter(state.values())).dtype).load_state_dict(state)
+    return model

@@ -1,0 +1,235 @@
+"""Parallel layers by plan: what turns a plain module into one rank's part of it.
+
+Note: parallelize.
+It changes a module in place and keeps every parameter name.  What it decides is left as data: one ShardSpec for each
+parameter, from which gradient sums, norms, checkpoints and tests are derived.  `MODES` is the table of strategies; a
+mode is one file and one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from colossal_lite import kernels as ops_table
+from colossal_lite.batch import Batch
+from colossal_lite.kernels import Dropout, Ops, Rows
+from colossal_lite.mesh import Mesh
+from colossal_lite.models import GPT
+from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
+from colossal_lite.parallel.sequence import BUILT, OnSequence, SequenceParallel
+from colossal_lite.parallel.serial import Serial
+from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
+from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D, features_of
+from colossal_lite.rng import DropoutStreams
+from colossal_lite.shard import ShardSpec
+
+
+class TensorStrategy(Protocol):
+    """What the engine asks of a mode, once the layers are in place."""
+
+    @property
+    def name(self) -> str:
+        """The mode, for people."""
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether this rank's loss counts: of ranks that compute the same one, the first."""
+
+    def local_part(self, batch: Batch) -> Batch:
+        """The samples that this rank's layers see. Raises ValueError if the batch cannot be cut so."""
+
+    def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of token losses, number of valid labels) from the logits that this rank's model gives."""
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits of the local part over the full vocabulary."""
+
+    def whole_batch(self, logits: Tensor) -> Tensor:
+        """Whole logits of the whole micro-batch, alike on all ranks of the tensor axis, from those of the parts."""
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What `parallelize` decided: the strategy, the ops in use, and each parameter's spec by its first name."""
+
+    strategy: TensorStrategy
+    ops: Ops
+    specs: Mapping[str, ShardSpec]
+    has_dropout: bool
+    plan: Mapping[str, str]
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: Mesh,
+    plan: Literal["auto"] | Mapping[str, str] = "auto",
+    *,
+    sequence_parallel: bool = True,
+    sequence_mode: str = "ring",
+    kernels: Literal["auto", "torch", "triton"] = "auto",
+    device_type: str = "cpu",
+    streams: DropoutStreams | None = None,
+) -> Parallelized:
+    """Turn `module` into this rank's part of it, in place, and say how each parameter lies.
+
+    `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
+    engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
+    masks that do not depend on the mesh; without it dropout is torch's own.
+    Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
+    not divide, for a mesh with a pipeline axis, and for a sequence axis under any model but ours.
+    """
+    if mesh.size("pipeline") > 1:
+        raise ValueError(
+            f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; it is not built yet, use 1"
+        )
+    if mesh.size("sequence") > 1 and (not isinstance(module, GPT) or sequence_mode not in BUILT):
+        raise ValueError(
+            f"parallelize: sequence parallelism (mode {sequence_mode!r}) of {type(module).__name__}: built are modes "
+            f"{', '.join(BUILT)} for models.GPT, whose attention is an op of the table; use sequence=1"
+        )
+    ops = ops_table.select(kernels, device_type=device_type)
+    if mesh.size("tensor") == 1:
+        chosen: Mapping[str, str] = {}
+        made = _serial(module)
+    else:
+        chosen = _auto_plan(module) if plan == "auto" else plan
+        roles = assign_roles(chosen, *_names(module))
+        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel)
+    strategy, specs, local_rows = made
+    if mesh.size("sequence") > 1:
+        sequence = SequenceParallel(mesh.axis("sequence"), sequence_mode)
+        strategy, ops = OnSequence(strategy, sequence), sequence.ops(ops)
+    has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
+    for owner in module.modules():
+        if hasattr(owner, "ops"):
+            setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+    return Parallelized(strategy, ops, specs, has_dropout, chosen)
+
+
+# What a mode gives: its strategy, the spec of each parameter, and which rows of the counters a dropout sees, by name.
+LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
+Made = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows]
+
+
+def _serial(module: nn.Module) -> Made:
+    strategy, ties = Serial(), tied_names(module)
+    specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
+    return strategy, specs, lambda name, rows: rows
+
+
+def _tensor_1d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
+    strategy = Tensor1D(mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel)
+    swap = Swap1D(module, mesh.layout, roles, mode=strategy)
+
+    def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
+        mode = swap.mode_at(name)
+        return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
+
+    return strategy, swap.run(), local_rows
+
+
+def _tensor_2d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
+    vocabulary, width = _head(module, roles).shape
+    strategy = Tensor2D.on(mesh, vocabulary)
+    specs = Swap2D(module, mesh.layout, roles, mode=strategy).run()
+    return strategy, specs, lambda name, rows: features_of(rows, strategy, width)
+
+
+_MAKERS = {"1d": _tensor_1d, "2d": _tensor_2d}
+MODES = ("serial", *_MAKERS)
+
+
+def _mode_of(mesh: Mesh) -> str:
+    """The tensor mode that the sub-axes of a mesh are made for; 2.5d is 2d with a depth."""
+    leaves = {leaf.name for leaf in mesh.layout.leaves if leaf.name.startswith("tensor.")}
+    if not leaves:
+        return "1d"
+    if leaves <= {"tensor.depth", "tensor.row", "tensor.column"}:
+        return "2d"
+    raise ValueError(
+        f"parallelize: no tensor mode for sub-axes {', '.join(sorted(leaves))}; 3d is not built yet"
+    )
+
+
+def _names(module: nn.Module) -> tuple[list[str], list[str]]:
+    """All module names, and those that hold parameters of their own."""
+    owners = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    return [name for name, _ in module.named_modules() if name], owners
+
+
+def _auto_plan(module: nn.Module) -> Mapping[str, str]:
+    found = known_plan(*_names(module))
+    if found is None:
+        raise ValueError(
+            f"plan='auto': the module names of {type(module).__name__} are not those of a model that is known "
+            f"({', '.join(PLANS)}); give a dict from name patterns to roles: {', '.join(ROLES)}"
+        )
+    return found[1]
+
+
+def _head(module: nn.Module, roles: Mapping[str, Role]) -> Tensor:
+    """Weight [V, D] of the head: it tells the vocabulary, which padded logits are cut back to, and the width."""
+    heads = [name for name, role in roles.items() if role.name == "lm_head"]
+    if len(heads) != 1:
+        raise ValueError(f"plan: exactly one module must be the lm_head, found {heads or 'none'}")
+    weight = module.get_submodule(heads[0]).weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+# Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.
+_FACT_NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("layers", "num_hidden_layers", "n_layer"),
+    "heads": ("heads", "num_attention_heads", "n_head"),
+    "kv_heads": ("kv_heads", "num_key_value_heads", "heads", "num_attention_heads", "n_head"),
+    "width": ("width", "hidden_size", "n_embd"),
+    "ffn": ("ffn", "ffn_width", "intermediate_size", "n_inner"),
+    "vocabulary": ("vocabulary", "vocab_size"),
+    "sequence": ("sequence", "max_position_embeddings", "n_positions", "block_size"),
+    "tied": ("tied", "tie_word_embeddings"),
+}
+
+
+def facts_of(module: nn.Module) -> ModelFacts | None:
+    """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
+    config = getattr(module, "config", None)
+    found: dict[str, Any] = {}
+    for fact, names in _FACT_NAMES.items():
+        values = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+        if values:
+            found[fact] = values[0]
+    found.setdefault("tied", bool(tied_names(module)))
+    if "width" in found:
+        found.setdefault("ffn", 4 * found["width"])
+    return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """First name -> itself, for each parameter that has several names: the name of its tie group."""
+    seen: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first != name:
+            tied[first] = first
+    return tied
+
+
+def _bind_dropout(module: nn.Module, streams: DropoutStreams, local_rows: LocalRows) -> bool:
+    """Give every dropout its counters, torch's own included: it is replaced under its own name."""
+    found = False
+    for path, owner in list(module.named_modules()):
+        for name, child in list(owner.named_children()):
+            if type(child) is nn.Dropout:
+                setattr(owner, name, Dropout(child.p))
+                child = getattr(owner, name)
+            if isinstance(child, Dropout):
+                full_name = f"{path}.{name}" if path else name
+                child.rows = local_rows(full_name, partial(streams.rows, full_name))
+                found = found or child.p > 0
+    return found

@@ -1,0 +1,264 @@
+"""Which units of a model stand on which stage.
+
+Note
+----
+A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head
+with its norm and loss; between any two of them passes one residual activation, so a cut inside a block costs
+no more bytes than one between blocks, and halves the step in which load can be balanced. A stage is a run of
+units. The slowest stage sets the pace, so that is what is made small: exactly, by dynamic programming over
+the ends of the stages; then, among those cuts, the sum of squares, so that no other stage is slower than it
+must be. Memory of a stage: states of its units, and their saved activations once for each micro-batch that
+the schedule lets it hold (`held`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Literal, Protocol
+
+from colossal_lite.plan import Kind, Plan
+from colossal_lite.simulate import StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest part that a stage can begin or end at.
+
+    forward, input, weight: cost of F, I and W of one micro-batch, in seconds or FLOPs; states_bytes:
+    parameters, gradients and optimizer states; saved_bytes: activations kept from F of one micro-batch until
+    its backward.
+    """
+
+    name: str
+    forward: float
+    input: float
+    weight: float
+    states_bytes: float = 0.0
+    saved_bytes: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.input + self.weight
+
+
+class Facts(Protocol):
+    """The sizes of a transformer that its costs depend on."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+
+
+def transformer_units(
+    facts: Facts, tokens: int, *, element_bytes: int = 4, state_bytes: float = 16.0, gated: bool = False
+) -> tuple[Unit, ...]:
+    """Embedding, two halves a block, and head of a transformer; costs in FLOPs (reference: arXiv
+    2205.05198).
+
+    tokens: of one micro-batch; element_bytes: of an activation; state_bytes: for each parameter with its
+    gradient and optimizer states; gated: the MLP has three matrices. Attention has no weights, so its scores
+    cost in F and twice that in I; a lookup counts as no FLOPs.
+    """
+    width, kv_width = facts.width, facts.width * facts.kv_heads // facts.heads
+    mlp_matrices = 3 if gated else 2
+
+    def unit(name: str, weights: int, scores: float, saved: float, biases: int) -> Unit:
+        linear = 2.0 * tokens * weights
+        states = (weights + biases) * state_bytes
+        return Unit(name, linear + scores, linear + 2 * scores, linear, states, saved)
+
+    scores = 4.0 * tokens * facts.sequence * width
+    attention_saved = tokens * (4 * width + 2 * kv_width) * element_bytes + facts.heads * tokens * 4
+    mlp_saved = tokens * (2 * width + mlp_matrices * facts.ffn) * element_bytes
+    table = facts.vocabulary * width
+    units = [Unit("embedding", 0.0, 0.0, 0.0, (table + facts.sequence * width) * state_bytes, 0.0)]
+    for i in range(facts.layers):
+        attention = 2 * width * width + 2 * width * kv_width
+        units.append(unit(f"{i}.attention", attention, scores, attention_saved, 4 * width + 2 * kv_width))
+        units.append(
+            unit(f"{i}.mlp", mlp_matrices * width * facts.ffn, 0.0, mlp_saved, 3 * width + facts.ffn)
+        )
+    units.append(unit("head", table, 0.0, tokens * (2 * width + facts.vocabulary) * element_bytes, 2 * width))
+    return tuple(units)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Units [start, stop) of each stage, in order."""
+
+    units: tuple[Unit, ...]
+    bounds: tuple[tuple[int, int], ...]
+
+    def costs(self) -> tuple[float, ...]:
+        """Of forward and backward of each stage."""
+        return tuple(sum(unit.cost for unit in self.units[a:b]) for a, b in self.bounds)
+
+    def stage_costs(self, message: float = 0.0) -> StageCosts:
+        """For the simulator, in the unit of time that the units' costs have."""
+        mine = [self.units[a:b] for a, b in self.bounds]
+        return StageCosts(
+            tuple(sum(unit.forward for unit in units) for units in mine),
+            tuple(sum(unit.input for unit in units) for units in mine),
+            tuple(sum(unit.weight for unit in units) for units in mine),
+            message,
+        )
+
+    def __str__(self) -> str:
+        total = sum(self.costs()) or 1.0
+        rows = enumerate(zip(self.bounds, self.costs(), strict=True))
+        return "\n".join(
+            f"stage {i}: {self.units[a].name} to {self.units[b - 1].name}, {b - a} units, {cost / total:.1%}"
+            for i, ((a, b), cost) in rows
+        )
+
+
+def held(plan: Plan) -> tuple[int, ...]:
+    """Most micro-batches whose activations each stage of a compute plan keeps."""
+    peak: Counter[int] = Counter()
+    for actions in plan:
+        live: Counter[int] = Counter()
+        for action in actions:
+            assert action.stage is not None
+            live[action.stage] += (action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B))
+            peak[action.stage] = max(peak[action.stage], live[action.stage])
+    return tuple(peak[stage] for stage in sorted(peak))
+
+
+def partition(
+    units: Sequence[Unit],
+    stages: int,
+    how: Literal["balanced", "uniform"] | Sequence[int] = "balanced",
+    *,
+    live: Sequence[int] | None = None,
+    placement: Mapping[int, int] | None = None,
+    cap_bytes: float = inf,
+) -> Partition:
+    """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are
+    given.
+
+    live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each
+    its own by default; cap_bytes: memory of a rank. With several stages on a rank the cap is first left to
+    each of them whole, and if their sum is then too much, shared equally. Raises ValueError if there are
+    fewer units than stages, if counts do not cover the units exactly, or if no cut keeps every rank within
+    the cap.
+    """
+    held_by = (1,) * stages if live is None else tuple(live)
+    rank_of = {stage: stage for stage in range(stages)} if placement is None else placement
+    names = f"{units[0].name} to {units[-1].name}" if units else "none"
+    if len(units) < stages:
+        raise ValueError(
+            f"{stages} stages for {len(units)} units ({names}): each needs one; use fewer ranks or chunks"
+        )
+
+    states = list(accumulate((unit.states_bytes for unit in units), initial=0.0))
+    saved = list(accumulate((unit.saved_bytes for unit in units), initial=0.0))
+
+    def stage_bytes(stage: int, start: int, stop: int) -> float:
+        return states[stop] - states[start] + held_by[stage] * (saved[stop] - saved[start])
+
+    def heaviest_bytes(cuts: tuple[tuple[int, int], ...]) -> float:
+        ranks = dict.fromkeys(rank_of.values(), 0.0)
+        for stage, (start, stop) in enumerate(cuts):
+            ranks[rank_of[stage]] += stage_bytes(stage, start, stop)
+        return max(ranks.values())
+
+    if how == "balanced":
+        shared = Counter(rank_of.values())
+        shares = [1 / shared[rank_of[stage]] for stage in range(stages)]
+        tried = [
+            _balance(units, stages, stage_bytes, [cap_bytes * s for s in of])
+            for of in ([1.0] * stages, shares)
+        ]
+    else:
+        tried = [_counts(units, stages, how, names)]
+    cuts = [cut for cut in tried if cut is not None]
+    for cut in cuts:
+        if heaviest_bytes(cut) <= cap_bytes:
+            return Partition(tuple(units), cut)
+    least = f"; the best cut needs {min(map(heaviest_bytes, cuts)):.0f} on one rank" if cuts else ""
+    raise ValueError(
+        f"no cut of {len(units)} units ({names}) into {stages} stages keeps each rank within {cap_bytes:.0f} "
+        f"bytes{least}; use more ranks, fewer micro-batches in flight or activation checkpointing"
+    )
+
+
+Cuts = tuple[tuple[int, int], ...]
+
+
+def _counts(units: Sequence[Unit], stages: int, how: str | Sequence[int], names: str) -> Cuts:
+    n = len(units)
+    counts = [n // stages + (i < n % stages) for i in range(stages)] if isinstance(how, str) else list(how)
+    if len(counts) != stages or sum(counts) != n or min(counts) < 1:
+        raise ValueError(
+            f"partition={tuple(counts)}: {len(counts)} counts that sum to {sum(counts)}, for {stages} stages "
+            f"of a model with {n} units ({names}); give each stage at least 1 and {n} in all"
+        )
+    return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def _balance(
+    units: Sequence[Unit], stages: int, stage_bytes: Callable[[int, int, int], float], caps: Sequence[float]
+) -> Cuts | None:
+    """The cut whose slowest stage is fastest, and of those the most even one; None if none fits."""
+    ends = list(accumulate((unit.cost for unit in units), initial=0.0))
+
+    def score(stage: int, start: int, stop: int) -> float:
+        return ends[stop] - ends[start] if stage_bytes(stage, start, stop) <= caps[stage] else inf
+
+    slowest, cuts = _best_cut(len(units), stages, score, max)
+    if cuts is None:
+        return None
+    limit = slowest * (1 + 1e-12)
+
+    def square(stage: int, start: int, stop: int) -> float:
+        cost = score(stage, start, stop)
+        return cost * cost if cost <= limit else inf
+
+    return _best_cut(len(units), stages, square, lambda a, b: a + b)[1]
+
+
+def _best_cut(
+    n: int,
+    stages: int,
+    score: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, Cuts | None]:
+    """Smallest joined score of a cut of n units into stages; best[stop] is over the first units for the
+    stages so far, and `froms` remembers where the last of them begins. O(n^2 stages)."""
+    best = [0.0] + [inf] * n
+    froms: list[list[int]] = []
+    for stage in range(stages):
+        row, origin = [inf] * (n + 1), [0] * (n + 1)
+        for stop in range(stage + 1, n - (stages - stage - 1) + 1):
+            for start in range(stage, stop):
+                if (
+                    best[start] < row[stop]
+                    and (total := join(best[start], score(stage, start, stop))) < row[stop]
+                ):
+                    row[stop], origin[stop] = total, start
+        best = row
+        froms.append(origin)
+    if best[n] == inf:
+        return inf, None
+    cuts: list[tuple[int, int]] = []
+    stop = n
+    for origin in reversed(froms):
+        cuts.append((origin[stop], stop))
+        stop = origin[stop]
+    return best[n], tuple(reversed(cuts))

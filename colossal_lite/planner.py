@@ -1,0 +1,594 @@
+"""What a run will hold and move, on one rank of a world that need not exist.
+
+Note: measured, not listed again.
+`plan` runs one micro-batch of the real model, cut by the real `parallelize`, on meta tensors over communicators that
+only count; it makes the real chunks, reduces them and builds the real optimizer there.  So bytes on each axis and bytes
+of state are those of the engine by construction; what is stated here is how often each part happens in a step.
+`activations` is what is alive when a forward pass ends, `temporaries` what comes on top at the worst moment of forward,
+backward or update.  A model of ours deeper than three blocks is measured with two and with three, and the difference is
+added for each further one: everything but the packing is linear in the blocks.  Cost: some milliseconds a block, at any
+size of the world.
+
+`peak` is of tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the libraries that
+it loads beside torch's import, and what its allocator keeps of freed memory; buffers of the transport are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colossal_lite.batch import Batch
+from colossal_lite.comm import LedgerRow
+from colossal_lite.config import Config
+from colossal_lite.data import cut
+from colossal_lite.kernels import TORCH
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.placement import UNITS, parse_bytes
+from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.mesh import Mesh
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.optim import groups_of
+from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.parallel.roles import ModelFacts
+from colossal_lite.precision import Precision
+from colossal_lite.problems import ConfigError, Problem
+from colossal_lite.recompute import blocks_of, recompute
+from colossal_lite.rng import DropoutStreams
+from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.build import build_chunks, slots_of
+from colossal_lite.zero.norm import fast_squares, ordered_squares
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.stages import Sharding
+
+Builder = Callable[[], nn.Module]
+META = torch.device("meta")
+# Blocks of the two models from which deeper ones are extrapolated: the first block and the last are not alike.
+MEASURED_BLOCKS = (2, 3)
+# Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
+# resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: what glibc keeps of the
+# memory that is freed within a step, 14 to 26 % of it over five models of 260 to 620 MB; with its threshold for mapping
+# held at 128 KiB (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
+LIBRARIES_BYTES = 40 * 2**20
+ALLOCATOR_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind on this rank at the worst moment of a step, and what they are made of."""
+
+    kind: str
+    bytes: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of the batch arithmetic, and where it comes from."""
+
+    name: str
+    value: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One rank's step: what it holds, what it moves, how the batch is cut. Printing it gives the whole story."""
+
+    layout: str
+    rank: int
+    world_size: int
+    parameters: int
+    """Of the whole model, ties once."""
+    local_parameters: int
+    memory: tuple[Held, ...]
+    traffic: tuple[LedgerRow, ...]
+    batch: tuple[Term, ...]
+    micro_batches: tuple[int, ...]
+    """Samples of each part that this rank runs in a step."""
+    device_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(row.bytes for row in self.memory)
+
+    @property
+    def state_bytes(self) -> int:
+        """Allocated from the first step to the last."""
+        return sum(row.bytes for row in self.memory if row.kind in STATE)
+
+    @property
+    def process_bytes(self) -> int:
+        """What a process on a CPU holds at the most, less what importing torch takes."""
+        freed_in_step = self.peak_bytes - self.state_bytes
+        return self.peak_bytes + LIBRARIES_BYTES + round(ALLOCATOR_SHARE * freed_in_step)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Logical payload of a step on all axes."""
+        return sum(row.payload_bytes for row in self.traffic)
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the device's memory is not known."""
+        return None if self.device_bytes is None else self.peak_bytes <= self.device_bytes
+
+    def bytes_of(self, kind: str) -> int:
+        return sum(row.bytes for row in self.memory if row.kind == kind)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"rank {self.rank} of {self.world_size}: {self.layout}",
+                f"parameters {self.parameters:,}, here {self.local_parameters:,}",
+                *(f"  {term.name:<18} {term.value:>12,}  {term.origin}" for term in self.batch),
+                *(f"  {row.kind:<18} {size(row.bytes):>12}  {row.origin}" for row in self.memory),
+                f"  {'peak':<18} {size(self.peak_bytes):>12}  {self.verdict}",
+                *(
+                    f"  {f'{row.operation} on {row.axis}':<30} {row.calls:>6} x {size(row.payload_bytes):>12}"
+                    for row in self.traffic
+                ),
+            ]
+        )
+
+    @property
+    def verdict(self) -> str:
+        if self.device_bytes is None:
+            return "the device's memory is not known"
+        return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
+
+
+STATE = ("weights", "masters", "gradients", "optimizer", "staging", "frozen")
+
+
+def plan(
+    config: Config | Mapping[str, Any],
+    model: GPTConfig | Builder,
+    *,
+    batch: int,
+    sequence: int,
+    world_size: int,
+    rank: int = 0,
+    layers: Literal["auto"] | Mapping[str, str] = "auto",
+    device_bytes: int | None = None,
+) -> RunPlan:
+    """The step of `rank` in a world of `world_size`, for `batch` samples of `sequence` tokens a step over all ranks.
+
+    `model` is a GPTConfig or whatever builds a module that maps ids [B, T] to logits; `layers` its plan, as
+    `initialize` takes it; `device_bytes` the memory of a device, if it is known.  Nothing is allocated and no other
+    rank is needed.  Raises ConfigError for what the config cannot do with this world or this model.
+    """
+    config = Config.load(config)
+    config.check_built()
+    config = config.check_world(world_size)
+    _check_sizes(batch, sequence, world_size, rank)
+    mesh = Mesh.recording(config.layout(), rank)
+    facts = _facts(model)
+    if facts is not None:
+        _check_sequence(facts, sequence)
+        config.check_model(replace(facts, sequence=sequence))
+    pieces = _pieces(config, batch, mesh)
+    dry = _Dry(config, mesh, sequence, layers)
+    whole, cost = _measured(dry, model, max(pieces) or 1)
+    costs = {max(pieces): cost} | {n: _measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
+    if not any(pieces):
+        cost = Cost({}, {}, 0, 0, 0, 0)
+    mesh.ledger.clear()
+    chunks = build_chunks(whole.trainable, whole.specs, config, mesh, META)
+    _record_step(chunks, config, mesh, whole)
+    traffic = Counter({(r.operation, r.axis): r.payload_bytes for r in mesh.ledger.rows()})
+    calls = Counter({(r.operation, r.axis): r.calls for r in mesh.ledger.rows()})
+    for samples in filter(None, pieces):
+        traffic.update(costs[samples].payload)
+        calls.update(costs[samples].calls)
+    return RunPlan(
+        layout=mesh.layout.describe(),
+        rank=rank,
+        world_size=world_size,
+        parameters=sum(whole.specs[name].numel for name in whole.names),
+        local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
+        memory=_memory(config, chunks, whole, cost),
+        traffic=tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic)),
+        batch=_arithmetic(config, batch, sequence, mesh, pieces),
+        micro_batches=pieces,
+        device_bytes=device_bytes,
+    )
+
+
+# ---- the model, measured ----
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One micro-batch: payload and calls per (operation, axis), and live bytes beside the state.
+
+    `until` is the peak until the gradients of the last block have come, `after` the peak from then on: what a further
+    block adds to the one it does not add to the other.
+    """
+
+    payload: Mapping[tuple[str, str], int]
+    calls: Mapping[tuple[str, str], int]
+    kept: int
+    logits: int
+    until: int
+    after: int
+
+    def further(self, other: Cost, blocks: int) -> Cost:
+        """This cost with `blocks` more blocks, of which `other` has one."""
+
+        def line(a: int, b: int) -> int:
+            return a + blocks * (b - a)
+
+        return Cost(
+            {key: line(value, other.payload[key]) for key, value in self.payload.items()},
+            {key: line(value, other.calls[key]) for key, value in self.calls.items()},
+            **{n: line(getattr(self, n), getattr(other, n)) for n in ("kept", "logits", "until", "after")},
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What of a model does not depend on the batch: elements of each parameter on this rank, and its spec."""
+
+    trainable: Mapping[str, int]
+    frozen: Mapping[str, int]
+    specs: Mapping[str, ShardSpec]
+    names: tuple[str, ...]
+    has_dropout: bool
+
+
+@dataclass(frozen=True)
+class _Dry:
+    """How a model is run without tensors."""
+
+    config: Config
+    mesh: Mesh
+    sequence: int
+    layers: Literal["auto"] | Mapping[str, str]
+
+    def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
+        config = self.config
+        with META:
+            module = builder()
+        streams = DropoutStreams(config.seed)
+        done = parallelize(
+            module,
+            self.mesh,
+            self.layers,
+            sequence_parallel=config.parallel.tensor.sequence_parallel,
+            kernels="torch",
+            device_type="meta",
+            streams=streams,
+        )
+        for block in blocks_of(
+            module
+        ).values():  # backward may run them again, and no mode reaches into backward
+            block.forward = partial(_with_flash, block.forward)
+        recompute(module, config.activation_checkpoint, streams)
+        dtype = Precision.of(config.precision.dtype, config.precision.master_dtype).compute
+        for parameter in module.parameters():
+            parameter.data = torch.empty_like(parameter, dtype=dtype)
+        return module.train(), done, streams
+
+    def whole(self, module: nn.Module, done: Parallelized) -> Whole:
+        named = dict(module.named_parameters())
+        return Whole(
+            {n: p.numel() for n, p in named.items() if p.requires_grad},
+            {n: p.numel() for n, p in named.items() if not p.requires_grad},
+            done.specs,
+            tuple(named),
+            done.has_dropout,
+        )
+
+    def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
+        """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
+        self.mesh.ledger.clear()
+        meter = LiveBytes()
+        until: list[int] = []
+        last = next(reversed(blocks_of(module)), "")
+        missing = {
+            n for n, p in module.named_parameters() if p.requires_grad and last and n.startswith(last + ".")
+        }
+
+        def arrived(name: str, parameter: Tensor) -> None:
+            parameter.grad = None
+            missing.discard(name)
+            if not missing and not until:
+                until.append(meter.window())
+
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(arrived, n))
+            for n, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        with _FlashAttention(), meter:
+            ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
+            numbers = torch.arange(samples, device=META)
+            part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+            streams.begin(0, part.samples, torch.arange(self.sequence, device=META))
+            outputs = module(*part.args)
+            outputs = getattr(outputs, "logits", outputs)
+            logits = outputs[0] if isinstance(outputs, tuple) else outputs
+            logits_bytes = logits.numel() * logits.element_size()
+            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            del outputs, logits
+            kept = meter.now_bytes
+            loss.backward()
+        for hook in hooks:
+            hook.remove()
+        rows = self.mesh.ledger.rows()
+        after = meter.window()
+        return Cost(
+            {(r.operation, r.axis): r.payload_bytes for r in rows},
+            {(r.operation, r.axis): r.calls for r in rows},
+            kept, logits_bytes, until[0] if until else after, after,
+        )  # fmt: skip
+
+
+def _measured(dry: _Dry, model: GPTConfig | Builder, samples: int) -> tuple[Whole, Cost]:
+    """The model's parameters and the cost of one micro-batch of `samples`."""
+    if not isinstance(model, GPTConfig):
+        built = dry.built(model)
+        return dry.whole(*built[:2]), dry.run(*built, samples)
+    blocks = [n for n in MEASURED_BLOCKS if n < model.layers] or [model.layers]
+    if len(blocks) < len(MEASURED_BLOCKS):
+        blocks = [model.layers]
+    made = [dry.built(partial(GPT, replace(model, layers=n))) for n in blocks]
+    costs = [dry.run(*built, samples) for built in made]
+    whole = dry.whole(*made[-1][:2])
+    if len(blocks) == 1:
+        return whole, costs[0]
+    return _deeper(whole, model.layers, blocks[-1]), costs[0].further(costs[1], model.layers - blocks[0])
+
+
+def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
+    """The parameters of a GPT of `layers` blocks, from those of one of `blocks`: the last block is repeated."""
+    last = f"blocks.{blocks - 1}."
+
+    def repeated(names: tuple[str, ...]) -> list[tuple[str, str]]:
+        """(name, name of its like), in the order of the model."""
+        own = [name for name in names if name.startswith(last)]
+        out: list[tuple[str, str]] = []
+        for name in names:
+            out.append((name, name))
+            if own and name == own[-1]:
+                out += [(n.replace(last, f"blocks.{i}.", 1), n) for i in range(blocks, layers) for n in own]
+        return out
+
+    return Whole(
+        {new: whole.trainable[old] for new, old in repeated(tuple(whole.trainable))},
+        {new: whole.frozen[old] for new, old in repeated(tuple(whole.frozen))},
+        {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
+        tuple(new for new, _ in repeated(whole.names)),
+        whole.has_dropout,
+    )
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _flash(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _with_flash(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _FlashAttention():
+        return forward(*args, **kwargs)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return out
+
+
+# ---- the rest of a step ----
+
+
+def _record_step(chunks: tuple[Chunk, ...], config: Config, mesh: Mesh, whole: Whole) -> None:
+    """What a step communicates beside its micro-batches: places of samples, gradients, agreement, weights."""
+    if whole.has_dropout:
+        mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
+        for chunk in reversed(chunks):
+            chunk.start_reduce()
+            chunk.finish_reduce()
+    for chunk in chunks:
+        chunk.conclude()
+    squares = ordered_squares(chunks, whole.names, mesh) if sharding.ordered else fast_squares(chunks)
+    agreed = 3 + sum(len(chunk.spec.entries) for chunk in chunks)  # loss, weight, stop, and what was used
+    mesh.world.all_reduce(torch.empty(agreed + squares.numel(), dtype=torch.float64, device=META))
+    for chunk in chunks:
+        chunk.start_gather()
+
+
+def _memory(config: Config, chunks: tuple[Chunk, ...], whole: Whole, cost: Cost) -> tuple[Held, ...]:
+    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {})
+    masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
+    update = max(
+        (_bytes(chunk.master) for chunk in chunks), default=0
+    )  # the copy that shows whether it changed
+    peak = max(cost.until, cost.after, update)
+    kept = min(cost.kept, peak)
+    compute, gradient = (str(t).removeprefix("torch.") for t in (precision.compute, precision.gradient))
+    numel = sum(chunk.spec.numel for chunk in chunks)
+    used = sum(chunk.spec.used_numel for chunk in chunks)
+    rows = (
+        Held("weights", sum(_bytes(c.value) for c in chunks),
+             f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
+        Held("masters", sum(map(_bytes, masters)), str(precision.master).removeprefix("torch.")),
+        Held("gradients", sum(_bytes(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
+        Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
+        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}"),
+        Held("frozen", sum(whole.frozen.values()) * precision.compute.itemsize, compute),
+        Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
+        Held("logits", cost.logits, compute),
+        Held("temporaries", peak - kept, "on top at the worst moment"),
+    )  # fmt: skip
+    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
+
+
+def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:
+    """Samples of this rank's micro-batches, larger ones first."""
+    start, stop = cut(batch, mesh.size("data"), mesh.coord("data"))
+    parts = config.gradient_accumulation
+    bounds = [cut(stop - start, parts, part) for part in range(parts)]
+    return tuple(last - first for first, last in bounds)
+
+
+def _arithmetic(
+    config: Config, batch: int, sequence: int, mesh: Mesh, pieces: tuple[int, ...]
+) -> tuple[Term, ...]:
+    origins = {row.path: row.origin for row in config.resolved()}
+    data = mesh.size("data")
+    return (
+        Term("global batch", batch, "given: samples a step"),
+        Term("sequence", sequence, "given: tokens a sample"),
+        Term("tokens a step", batch * sequence, "global batch x sequence"),
+        Term("data", data, f"parallel.data, {origins['parallel.data']}"),
+        Term("local batch", sum(pieces), f"this rank's part of {batch} over {data}"),
+        Term("accumulation", len(pieces), f"gradient_accumulation, {origins['gradient_accumulation']}"),
+        Term("micro-batch", max(pieces), "the largest of " + ", ".join(map(str, sorted(set(pieces))))),
+    )
+
+
+# ---- what is asked ----
+
+
+def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
+    if isinstance(model, GPTConfig):
+        return ModelFacts(
+            layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
+            ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
+        )  # fmt: skip
+    with META:
+        return facts_of(model())
+
+
+def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:
+    problems = [
+        Problem(name, value, "is out of range", "an int >= 1")
+        for name, value in (("batch", batch), ("sequence", sequence))
+        if value < 1
+    ]
+    if not 0 <= rank < world_size:
+        problems.append(Problem("rank", rank, "is out of range", f"0 to {world_size - 1}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_sequence(facts: ModelFacts, sequence: int) -> None:
+    if sequence > facts.sequence:
+        raise ConfigError(
+            [Problem("sequence", sequence, "is more than the model takes", f"1 to {facts.sequence}")]
+        )
+
+
+def parse_model(text: str) -> GPTConfig:
+    """From `gpt2-124M`, `llama-8B`, fields such as `layers=6,width=384`, or both: `llama-8B,layers=4`.
+
+    Raises ValueError naming what is legal.
+    """
+    head, *rest = text.split(",")
+    if "=" in head:
+        head, rest = "", [head, *rest]
+    changes = dict(_field(item) for item in rest)
+    if not head:
+        return GPTConfig(**changes)
+    family, _, named_size = head.partition("-")
+    families = {"gpt2": GPTConfig.gpt2, "llama": GPTConfig.llama}
+    if family not in families:
+        raise ValueError(
+            f"model: {head!r}; legal: gpt2-SIZE, llama-SIZE, or fields of GPTConfig: "
+            f"{', '.join(field.name for field in fields(GPTConfig))}"
+        )
+    return families[family](named_size, **changes)
+
+
+def _field(item: str) -> tuple[str, Any]:
+    """`layers=6` as a name and a value of the field's type."""
+    name, sign, value = item.partition("=")
+    known = {field.name: str(field.type) for field in fields(GPTConfig)}
+    if not sign or name not in known:
+        raise ValueError(f"model: {item!r}; legal: FIELD=VALUE with a field of GPTConfig: {', '.join(known)}")
+    kind = known[name]
+    try:
+        if kind == "bool":
+            return name, {"true": True, "false": False}[value.lower()]
+        return name, int(value) if "int" in kind else float(value) if kind == "float" else value
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"model: {item!r}; legal: a value of type {kind}") from error
+
+
+def device_memory(text: str | None) -> int | None:
+    """Bytes of a device: as given (`80GiB`), else of the CUDA device here, else None. ValueError for other text."""
+    if text is not None:
+        number = parse_bytes(text)
+        if not isinstance(number, int):
+            raise ValueError(
+                f"device memory: {text!r}; legal: a number with one of {', '.join(UNITS)}, as in 80GiB"
+            )
+        return number
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def table(made: RunPlan) -> Any:
+    """A plan as rich tables, one under the other."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def grid(
+        title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]
+    ) -> Table:
+        out = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            out.add_column(column, justify="right" if index in numbers else "left", no_wrap=index in numbers)
+        for row in rows:
+            out.add_row(*map(Text, row))
+        return out
+
+    memory = [(row.kind, size(row.bytes), row.origin) for row in made.memory]
+    memory.append(("peak", size(made.peak_bytes), made.verdict))
+    memory.append(("on a CPU", size(made.process_bytes), "with libraries and allocator, less torch's import"))
+    traffic = [(r.operation, r.axis, f"{r.calls:,}", size(r.payload_bytes)) for r in made.traffic]
+    return Group(
+        Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
+        Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
+        grid("\nbatch", ("", "", "origin"), [(t.name, f"{t.value:,}", t.origin) for t in made.batch], (1,)),
+        grid("\nmemory of this rank", ("", "bytes", "what"), memory, (1,)),
+        grid(
+            "\npayload of a step, of this rank", ("operation", "axis", "calls", "bytes"),
+            traffic or [("none", "", "0", "0 B")], (2, 3),
+        ),
+    )  # fmt: skip
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,97 @@
+"""Which dtype holds what, and the loss scale that keeps fp16 gradients in range.
+
+Note: the loss scale.
+fp16 gradients end at 6e-8 below and 65504 above, so backward is seeded with more than 1.  A plain loop seeds the
+*mean* loss of its N tokens with S = 2^16: the largest gradient of a logit, S / N, and all behind it lie where fp16 is
+fine.  We seed the *sum*, so the same place is S / N; the seed of a part of T label positions is S over the power of
+two at or above T.  It is a power of two where S is one, so a gradient is divided by it exactly, when it leaves fp16:
+as it is added to the chunk's float32 buffer, in the pass that adds it.  Hence parts and ranks may have different seeds
+and nothing but that addition knows of the scale: sums, norms, clipping and `full_gradients` see true gradients.
+An overflow makes an infinity or NaN in some chunk of some rank, so in the one all-reduced sum of squares, from which
+every rank draws the same conclusion: no update, half the scale; after 2,000 finite steps in a row, double it.
+T is the size of the labels, ignored ones too: known without asking the device, the same on all ranks of one data
+coordinate, whichever stage or tensor shard they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from colossal_lite.settings import PrecisionConfig
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`compute`: the weights the model multiplies with; `master`: what the optimizer updates; `gradient`: the buffer
+    in which micro-batches and ranks are summed, never below float32."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: str, master: str | None = None) -> Precision:
+        """From config names. `master` None: float32 for 16-bit compute, else the compute dtype."""
+        compute = DTYPES[dtype]
+        at_least_fp32 = compute if compute in (torch.float32, torch.float64) else torch.float32
+        chosen = DTYPES[master] if master else at_least_fp32
+        return cls(compute, chosen, torch.promote_types(at_least_fp32, chosen))
+
+    @property
+    def master_copy_bytes(self) -> int:
+        """Of each parameter, for master weights beside those the model multiplies with."""
+        return self.master.itemsize if self.master != self.compute else 0
+
+
+GROWTH_STEPS = 2000
+FIRST_SCALE, LEAST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What backward is seeded with, for a mean loss. `scale` is 1 for every dtype but fp16."""
+
+    scale: float
+    is_dynamic: bool
+    finite_steps: int = 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> LossScale:
+        if config.dtype != "fp16":
+            return cls(1.0, is_dynamic=False)
+        if config.loss_scale == "dynamic":
+            return cls(FIRST_SCALE, is_dynamic=True)
+        return cls(float(config.loss_scale), is_dynamic=False)
+
+    def after(self, is_finite: bool) -> LossScale:
+        """The scale of the next step."""
+        if not self.is_dynamic:
+            return self
+        if not is_finite:
+            return replace(self, scale=max(self.scale / 2.0, LEAST_SCALE), finite_steps=0)
+        if self.finite_steps + 1 < GROWTH_STEPS:
+            return replace(self, finite_steps=self.finite_steps + 1)
+        return replace(self, scale=min(self.scale * 2.0, LARGEST_SCALE), finite_steps=0)
+
+    @property
+    def state(self) -> tuple[float, int] | None:
+        """What a checkpoint keeps of it; None where there is nothing that moves."""
+        return (self.scale, self.finite_steps) if self.is_dynamic else None
+
+    def at(self, state: tuple[float, int] | None) -> LossScale:
+        """This scale where a checkpoint left it; a fixed one stays what the config says."""
+        if state is None or not self.is_dynamic:
+            return self
+        return replace(self, scale=state[0], finite_steps=state[1])
+
+    def seed(self, positions: int) -> float:
+        """What backward of the sum of the losses at so many positions starts with; 1 where nothing is scaled."""
+        if self.scale == 1.0 and not self.is_dynamic:
+            return 1.0
+        return self.scale / float(1 << max(positions - 1, 0).bit_length())

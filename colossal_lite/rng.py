@@ -1,0 +1,323 @@
+"""Random numbers that do not know the mesh: keys, dropout streams, and initial values replayed from a recording.
+
+Note: counters, not states.
+Every random number of a run is a pure function of (key, counter) through Philox-4x32-10.  The key says what is drawn
+(seed and name), the counter which element of it.
+- Initial values: key = (seed, parameter name, ordinal of the draw), counter = global element index.
+- Dropout: key = (seed, module name, index of the call within one forward pass), counter = (step, index of the sample
+  in the step's global batch, position, feature); never a rank or a micro-batch.
+So weights and masks are the same on every mesh and for every number of micro-batches, there is no generator state to
+save, and recomputation draws the same mask again.
+
+A module built by a callable is built with its parameters on the meta device: the in-place initialisers that run on
+them are recorded as data (`InitOp`) and replayed for the elements that a rank keeps, so no rank holds more than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.kernels import philox
+from colossal_lite.kernels.philox import Rows
+
+aten = torch.ops.aten
+# Elementwise functions of torch may differ in the last bit between the body and the tail of a vector loop, so values
+# are always computed on whole aligned blocks: an element's bits do not depend on who asks for it.
+REPLAY_BLOCK_NUMEL = 4096
+
+
+def key(seed: int, *parts: str | int) -> tuple[int, int]:
+    """The Philox key of a named stream: two uint32 words of a hash, the same on every machine."""
+    text = "\x1f".join(str(part) for part in (seed, *parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a forward pass the counters stand."""
+
+    step: int
+    sample: Tensor
+    position: Tensor
+    calls: Mapping[str, int]
+
+
+class DropoutStreams:
+    """Hands each dropout module the counters of the rows it is about to see.
+
+    The engine calls `begin` before each forward pass with the step and the global place of the rows; a module then asks
+    for `rows(name)`.  A module that runs twice in one pass gets two calls, hence two masks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._step = 0
+        self._sample = self._position = torch.empty(0, dtype=torch.int64)
+        self._calls: dict[str, int] = {}
+
+    def begin(self, step: int, sample: Tensor, position: Tensor) -> None:
+        """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64."""
+        self._step, self._sample, self._position = step, sample, position
+        self._calls.clear()
+
+    def place(self) -> Place:
+        """For `go_to`: what a part of the pass must find again to draw the same masks a second time."""
+        return Place(self._step, self._sample, self._position, dict(self._calls))
+
+    def go_to(self, place: Place) -> None:
+        self._step, self._sample, self._position = place.step, place.sample, place.position
+        self._calls = dict(place.calls)
+
+    def rows(self, name: str, parts: int = 1, part: int = 0) -> Rows:
+        """Counters of the next call of module `name`; of part `part` of `parts` of the positions, where the module sees
+        only those."""
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        position = self._position.tensor_split(parts)[part]
+        return Rows(key(self._seed, name, call), self._step, self._sample, position)
+
+
+# ---- recording initialisers on meta, replaying them on shards ----
+
+
+@dataclass(frozen=True)
+class InitOp:
+    """One recorded in-place initialiser on elements [start, stop) of a flattened parameter."""
+
+    kind: str
+    arguments: tuple[float, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the initial values of one parameter are made: operations in order, over `numel` elements."""
+
+    numel: int
+    ops: tuple[InitOp, ...] = ()
+
+    def then(
+        self, kind: str, arguments: tuple[float, ...], start: int = 0, stop: int | None = None
+    ) -> Recipe:
+        stop = self.numel if stop is None else stop
+        return replace(self, ops=(*self.ops, InitOp(kind, arguments, start, stop)))
+
+
+class InitialiserError(ValueError):
+    """A parameter was made by something that cannot be replayed shard by shard; names parameter and operation."""
+
+
+# aten in-place operation -> (name in a recipe, its arguments with their defaults); all are elementwise
+_RECORDED: dict[Any, tuple[str, tuple[tuple[str, float], ...]]] = {
+    aten.zero_.default: ("fill", ()),
+    aten.fill_.Scalar: ("fill", (("value", 0.0),)),
+    aten.normal_.default: ("normal", (("mean", 0.0), ("std", 1.0))),
+    aten.uniform_.default: ("uniform", (("from", 0.0), ("to", 1.0))),
+    aten.mul_.Scalar: ("mul", (("other", 1.0),)),
+    aten.mul_.Tensor: ("mul", (("other", 1.0),)),
+    aten.add_.Scalar: ("add", (("other", 0.0),)),
+    aten.add_.Tensor: ("add", (("other", 0.0),)),
+    aten.clamp_.default: ("clamp", (("min", -float("inf")), ("max", float("inf")))),
+    aten.erfinv_.default: ("erfinv", ()),
+}
+# factories and out-of-place forms, by which `nn.Parameter(torch.ones(n))` and `torch.randn(n) * 0.02` are made
+_FACTORIES: dict[Any, tuple[str, tuple[float, ...]]] = {
+    aten.empty.memory_format: ("", ()),
+    aten.zeros.default: ("fill", (0.0,)),
+    aten.ones.default: ("fill", (1.0,)),
+    aten.randn.default: ("normal", (0.0, 1.0)),
+    aten.rand.default: ("uniform", (0.0, 1.0)),
+}
+_OUT_OF_PLACE: dict[Any, str] = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.add.Tensor: "add"}
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows the values of storages from factory to registered parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recipes: dict[int, Recipe] = {}  # by storage
+        self.alive: list[Tensor] = []  # a freed storage would hand its address to another
+        self.parameters: dict[int, str] = {}
+        self.refused: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler: 155 MB of each rank, and 2 s
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _RECORDED and args[0].is_meta and self._recipe(args[0]) is not None:
+            # Running it changes nothing, and torch's meta form of normal_ is Python that imports the compiler.
+            self._record(args[0], func, args[1:], kwargs)
+            return args[0]
+        out = func(*args, **kwargs)
+        if func in _FACTORIES:
+            kind, arguments = _FACTORIES[func]
+            recipe = Recipe(out.numel())
+            self._track(out, recipe.then(kind, arguments) if kind else recipe)
+        elif func is aten.full.default:
+            self._track(out, Recipe(out.numel()).then("fill", (float(args[1]),)))
+        elif func in _OUT_OF_PLACE and self._recipe(args[0]) and isinstance(args[1], (int, float)):
+            made = self._recipe(args[0])
+            assert made is not None
+            self._track(out, made.then(_OUT_OF_PLACE[func], (float(args[1]),)))
+        elif isinstance(target := args[0] if args else None, Tensor) and self._recipe(target) is not None:
+            if func in _RECORDED:
+                self._record(target, func, args[1:], kwargs)
+            elif func._schema.is_mutable:
+                self._refuse(target, str(func))
+        return out
+
+    def _record(self, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind, defaults = _RECORDED[func]
+        named = {name: value for (name, _), value in zip(defaults, args, strict=False)} | kwargs
+        values = [named.get(name, default) for name, default in defaults]
+        values = [default if v is None else v for v, (_, default) in zip(values, defaults, strict=True)]
+        if not target.is_contiguous() or any(isinstance(v, Tensor) for v in values) or named.get("generator"):
+            return self._refuse(target, str(func))
+        start = int(target.storage_offset())
+        arguments = tuple(float(v) for v in values) if kind != "fill" or values else (0.0,)
+        storage = target.untyped_storage()._cdata
+        self.recipes[storage] = self.recipes[storage].then(kind, arguments, start, start + target.numel())
+
+    def truncated_normal(self, target: Tensor, mean: float, std: float, a: float, b: float) -> None:
+        """Inverse of the distribution function, on a uniform between its values at the bounds."""
+        low, high = (math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (a, b))
+        with torch.no_grad():
+            target.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+
+    def _refuse(self, target: Tensor, what: str) -> None:
+        storage = target.untyped_storage()._cdata
+        self.refused.append(f"{self.parameters.get(storage, 'a tensor')}: {what}")
+
+    def _recipe(self, tensor: Any) -> Recipe | None:
+        return self.recipes.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+
+    def _track(self, tensor: Tensor, recipe: Recipe) -> None:
+        self.recipes[tensor.untyped_storage()._cdata] = recipe
+        self.alive.append(tensor)
+
+    def to_meta(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The meta twin of a parameter that is being registered; it takes over the recipe of its values."""
+        recipe = self._recipe(parameter)
+        if recipe is None or recipe.numel != parameter.numel():
+            raise InitialiserError(
+                f"parameter {name}: its values come from an operation that cannot be replayed shard by shard; "
+                f"make it with torch.empty, zeros, ones, full, rand or randn and initialise it in place with "
+                f"{', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}"
+            )
+        meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        self._track(meta, recipe)
+        self.parameters[meta.untyped_storage()._cdata] = name
+        self.alive = [t for t in self.alive if t is not parameter]
+        return meta
+
+
+@contextmanager
+def _parameters_on_meta(recorder: _Recorder) -> Iterator[None]:
+    def register(module: nn.Module, name: str, parameter: Any) -> Any:
+        if not isinstance(parameter, nn.Parameter) or parameter.is_meta:
+            return parameter
+        return recorder.to_meta(f"{type(module).__name__}.{name}", parameter)
+
+    def truncated(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        recorder.truncated_normal(tensor, mean, std, a, b)
+        return tensor
+
+    # On a meta tensor torch's own trunc_normal_ does nothing at all (2.13), so its steps are recorded in its place.
+    original = nn.init._no_grad_trunc_normal_
+    hook = nn.modules.module.register_module_parameter_registration_hook(register)
+    nn.init._no_grad_trunc_normal_ = truncated
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+        hook.remove()
+
+
+def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Recipe]]:
+    """Run `builder` with parameters on meta and buffers real.
+
+    Returns the module and, for each parameter (tied ones once, by their first name), the recipe of its values.
+    Raises InitialiserError naming each parameter whose values cannot be replayed.
+    """
+    recorder = _Recorder()
+    with _parameters_on_meta(recorder):
+        module = builder()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"model: the callable returned {type(module).__name__}; it must return an nn.Module")
+    if recorder.refused:
+        raise InitialiserError(
+            "these initialisers cannot be replayed shard by shard:\n  "
+            + "\n  ".join(recorder.refused)
+            + f"\nlegal in-place initialisers: {', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}"
+        )
+    recipes = {}
+    for name, parameter in module.named_parameters():
+        recipe = recorder._recipe(parameter)
+        if not parameter.is_meta or recipe is None:
+            raise InitialiserError(
+                f"parameter {name}: it was not made while the callable ran; build it inside"
+            )
+        if not recipe.ops and recipe.numel:
+            raise InitialiserError(
+                f"parameter {name}: nothing gives it a value; initialise it while it is built"
+            )
+        recipes[name] = recipe
+    return module, recipes
+
+
+def replay(recipe: Recipe, seed: int, name: str, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the flattened parameter, float64; their bits depend on neither bound.
+
+    Work and memory: the range, rounded to blocks.
+    """
+    assert 0 <= start <= stop <= recipe.numel
+    low = start - start % REPLAY_BLOCK_NUMEL
+    high = min(-(-stop // REPLAY_BLOCK_NUMEL) * REPLAY_BLOCK_NUMEL, recipe.numel)
+    values = torch.zeros(high - low, dtype=torch.float64)
+    for block in values.split(REPLAY_BLOCK_NUMEL):
+        for ordinal, op in enumerate(recipe.ops):
+            first, last = max(op.start, low), min(op.stop, low + block.numel())
+            if first < last:
+                _apply(op, block[first - low : last - low], key(seed, name, ordinal), first - op.start)
+        low += block.numel()
+    base = start - start % REPLAY_BLOCK_NUMEL
+    return values[start - base : stop - base]
+
+
+def _apply(op: InitOp, values: Tensor, stream: tuple[int, int], offset: int) -> None:
+    match op.kind:
+        case "fill":
+            values.fill_(op.arguments[0])
+        case "normal":
+            mean, std = op.arguments
+            values.copy_(philox.normal(stream, offset, offset + values.numel())).mul_(std).add_(mean)
+        case "uniform":
+            low, high = op.arguments
+            values.copy_(philox.uniform(stream, offset, offset + values.numel())).mul_(high - low).add_(low)
+        case "mul":
+            values.mul_(op.arguments[0])
+        case "add":
+            values.add_(op.arguments[0])
+        case "clamp":
+            values.clamp_(*op.arguments)
+        case "erfinv":
+            values.erfinv_()
+        case _:
+            raise AssertionError(f"recipe with unknown operation {op.kind}")

@@ -1,0 +1,273 @@
+"""Schemas of the parts that are not pure: optimizer, learning rate, precision, ZeRO, checkpoint.
+
+Note: schemas.
+A `Section` is a frozen pydantic model that takes no unknown key and converts nothing: "8" is no int, True
+is no int, NaN is no float.  Two methods say what types cannot: `faults` (settings that contradict each
+other) and `unread` (settings that nothing reads in this combination).  Both return data, so that all of it
+is told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Fault(NamedTuple):
+    """A setting of a section (dotted name below it) that its other settings forbid."""
+
+    name: str
+    rule: str
+    legal: str
+
+
+class Unread(NamedTuple):
+    """A setting of a section (dotted name below it) that has no effect, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Legal:
+    """Annotation of a field: what a message calls legal, where the type alone does not tell."""
+
+    text: str
+
+
+class Section(BaseModel):
+    """One part of the configuration. `faults` and `unread` are called on validated values."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def faults(self) -> Iterable[Fault]:
+        return ()
+
+    def unread(self) -> Iterable[Unread]:
+        return ()
+
+
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+# What each optimizer reads besides lr.
+OPTIMIZER_READS: Mapping[str, frozenset[str]] = {
+    "adamw": frozenset({"betas", "eps", "weight_decay"}),
+    "adam": frozenset({"betas", "eps", "weight_decay"}),
+    "sgd": frozenset({"momentum", "nesterov", "weight_decay"}),
+    "lamb": frozenset({"betas", "eps", "weight_decay"}),
+    "lion": frozenset({"betas", "weight_decay"}),
+    "muon": frozenset({"momentum", "nesterov", "weight_decay"}),
+}
+# Where a default differs from AdamW's; torch's own defaults, for Lion and LAMB those of their papers.
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {},
+    "adam": {"weight_decay": 0.0},
+    "sgd": {"weight_decay": 0.0},
+    "lamb": {"weight_decay": 0.0, "eps": 1e-6},
+    "lion": {"weight_decay": 0.0, "betas": (0.9, 0.99)},
+    "muon": {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True},
+}
+
+
+OptimizerType = Literal["adamw", "adam", "sgd", "lamb", "lion", "muon"]
+
+
+class ParamGroup(Section):
+    """Parameters whose names match a pattern, and what differs for them. The first match holds."""
+
+    match: Annotated[str, Field(min_length=1), Legal("a pattern over parameter names, such as '*.bias'")]
+    """Shell pattern over whole parameter names: `*` is any text, dots included."""
+    type: OptimizerType | None = None
+    """Optimizer of the group, with its own defaults and the lr of the whole; None: the optimizer's."""
+    lr: NotNegative | None = None
+    """Peak learning rate of the group; None: the optimizer's."""
+    betas: Betas | None = None
+    """Decay of the two averages; None: the optimizer's."""
+    eps: Positive | None = None
+    """Added to the denominator; None: the optimizer's."""
+    weight_decay: NotNegative | None = None
+    """Weight decay; None: the optimizer's."""
+    momentum: Beta | None = None
+    """Momentum; None: the optimizer's."""
+    nesterov: bool | None = None
+    """Nesterov momentum; None: the optimizer's."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer. A setting that is not given has the default of its `type`."""
+
+    type: OptimizerType = "adamw"
+    """AdamW (1711.05101), Adam (1412.6980), SGD, LAMB (1904.00962), Lion (2302.06675), Muon (2502.16982)."""
+    lr: NotNegative = 1e-3
+    """Peak learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the averages of the gradient and of its square (Lion: of the update and of the average)."""
+    eps: Positive = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: NotNegative = 0.01
+    """Weight decay: decoupled from the gradient, except in adam and sgd."""
+    momentum: Beta = 0.0
+    """Momentum of sgd and muon."""
+    nesterov: bool = False
+    """Nesterov momentum in sgd and muon."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Parameters that have settings of their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_type(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("type", ""), str):
+            return given
+        return {**OPTIMIZER_DEFAULTS.get(given.get("type", "adamw"), {}), **given}
+
+    def of_group(self, group: ParamGroup) -> OptimizerConfig:
+        """What holds for the parameters of one group."""
+        own = {name: value for name, value in group if name != "match" and value is not None}
+        if group.type in (None, self.type):
+            return self.model_copy(update=own | {"groups": ()})
+        return OptimizerConfig.model_validate({"lr": self.lr} | own)
+
+    def _by_prefix(self) -> Mapping[str, OptimizerConfig]:
+        groups = {f"groups.{index}.": self.of_group(group) for index, group in enumerate(self.groups)}
+        return {"": self} | groups
+
+    def faults(self) -> Iterable[Fault]:
+        for prefix, held in self._by_prefix().items():
+            if held.type == "sgd" and held.nesterov and not held.momentum:
+                legal = "nesterov=False, or momentum=0.9"
+                yield Fault(f"{prefix}nesterov", "needs a momentum above 0", legal)
+
+    def unread(self) -> Iterable[Unread]:
+        settings = frozenset().union(*OPTIMIZER_READS.values())
+        for prefix, held in self._by_prefix().items():
+            reads = OPTIMIZER_READS[held.type]
+            for name in sorted(settings - reads):
+                yield Unread(prefix + name, f"{held.type} reads {', '.join(['lr', *sorted(reads)])}")
+        for index, group in enumerate(self.groups):
+            if group.model_fields_set == {"match"}:
+                yield Unread(f"groups.{index}.match", "the group changes no setting")
+
+
+# What each learning-rate schedule reads.
+SCHEDULE_READS: Mapping[str, frozenset[str]] = {
+    "constant": frozenset(),
+    "cosine": frozenset({"warmup_steps", "total_steps", "final_ratio"}),
+    "linear": frozenset({"warmup_steps", "total_steps", "final_ratio"}),
+    "polynomial": frozenset({"warmup_steps", "total_steps", "final_ratio", "power"}),
+    "wsd": frozenset({"warmup_steps", "total_steps", "final_ratio", "decay_steps"}),
+    "one_cycle": frozenset({"warmup_steps", "total_steps", "final_ratio", "start_ratio"}),
+}
+
+
+class LRSchedulerConfig(Section):
+    """The learning rate over optimizer steps, as a factor on every group's `lr`."""
+
+    type: Literal["constant", "cosine", "linear", "wsd", "one_cycle", "polynomial"] = "constant"
+    """Constant; warm-up, then cosine, linear or polynomial decay; warm-up, stable, decay; one cycle."""
+    warmup_steps: Steps = 0
+    """Steps of linear rise to the peak at the start."""
+    total_steps: Count | None = None
+    """Steps after which the factor stays at `final_ratio`; every type but constant needs it."""
+    final_ratio: Ratio = 0.0
+    """Last learning rate over the peak."""
+    power: Positive = 1.0
+    """Exponent of the polynomial decay."""
+    decay_steps: Count | None = None
+    """wsd: steps of the decay at the end."""
+    start_ratio: Ratio = 0.04
+    """one_cycle: first learning rate over the peak."""
+
+    def faults(self) -> Iterable[Fault]:
+        if self.type == "constant":
+            return
+        if self.total_steps is None:
+            yield Fault("total_steps", f"{self.type} needs it", "an int >= 1: the optimizer steps of the run")
+            return
+        if self.warmup_steps > self.total_steps:
+            yield Fault("warmup_steps", f"exceeds total_steps={self.total_steps}", f"0 to {self.total_steps}")
+            return
+        if self.type == "wsd":
+            rest = self.total_steps - self.warmup_steps
+            if self.decay_steps is None or self.decay_steps > rest:
+                rule = f"must lie within the {rest} steps that warmup_steps leaves of total_steps"
+                yield Fault("decay_steps", rule, f"1 to {rest}" if rest else "a smaller warmup_steps")
+
+    def unread(self) -> Iterable[Unread]:
+        reads = SCHEDULE_READS[self.type]
+        for name in sorted(set(type(self).model_fields) - {"type"} - reads):
+            known = ", ".join(kind for kind, names in SCHEDULE_READS.items() if name in names)
+            yield Unread(name, f"the {self.type} schedule does not read it; {known} would")
+
+
+class PrecisionConfig(Section):
+    """Number formats. The bare name of a dtype stands for `dict(dtype=name)`."""
+
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    """Format of weights and activations in forward and backward."""
+    master: Literal["auto", "fp32", "split", "none"] = "auto"
+    """Weights that the optimizer updates: an fp32 copy; split (bf16 plus its low 16 bits, 2 bytes less);
+    none (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
+    loss_scale: Literal["dynamic"] | Positive = "dynamic"
+    """fp16 only: factor on the loss before backward; dynamic starts at 2**16 and follows overflows."""
+
+    @property
+    def master_dtype(self) -> str:
+        """Format of the weights that the optimizer updates."""
+        keeps_own = self.master == "none" or self.dtype in ("fp32", "fp64")
+        return self.dtype if keeps_own else "fp32"
+
+    def faults(self) -> Iterable[Fault]:
+        if self.master == "split" and self.dtype != "bf16":
+            yield Fault(
+                "master", f"only bf16 is the high half of an fp32 number, {self.dtype} is not", "'auto'"
+            )
+        if self.master == "fp32" and self.dtype == "fp64":
+            yield Fault("master", "is narrower than dtype='fp64'", "'auto', 'none'")
+
+    def unread(self) -> Iterable[Unread]:
+        if self.dtype != "fp16":
+            yield Unread("loss_scale", f"only fp16 needs it, and dtype is {self.dtype}")
+        if self.dtype in ("fp32", "fp64"):
+            yield Unread("master", f"{self.dtype} weights are their own master")
+
+
+class ZeroConfig(Section):
+    """What data parallelism shards (1910.02054). Every stage gives the same numbers."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """Sharded over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights.
+    Stage 0 is the default until the sharded optimizer is there; then it will be 1."""
+    reduction: Literal["fast", "ordered"] = "fast"
+    """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
+    reduce: Literal["step", "micro_batch"] = "step"
+    """Stage 2: reduce gradients once a step (memory of stage 1) or after each micro-batch (more traffic)."""
+    reshard_after_forward: bool = True
+    """Stage 3: drop gathered weights after forward and gather them again in backward."""
+
+    def unread(self) -> Iterable[Unread]:
+        if self.stage < 2:
+            yield Unread("reduce", f"gradients are sharded from stage 2 on, and stage is {self.stage}")
+        if self.stage < 3:
+            yield Unread(
+                "reshard_after_forward", f"weights are sharded at stage 3 only, and stage is {self.stage}"
+            )
+
+
+class CheckpointConfig(Section):
+    """What `engine.save` leaves on disk."""
+
+    keep: Count = 3
+    """Complete checkpoints kept; older ones are deleted."""
+    asynchronous: bool = False
+    """Write while training goes on."""

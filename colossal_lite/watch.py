@@ -1,0 +1,166 @@
+"""Who is missing: what each rank was doing when a collective did not come to its end.
+
+Note: a survivor of a hang knows only that others did not come; the one that hangs knows nothing.  So every rank keeps a
+record (phase, step, and per axis the number and the last descriptions of its collectives), which costs an append a
+collective and no message.  A rank whose collective fails raises an alarm in the context's store; a thread of each rank
+looks there once in `LOOK_S`, and answers with its record and the line that its main thread is in.  The one that failed
+compares: who has made fewer calls on that axis has not come, who has made another call at that number has diverged,
+who does not answer has died or is stopped (then its last record, at most `BEAT_S` old, is told).
+Cost in a run without faults: one look in the store every `LOOK_S`, one small write every `BEAT_S`, beside the training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+LOOK_S = 0.25
+BEAT_S = 5.0
+ANSWER_S = 1.5
+"""how long a rank in trouble waits for the records of the others"""
+KEPT = 32
+"""descriptions kept for each axis"""
+
+
+class Store(Protocol):
+    """What ranks agree through: torch's stores have it."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+@dataclass
+class Progress:
+    """What one rank is doing. Written by its main thread, read by its watch."""
+
+    phase: str = "start"
+    step: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+
+    def called(self, axis: str, description: str) -> None:
+        """A collective has begun."""
+        self.calls[axis] += 1
+        self.history.setdefault(axis, deque(maxlen=KEPT)).append((self.calls[axis], description))
+
+
+class Watch:
+    """One rank's record keeper and its thread."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.progress = Progress()
+        self._store, self._rank, self._answered = store, rank, False
+        self._end = threading.Event()
+        self._thread = (
+            threading.Thread(target=self._run, name="watch", daemon=True) if world_size > 1 else None
+        )
+        if self._thread:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        if self._thread:
+            self._thread.join()
+
+    def blame(self, axis: str, ranks: Sequence[int], what: str, call: int) -> str:
+        """Which of `ranks` is why collective number `call` of this rank on `axis`, `what`, did not come to its end."""
+        peers = [rank for rank in ranks if rank != self._rank]
+        try:
+            self._store.set("alarm", "")
+            self._tell()
+            answers = self._answers(peers)
+        except RuntimeError as error:
+            return f"the store is gone: {str(error).splitlines()[0] if str(error) else error!r}"
+        made = {self._rank: what} | {
+            rank: dict(map(tuple, record["history"].get(axis, ()))).get(call, "")
+            for rank, record in answers.items()
+        }
+        if what.startswith(("send", "receive")):  # ranks of a pipeline make different calls
+            return "; ".join(_standing(rank, answers.get(rank)) for rank in peers)
+        most, _ = Counter(text for text in made.values() if text).most_common(1)[0]
+        told = [_account(rank, answers.get(rank), axis, call, made.get(rank, ""), most) for rank in peers]
+        if what != most:
+            told.append(f"rank {self._rank} itself made {what} as call {call}, where most made {most}")
+        return "; ".join(text for text in told if text) or "all ranks have come to it"
+
+    def _answers(self, peers: Sequence[int]) -> dict[int, Any]:
+        """The records of those that answer the alarm, and the last beats of the others."""
+        end, found = time.monotonic() + ANSWER_S, dict[int, Any]()
+        while len(found) < len(peers) and time.monotonic() < end:
+            for rank in peers:
+                if rank not in found and self._store.check([f"record/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"record/{rank}"))
+            time.sleep(0.02)
+        for rank in peers:
+            if rank not in found and self._store.check([f"beat/{rank}"]):
+                found[rank] = json.loads(self._store.get(f"beat/{rank}")) | {"is_silent": True}
+        return found
+
+    def _run(self) -> None:
+        next_beat = 0.0
+        try:
+            while not self._end.wait(LOOK_S):
+                if not self._answered and self._store.check(["alarm"]):
+                    self._tell()
+                if time.monotonic() > next_beat:
+                    self._store.set(f"beat/{self._rank}", self._record())
+                    next_beat = time.monotonic() + BEAT_S
+        except RuntimeError:  # the store has ended, and with it whoever could ask
+            return
+
+    def _tell(self) -> None:
+        if not self._answered:
+            self._answered = True
+            self._store.set(f"record/{self._rank}", self._record())
+
+    def _record(self) -> str:
+        seen = self.progress
+        calls = {axis: list(rows) for axis, rows in list(seen.history.items())}
+        return json.dumps(
+            {
+                "phase": seen.phase,
+                "step": seen.step,
+                "calls": dict(seen.calls),
+                "history": calls,
+                "where": _where(),
+            }
+        )
+
+
+def _standing(rank: int, record: Any) -> str:
+    """What one rank is doing."""
+    if record is None:
+        return f"rank {rank} does not answer and has never been heard"
+    at = f"in phase {record['phase']!r} of step {record['step']}"
+    if record.get("is_silent"):
+        return f"rank {rank} does not answer: it has died or is stopped; it was last heard {at}"
+    return f"rank {rank} is {at}, at {record['where']}"
+
+
+def _account(rank: int, record: Any, axis: str, call: int, made: str, most: str) -> str:
+    """What one rank has to do with the failure of call `call` on `axis`; empty if nothing."""
+    if record is None or record.get("is_silent"):
+        return _standing(rank, record)
+    if record["calls"].get(axis, 0) < call:
+        return f"rank {rank} has not come to it: {_standing(rank, record)}"
+    if made and made != most:
+        return (
+            f"rank {rank} made {made} as call {call} there, where most made {most}; {_standing(rank, record)}"
+        )
+    return ""
+
+
+def _where() -> str:
+    """File, line and function that the main thread is in, outside torch and the standard library's waiting."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [row for row in traceback.extract_stack(frame) if "/torch/" not in row.filename] if frame else []
+    return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "an unknown place"

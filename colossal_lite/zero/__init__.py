@@ -1,0 +1,1 @@
+"""Sharded training state over chunks: gradients summed while backward runs, the optimizer on flat ranges."""

@@ -1,0 +1,114 @@
+"""Which chunks a rank has: packed and allocated from names, sizes and specs alone.
+
+Note: `initialize` fills them; `plan` makes the same ones on the meta device, so what is forecast is what is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from colossal_lite.comm import AxisComm
+from colossal_lite.layout import MeshLayout
+from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Item, pack
+from colossal_lite.mesh import Mesh
+from colossal_lite.optim import assign_groups, groups_of
+from colossal_lite.precision import Precision
+from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.stages import GRADIENT_SLOTS, IN_FLIGHT, Sharding
+
+if TYPE_CHECKING:
+    from colossal_lite.config import Config
+
+# Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
+CHUNK_BYTES = 8 * 2**20
+
+
+def build_chunks(
+    numels: Mapping[str, int],
+    specs: Mapping[str, ShardSpec],
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+) -> tuple[Chunk, ...]:
+    """The chunks of the trainable parameters, `numels` elements each on this rank, in forward order; without values.
+
+    Raises ValueError for a pattern of an optimizer group that fits no parameter.
+    """
+    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    groups = assign_groups(numels, groups_of(config.optimizer))
+    packed = pack(
+        [Item(n, numel, _key(groups[n], specs[n], mesh.layout)) for n, numel in numels.items()],
+        target_numel=CHUNK_BYTES // precision.gradient.itemsize,
+        parts=mesh.size("data", "sequence", "tensor"),
+    )
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
+    staging, received = _slots(sharding, packed, comms, precision.gradient, device)
+    return tuple(
+        Chunk(
+            spec,
+            comm,
+            value_dtype=precision.compute,
+            master_dtype=precision.master,
+            gradient_dtype=precision.gradient,
+            device=device,
+            counted=_counted(spec, specs, mesh),
+            shard_state=sharding.state,
+            by_micro_batch=sharding.by_micro_batch,
+            ordered=sharding.ordered,
+            staging=staging,
+            received=received,
+        )
+        for spec, comm in zip(packed, comms, strict=True)
+    )
+
+
+def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:
+    """The slots that these chunks share."""
+    found = [slots for chunk in chunks for slots in (chunk.staging, chunk.received) if slots is not None]
+    return tuple({id(slots): slots for slots in found}.values())
+
+
+def _slots(
+    sharding: Sharding,
+    packed: Sequence[ChunkSpec],
+    comms: Sequence[AxisComm],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Slots, Slots]:
+    """Room for gradients that fill, and for what other ranks send of those being reduced."""
+    largest = max(spec.numel for spec in packed)
+    received = max(
+        comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
+        for spec, comm in zip(packed, comms, strict=True)
+    )
+    return (
+        Slots(largest if sharding.by_micro_batch else 0, GRADIENT_SLOTS, dtype, device),
+        Slots(received if sharding.state or sharding.by_micro_batch else 0, IN_FLIGHT, dtype, device),
+    )
+
+
+def _sync_axes(spec: ChunkSpec) -> tuple[str, ...]:
+    assert isinstance(spec.key, ChunkKey)
+    return spec.key.sync_axes
+
+
+def _key(group: int, spec: ShardSpec, layout: MeshLayout) -> ChunkKey:
+    cut_or_summed = {*spec.sharding_axes, *spec.sync_axes(layout)}
+    replicated = any(leaf.size > 1 and leaf.name not in cut_or_summed for leaf in layout.leaves)
+    return ChunkKey(group, spec.sync_axes(layout), replicated)
+
+
+def _counted(chunk: ChunkSpec, specs: Mapping[str, ShardSpec], mesh: Mesh) -> list[tuple[int, int]] | None:
+    """Elements of a chunk whose squares this rank adds to the norm; None where that is all of them."""
+    intervals = [
+        (entry.start + start, entry.start + stop)
+        for entry in chunk.entries
+        for start, stop in specs[entry.name].owned(mesh.layout, mesh.coords)
+    ]
+    return None if sum(stop - start for start, stop in intervals) == chunk.used_numel else intervals

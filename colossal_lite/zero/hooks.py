@@ -1,0 +1,96 @@
+"""Gradients from autograd into chunks, and chunks over the ranks, while backward is still running.
+
+Note: the order of reductions.
+A hook on every trainable parameter hands its gradient to its chunk as soon as autograd has finished it (a tied
+parameter once, with the sum of its uses) and frees autograd's own tensor.  During the last micro-batch of a step, or
+during each if gradients are reduced by micro-batch, a chunk whose entries have all arrived is reduced at once,
+asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
+forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
+`reduce` launches what is left, absent gradients counting as zero, and waits.  Reductions that need room for what
+other ranks send are held to `IN_FLIGHT` at once.
+Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.zero.stages import IN_FLIGHT
+
+
+class GradientHooks:
+    """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
+    ) -> None:
+        self._chunks, self._by_micro_batch = tuple(chunks), by_micro_batch
+        self._seed = 1.0
+        self._reduces = False  # whether this backward's chunks go when they are complete
+        self._missing: list[int] = []  # per chunk: entries that have not arrived in this backward
+        self._next = -1  # the chunk to launch next; counts down
+        self._in_flight: deque[Chunk] = deque()
+        self._handles = [
+            parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, chunk, index))
+            for chunk in self._chunks
+            for index, entry in enumerate(chunk.spec.entries)
+        ]
+
+    def begin(self, *, is_last: bool, seed: float = 1.0) -> None:
+        """Before the backward of a micro-batch, which starts with `seed`; `is_last` lets complete chunks go."""
+        self._reduces, self._seed = is_last or self._by_micro_batch, seed
+        self._missing = [len(chunk.spec.entries) for chunk in self._chunks]
+        self._next = len(self._chunks) - 1
+
+    def start_ready(self) -> None:
+        """Launch complete chunks, in order, as far as they go."""
+        while self._next >= 0 and self._missing[self._next] == 0:
+            self._launch()
+
+    def reduce(self, index: int) -> None:
+        """Wait for the sum of chunk `index`, launching first whatever comes before it. Collective."""
+        if not self._reduces:
+            self.begin(is_last=True)
+        while self._next >= index:
+            self._launch()
+        while self._chunks[index].state is GradientState.REDUCING:
+            self._in_flight.popleft().finish_reduce()
+
+    def conclude(self) -> None:
+        """All micro-batches of the step are in: every chunk REDUCED. Collective."""
+        for chunk in self._chunks:
+            chunk.conclude()
+
+    def clear(self) -> None:
+        for chunk in self._chunks:
+            chunk.clear()
+        self._reduces = False
+
+    @property
+    def is_clear(self) -> bool:
+        return all(chunk.state is GradientState.EMPTY for chunk in self._chunks)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _launch(self) -> None:
+        chunk = self._chunks[self._next]
+        self._next -= 1
+        while chunk.scatters and sum(other.scatters for other in self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().finish_reduce()
+        chunk.start_reduce()
+        self._in_flight.append(chunk)
+
+    def _arrive(self, chunk: Chunk, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        chunk.accept(index, parameter.grad, seed=self._seed)
+        parameter.grad = None
+        if self._reduces:
+            self._missing[chunk.spec.id] -= 1
+            self.start_ready()

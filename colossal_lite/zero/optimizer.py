@@ -1,0 +1,143 @@
+"""The optimizer over chunks: state in flat buffers, updates on the ranges that were used.
+
+Note: ranges.
+A parameter that no rank used in a step is left alone: no decay, no momentum, its step count stands still, as
+torch does with `grad=None`.  So a chunk is updated in maximal ranges of entries that are used and share a
+step count; when all are, which is the rule, that is one call for the whole chunk.  A rule that needs whole
+tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
+alone (`master="none"`) are widened for the update of one range and rounded back.  A rank that owns a shard of
+a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from colossal_lite.kernels import Ops
+from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.pack import ChunkKey
+from colossal_lite.optim import Group, Rule, rule_of
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of what a rank owns of a chunk, which have all taken `steps` updates so far: of
+    entries `first` to `last`."""
+
+    start: int
+    stop: int
+    steps: int
+    first: int
+    last: int
+
+
+def ranges_to_update(
+    chunk: Chunk, used: Sequence[bool], steps: Sequence[int], *, whole: bool = False
+) -> Iterator[Range]:
+    """Maximal runs of used entries with equal step counts, cut to what this rank owns of the chunk and counted
+    from there; a run to the last entry takes the chunk's end along. `whole`: each used entry alone, and no more
+    than it."""
+    entries, (owned_start, owned_stop) = chunk.spec.entries, chunk.owned
+    for _, run in groupby(range(len(entries)), key=lambda i: (i if whole else -1, used[i], steps[i])):
+        first, *rest = run
+        last = rest[-1] if rest else first
+        if used[first]:
+            is_end = last == len(entries) - 1 and not whole
+            stop = chunk.spec.numel if is_end else entries[last].stop
+            start, stop = max(entries[first].start, owned_start), min(stop, owned_stop)
+            if start < stop:
+                yield Range(start - owned_start, stop - owned_start, steps[first], first, last)
+
+
+class ChunkOptimizer:
+    """State tensors and step counts of every chunk, and the update of one chunk at a time."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size]
+    ) -> None:
+        self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
+        self._rules: list[Rule] = [rule_of(self.group_of(c), c.value.dtype) for c in self._chunks]
+        self._state = [
+            {name: torch.zeros_like(chunk.gradient) for name in rule.states}
+            for chunk, rule in zip(self._chunks, self._rules, strict=True)
+        ]
+        self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
+        self.changed = False
+        """Whether an update has changed any master weight since this was last set to False."""
+
+    @property
+    def peak_lr(self) -> float:
+        """Of the parameters in no group."""
+        return self._groups[-1].lr
+
+    def group_of(self, chunk: Chunk) -> Group:
+        assert isinstance(chunk.spec.key, ChunkKey)
+        return self._groups[chunk.spec.key.group]
+
+    def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
+        """One optimizer step of one chunk. `used[i]`: some rank had a gradient for entry i; `factor` is the
+        schedule's share of the peak learning rate; the gradient is divided by `grad_scale` and consumed."""
+        assert chunk.state is GradientState.REDUCED
+        index, group, rule = chunk.spec.id, self.group_of(chunk), self._rules[chunk.spec.id]
+        before = None if self.changed else chunk.master.clone()  # as a rule the first chunk says it for all
+        for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
+            entry = chunk.spec.entries[span.first]
+            shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
+            stored = chunk.master[span.start : span.stop].view(shape)
+            gradient = chunk.gradient[span.start : span.stop].view(shape)
+            weight = stored.to(gradient.dtype)
+            state = {n: flat[span.start : span.stop].view(shape) for n, flat in self._state[index].items()}
+            rule.update(
+                self._ops, group, weight, gradient, state,
+                step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale,
+            )  # fmt: skip
+            if weight is not stored:
+                stored.copy_(weight)
+            chunk.publish(span.start, span.stop)
+        self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
+        self.changed = before is None or not torch.equal(before, chunk.master)
+
+    def finish(self, factor: float) -> None:
+        """After the update of the last chunk of a step: nothing is left to do."""
+
+    def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
+        """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
+        int64). Collective where state is sharded."""
+        whole = {name: chunk.whole(flat) for name, flat in self._state[chunk.spec.id].items()}
+        for entry, steps in zip(chunk.spec.entries, self._steps[chunk.spec.id], strict=True):
+            views = {name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()}
+            yield views | {"step": torch.tensor(steps)}
+
+    def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
+        """The state buffers [owned] of a chunk by name."""
+        return self._state[chunk.spec.id]
+
+    def updates(self) -> dict[str, int]:
+        """Optimizer steps that each parameter has taken."""
+        return {
+            entry.name: count
+            for chunk, counts in zip(self._chunks, self._steps, strict=True)
+            for entry, count in zip(chunk.spec.entries, counts, strict=True)
+        }
+
+    def set_updates(self, updates: Mapping[str, int]) -> None:
+        """Take over such counts; what is not named has taken none."""
+        self._steps = [[updates.get(entry.name, 0) for entry in c.spec.entries] for c in self._chunks]
+
+    @property
+    def state_bytes(self) -> int:
+        """Held now."""
+        return sum(t.numel() * t.element_size() for state in self._state for t in state.values())
+
+    @property
+    def forecast_bytes(self) -> int:
+        """By the formula: each rule's states, an element as wide as the gradient's."""
+        return sum(
+            (chunk.owned[1] - chunk.owned[0]) * len(rule.states) * chunk.gradient.element_size()
+            for chunk, rule in zip(self._chunks, self._rules, strict=True)
+        )

@@ -1,0 +1,139 @@
+"""An optimizer of the user's own: any torch optimizer that steps from gradients alone.
+
+Note: it is handed one `nn.Parameter` for each trainable parameter of the model, in the model's order, each a
+view of
+the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced
+gradient, divided by tokens and clip factor (a copy where the master weights are narrower), or None where no
+rank used it.  It keeps whole state on every rank, so it works where the weights are whole: ZeRO stage 0, no
+tensor axis, on the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colossal_lite.memory.chunk import Chunk, GradientState
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class OwnOptimizer:
+    """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes.
+
+    Raises ValueError for a factory that makes no optimizer, for one whose step needs a closure, and for one
+    that does not hold exactly the parameters it was given.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool
+    ) -> None:
+        """`shapes` in the model's order; `scheduled`: the learning rates follow the config's schedule."""
+        self._chunks, self._scheduled = tuple(chunks), scheduled
+        self._of: dict[str, nn.Parameter] = {}
+        for chunk in self._chunks:
+            for entry in chunk.spec.entries:
+                self._of[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
+        given = {name: self._of[name] for name in shapes if name in self._of}
+        self._optimizer = factory(list(given.values()))
+        _check(self._optimizer, given)
+        self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.changed = False
+
+    @property
+    def peak_lr(self) -> float:
+        """Of the first group: what the optimizer says now, or, under a schedule, what it said when it was
+        made."""
+        return self._peaks[0] if self._scheduled else float(self._optimizer.param_groups[0]["lr"])
+
+    def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
+        """Show the optimizer this chunk's gradient; `finish` takes the step."""
+        assert chunk.state is GradientState.REDUCED
+        for entry, is_used in zip(chunk.spec.entries, used, strict=True):
+            parameter = self._of[entry.name]
+            gradient = chunk.of(chunk.gradient, entry, parameter.shape).div_(grad_scale)
+            parameter.grad = gradient.to(parameter.dtype) if is_used else None
+
+    def finish(self, factor: float) -> None:
+        """The optimizer's step, over all parameters at once."""
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            if self._scheduled:
+                group["lr"] = peak * factor
+        before = [_bits(chunk.master) for chunk in self._chunks]
+        self._optimizer.step()
+        for chunk in self._chunks:
+            chunk.publish(0, chunk.spec.numel)
+        self._optimizer.zero_grad(set_to_none=True)
+        self.changed = any(_bits(c.master) != bits for c, bits in zip(self._chunks, before, strict=True))
+
+    def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
+        """For each entry of a chunk whatever tensors the optimizer keeps for it."""
+        for entry in chunk.spec.entries:
+            state = self._optimizer.state.get(self._of[entry.name], {})
+            yield {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
+        """Refused: what an optimizer of one's own keeps, and where it comes back to, only it knows."""
+        name = type(self._optimizer).__name__
+        raise ValueError(
+            f"optimizer: checkpoints of {name}, an optimizer of your own, are not built; legal is a type of the "
+            f"config, or torch's own state_dict() of it beside engine.full_state_dict()"
+        )
+
+    def updates(self) -> dict[str, int]:
+        """None is counted here."""
+        return {}
+
+    def set_updates(self, updates: Mapping[str, int]) -> None:
+        """Nothing is counted here."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Held now; an optimizer makes its state at its first step."""
+        tensors = (
+            t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def forecast_bytes(self) -> int:
+        """What it will keep, only it knows."""
+        return self.state_bytes
+
+
+def _check(optimizer: object, given: Mapping[str, nn.Parameter]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer: the callable returned {type(optimizer).__name__}; legal is a torch.optim.Optimizer "
+            f"over the parameters that it is given"
+        )
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer: the step of {name} needs a closure that computes the loss again, which the "
+            f"engine's step cannot do; legal is an optimizer that steps from gradients alone"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    foreign = len(held - {id(p) for p in given.values()})
+    lacking = [key for key, p in given.items() if id(p) not in held]
+    if foreign or lacking:
+        raise ValueError(
+            f"optimizer: {name} holds {foreign} parameters that it was not given, and lacks {_few(lacking)}; "
+            f"legal is each parameter of the list once (freeze one before initialize to leave it out)"
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "none") + more
+
+
+def _bits(flat: Tensor) -> int:
+    """A sum over the bits of a flat tensor: it differs if one element does."""
+    return int(flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).sum())

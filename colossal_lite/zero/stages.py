@@ -1,0 +1,92 @@
+"""What each ZeRO stage shards, when gradients are reduced, and the bytes that follow: the plan of a run's state.
+
+Note: one mechanism.
+The stages of arXiv 1910.02054 are three booleans: is the optimizer state, the gradient, the weight of a chunk sharded
+over the ranks that sum its gradient.  Two ways of summing: `by_step` fills a whole gradient buffer over the
+micro-batches and reduces it once; `by micro-batch` fills a slot, reduces it, and adds the result to this rank's shard.
+`ordered` always takes the second way and adds in rank order, at every stage, so that stages agree in every bit.
+
+Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
+
+    stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
+    stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
+    stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossal_lite.settings import ZeroConfig
+
+# One fills while one is on its way and one more straddles the boundary between two blocks.
+GRADIENT_SLOTS = 3
+# Reductions on their way at once; a third waits for the first.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The three booleans of a stage and the way of its gradients."""
+
+    state: bool = False
+    gradient: bool = False
+    weight: bool = False
+    by_micro_batch: bool = False
+    ordered: bool = False
+
+    @classmethod
+    def of(cls, zero: ZeroConfig, accumulation: int) -> Sharding:
+        """The plan of a config. With one micro-batch a step, reducing by step and by micro-batch move the same bytes,
+        and the second needs less memory."""
+        ordered = zero.reduction == "ordered"
+        as_you_go = zero.stage == 3 or (
+            zero.stage == 2 and (zero.reduce == "micro_batch" or accumulation == 1)
+        )
+        return cls(
+            state=zero.stage >= 1,
+            gradient=as_you_go,
+            weight=zero.stage == 3,
+            by_micro_batch=as_you_go or ordered,
+            ordered=ordered,
+        )
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A chunk's elements, and over how many ranks it is sharded."""
+
+    numel: int
+    parts: int
+
+    @property
+    def shard(self) -> int:
+        return self.numel // self.parts
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per element of weight, master (0: the weight is its own) and gradient."""
+
+    weight: int
+    master: int
+    gradient: int
+
+
+def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> dict[str, int]:
+    """Bytes of model state on one rank, by kind, at their most, alignment included; what an optimizer keeps beside
+    the masters, only its rule knows."""
+    whole = sum(chunk.numel for chunk in chunks)
+    shards = sum(chunk.shard for chunk in chunks)
+    owned = shards if sharding.state else whole
+    largest = max(chunk.numel for chunk in chunks)
+    reduces_shards = sharding.state or sharding.by_micro_batch
+    received = max(chunk.numel - chunk.shard for chunk in chunks)
+    staging = GRADIENT_SLOTS * largest * sharding.by_micro_batch + IN_FLIGHT * received * reduces_shards
+    return {
+        "weights": widths.weight * (shards if sharding.weight else whole),
+        "masters": widths.master * owned,
+        "gradients": widths.gradient * (owned if sharding.by_micro_batch else whole),
+        "staging": widths.gradient * staging,
+    }

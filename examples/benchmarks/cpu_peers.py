@@ -1,0 +1,308 @@
+"""Our step beside the peers' step, in one process, in turn: what the engine costs, and what each mode gains on a CPU.
+
+    python examples/benchmarks/cpu_peers.py                     # both tables
+    python examples/benchmarks/cpu_peers.py --world 2 --only "data" "tensor"
+
+Every rank holds all models and takes blocks of steps with each in turn, forth and back (A B C, C B A, ...), one thread
+a rank, so that a drift of the machine's speed meets all alike.  A row's ratio is the median over rounds of its block to
+the peer's block of the same round.  Quoted are CPU seconds summed over ranks, which other work on the machine changes
+little, and wall time of the slowest rank.
+The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
+clipping at 1.0.  DTensor gets the same sizes with separate q, k and v, which is the form it can cut, and no clipping,
+which it refuses for a model with plain and cut parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import colossal_lite as cl
+from colossal_lite.models import GPT, GPTConfig
+
+MODEL = GPTConfig(layers=6, width=384, heads=6, sequence=256, vocabulary=2048)
+GLOBAL_BATCH = 4
+CONFIG: dict[str, Any] = dict(
+    precision="fp32", optimizer=dict(type="adamw", lr=1e-3, weight_decay=0.1), clip_grad_norm=1.0
+)
+Step = Callable[[Tensor, Tensor], float]
+Side = Callable[[ExitStack], tuple[Step, cl.Context]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """CPU seconds of this rank and wall seconds of the slowest rank, per step."""
+
+    cpu_s: float
+    wall_s: float
+
+
+# ---- the sides: each builds a model and returns its step, and the context that says which samples it takes ----
+
+
+def ours(stack: ExitStack, **settings: Any) -> tuple[Step, cl.Context]:
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG | settings))
+    engine = cl.initialize(GPT(MODEL), context=context)
+    return lambda inputs, labels: engine.train_step((inputs, labels)).loss.item(), context
+
+
+def plain(stack: ExitStack, optimizer: Callable[..., Any] | None = None) -> tuple[Step, cl.Context]:
+    """The loop anyone would write; under several ranks with DistributedDataParallel."""
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG))
+    model: nn.Module = GPT(MODEL)
+    if context.world_size > 1:
+        model = DistributedDataParallel(model)
+    chosen = optimizer or torch.optim.AdamW
+    return _loop(model, chosen(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
+
+
+def dtensor(stack: ExitStack, *, sequence: bool) -> tuple[Step, cl.Context]:
+    """torch.distributed.tensor.parallel over two ranks; `sequence`: residual stream cut along the sequence."""
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG | tensor()))
+    model = Separate(MODEL)
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    stream = Shard(1) if sequence else Replicate()
+    entry = dict(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
+    plan: dict[str, Any] = {
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }
+    for i in range(MODEL.layers):
+        at = f"blocks.{i}"
+        plan |= {f"{at}.attention": PrepareModuleInput(**entry), f"{at}.mlp": PrepareModuleInput(**entry)}
+        plan |= {f"{at}.attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {f"{at}.attention.out": RowwiseParallel(output_layouts=stream)}
+        plan |= {f"{at}.mlp.up": ColwiseParallel(), f"{at}.mlp.down": RowwiseParallel(output_layouts=stream)}
+        plan |= {f"{at}.norm{n}": SequenceParallel() for n in (1, 2)} if sequence else {}
+    plan |= {"norm": SequenceParallel()} if sequence else {}
+    model.cut = (context.world_size, context.rank) if sequence else (1, 0)
+    parallelize_module(model, mesh, plan)
+    model.head.weight = model.token.weight
+    for block in model.blocks:
+        block.attention.heads //= context.world_size
+    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    optimizers = [torch.optim.AdamW(some, lr=1e-3, weight_decay=0.1, fused=True) for some in (cut, whole)]
+    return _loop(model, *optimizers, clip=False), context
+
+
+def _loop(model: nn.Module, *optimizers: Any, clip: bool = True) -> Step:
+    def step(inputs: Tensor, labels: Tensor) -> float:
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+class Separate(nn.Module):
+    """The same GPT with separate q, k and v, as DTensor's plans need it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.cut = (1, 0)  # parts of the sequence that the residual stream holds, and which one
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(SeparateBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]).tensor_split(self.cut[0])[self.cut[1]]
+        x = self.token(ids) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class SeparateBlock(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.attention = SeparateAttention(config)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("up", nn.Linear(config.width, 4 * config.width))
+        self.mlp.add_module("act", nn.GELU(approximate="tanh"))
+        self.mlp.add_module("down", nn.Linear(4 * config.width, config.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class SeparateAttention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.q, self.k, self.v, self.out = (nn.Linear(config.width, config.width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def tensor(**settings: Any) -> dict[str, Any]:
+    return dict(parallel=dict(tensor=dict(size=2, **settings)))
+
+
+def sequence(mode: str) -> dict[str, Any]:
+    return dict(parallel=dict(sequence=dict(size=2, mode=mode)))
+
+
+# The first side of a table is the one that the others' ratios are to.
+TABLES: dict[int, dict[str, Side]] = {
+    1: {"plain PyTorch loop": plain, "colossal_lite": ours},
+    2: {
+        "DistributedDataParallel": plain,
+        "colossal_lite, data": ours,
+        "DDP + ZeroRedundancyOptimizer": partial(
+            plain, optimizer=partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+        ),
+        "colossal_lite, ZeRO-1": partial(ours, zero=dict(stage=1)),
+        "DTensor tensor parallel": partial(dtensor, sequence=False),
+        "colossal_lite, tensor 1d": partial(ours, **tensor(sequence_parallel=False)),
+        "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
+        "colossal_lite, tensor 1d, sequence cut": partial(ours, **tensor()),
+        "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
+        "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
+    },
+}
+
+
+# ---- measuring ----
+
+
+def measure(context: cl.Context, step: Step, steps: int, seed: int) -> Block:
+    generator = torch.Generator().manual_seed(seed)
+    cut = context.local_batch(GLOBAL_BATCH)
+    tokens = torch.randint(MODEL.vocabulary, (GLOBAL_BATCH, MODEL.sequence + 1), generator=generator)[cut]
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    context.mesh.world.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        step(inputs, labels)
+    context.mesh.world.barrier()
+    return Block((time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """On one rank: blocks of all sides in turn; rank 0 writes what it and the others measured."""
+    torch.set_num_threads(1)
+    (world,) = args.world
+    names = [name for name in TABLES[world] if not args.only or any(word in name for word in args.only)]
+    with ExitStack() as stack:
+        sides = {name: TABLES[world][name](stack) for name in names}
+        for step, context in sides.values():
+            measure(context, step, 2, 0)
+        blocks: dict[str, list[Block]] = {name: [] for name in names}
+        for number in range(args.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                step, context = sides[name]
+                blocks[name].append(measure(context, step, args.steps, number))
+        context = next(iter(sides.values()))[1]
+        rows = context.mesh.world.gather_json(
+            {k: [[b.cpu_s, b.wall_s] for b in v] for k, v in blocks.items()}
+        )
+        if context.is_main:
+            merged = {
+                name: [
+                    [sum(row[name][i][0] for row in rows), max(row[name][i][1] for row in rows)]
+                    for i in range(args.rounds)
+                ]
+                for name in names
+            }
+            Path(args.out).write_text(json.dumps(merged))
+
+
+def table(world: int, blocks: dict[str, list[list[float]]], steps: int) -> Table:
+    peer, *_ = blocks
+    rounds = len(blocks[peer])
+    drawn = Table(
+        title=f"{world} rank(s), one thread each; {rounds} rounds of {steps} steps; ratios to {peer}"
+    )
+    for column in ("", "CPU ms, sum over ranks", "wall ms", "CPU ratio", "wall ratio"):
+        drawn.add_column(column)
+    for name, found in blocks.items():
+        cpu, wall = ([row[i] for row in found] for i in (0, 1))
+        ratios = [
+            statistics.median(a[i] / b[i] for a, b in zip(found, blocks[peer], strict=True)) for i in (0, 1)
+        ]
+        drawn.add_row(
+            name,
+            f"{1e3 * statistics.median(cpu):.0f} ({1e3 * min(cpu):.0f}-{1e3 * max(cpu):.0f})",
+            f"{1e3 * statistics.median(wall):.0f} ({1e3 * min(wall):.0f}-{1e3 * max(wall):.0f})",
+            *(f"{ratio:.3f}" for ratio in ratios),
+        )
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="world sizes to measure")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the names of the sides to measure")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of blocks")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a block")
+    parser.add_argument(
+        "--out", default="", help="where a rank writes its blocks (set by this script for its ranks)"
+    )
+    args = parser.parse_args()
+    if args.out:
+        return run_rank(args)
+    for world in args.world:
+        out = Path(f"cpu_peers_{world}.json").resolve()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        options = [
+            "--rounds",
+            str(args.rounds),
+            "--steps",
+            str(args.steps),
+            "--out",
+            str(out),
+            "--world",
+            str(world),
+        ]
+        subprocess.run(
+            [*command, __file__, *options, *(["--only", *args.only] if args.only else [])], check=True
+        )
+        Console(width=120).print(table(world, json.loads(out.read_text()), args.steps))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Runs to choose from with `--config NAME`: functions of the number of steps that return dicts.
+
+    model            keyword arguments of `cl.models.GPTConfig`
+    steps            optimizer steps
+    global_batch     sequences per optimizer step, over all ranks
+    evaluate_every   steps between evaluations on held-out text
+    config           what `cl.launch` takes
+
+Text is read as bytes, so ids are below 256. The published models keep their own vocabularies all the same:
+then time, memory and traffic are those of the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Recipe = dict[str, Any]
+
+
+def small(steps: int = 600) -> Recipe:
+    """0.8 million parameters, for two CPU cores: below the unigram entropy in ten seconds."""
+    return dict(
+        model=dict(vocabulary=256, layers=4, heads=4, width=128, sequence=128),
+        steps=steps,
+        global_batch=16,
+        evaluate_every=100,
+        config=dict(
+            precision="fp32",
+            optimizer=_adamw(lr=3e-3),
+            lr_scheduler=_cosine(steps),
+            clip_grad_norm=1.0,
+        ),
+    )
+
+
+def small_llama(steps: int = 600) -> Recipe:
+    """`small` in the form of Llama: rotary positions, RMSNorm, SwiGLU, two key heads for four query heads."""
+    recipe = small(steps)
+    llama = dict(position="rotary", norm="rms", activation="swiglu", kv_heads=2, tied=False, bias=False)
+    return recipe | dict(model=recipe["model"] | llama)
+
+
+def small_fp64(steps: int = 50) -> Recipe:
+    """`small` in double precision: 1 rank and 2 ranks give the same losses to ten digits."""
+    recipe = small(steps)
+    return recipe | dict(config=recipe["config"] | dict(precision="fp64"))
+
+
+def small_tensor(steps: int = 600) -> Recipe:
+    """`small` with every layer cut over two ranks, activations along the sequence."""
+    return _parallel(steps, tensor=2)
+
+
+def small_2d(steps: int = 600) -> Recipe:
+    """`small` on a grid of 2 x 2 ranks (SUMMA); 2.5D with `--parallel.tensor.mode 2.5d --parallel.tensor.size 8`."""
+    return _parallel(steps, tensor=dict(size=4, mode="2d"))
+
+
+def small_ring(steps: int = 600) -> Recipe:
+    """`small` with sequences cut over two ranks; another way of doing it with `--parallel.sequence.mode ulysses`."""
+    return _parallel(steps, sequence=dict(size=2, mode="ring"))
+
+
+def gpt2_124m(steps: int = 2000) -> Recipe:
+    """GPT-2 with 124 million parameters, for GPUs."""
+    return _large(steps, dict(vocabulary=50257, layers=12, heads=12, width=768, sequence=1024), 32, 6e-4)
+
+
+def gpt2_355m(steps: int = 2000) -> Recipe:
+    """GPT-2 with 355 million parameters, for GPUs."""
+    return _large(steps, dict(vocabulary=50257, layers=24, heads=16, width=1024, sequence=1024), 32, 3e-4)
+
+
+def _parallel(steps: int, **parallel: Any) -> Recipe:
+    recipe = small(steps)
+    return recipe | dict(config=recipe["config"] | dict(parallel=parallel))
+
+
+def _large(steps: int, model: dict[str, Any], global_batch: int, lr: float) -> Recipe:
+    return dict(
+        model=model,
+        steps=steps,
+        global_batch=global_batch,
+        evaluate_every=250,
+        config=dict(
+            precision="bf16",
+            optimizer=_adamw(lr),
+            lr_scheduler=_cosine(steps),
+            clip_grad_norm=1.0,
+        ),
+    )
+
+
+def _adamw(lr: float) -> dict[str, Any]:
+    """Weight decay for matrices only."""
+    vectors = [dict(match=pattern, weight_decay=0.0) for pattern in ("*.bias", "*norm*.weight")]
+    return dict(type="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors)
+
+
+def _cosine(steps: int) -> dict[str, Any]:
+    return dict(type="cosine", warmup_steps=min(50, steps // 10), total_steps=steps, final_ratio=0.1)
+
+
+CONFIGS: dict[str, Callable[..., Recipe]] = {
+    function.__name__: function
+    for function in (small, small_llama, small_fp64, small_tensor, small_2d, small_ring, gpt2_124m, gpt2_355m)
+}

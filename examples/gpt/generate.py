@@ -1,0 +1,78 @@
+"""Text from a model that train.py left: `python examples/gpt/generate.py runs/small --prompt "class "`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from safetensors.torch import load_file
+from torch import nn
+
+import colossal_lite as cl
+
+BYTES = 256
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: bytes, length: int, *, window: int, temperature: float = 0.8, seed: int = 0
+) -> bytes:
+    """`prompt` and `length` bytes, each drawn given the last `window`; temperature 0 takes the likeliest."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)  # on the host: the same draws for every device
+    ids = list(prompt or b"\n")
+    for _ in range(length):
+        logits_BTV = model(torch.tensor([ids[-window:]], device=device))
+        logits_V = logits_BTV[0, -1, :BYTES].float().cpu()
+        if temperature <= 0:
+            ids.append(int(logits_V.argmax()))
+        else:
+            share_V = (logits_V / temperature).softmax(0)
+            ids.append(int(torch.multinomial(share_V, 1, generator=generator)))
+    model.train(was_training)
+    return bytes(ids)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Continue a text with the model of a run."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """what train.py was given as --out"""
+    prompt: str = "def "
+    """the text to continue; a new line if empty"""
+    length: int = 400
+    """bytes to add"""
+    temperature: float = 0.8
+    """0 takes the likeliest byte each time"""
+    seed: int = 0
+
+
+def main(options: Options) -> int:
+    files = [options.folder / name for name in ("run.json", "model.safetensors")]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        print(
+            f"folder {options.folder} has no {' and no '.join(missing)}; legal: a finished run",
+            file=sys.stderr,
+        )
+        return 2
+    config = cl.models.GPTConfig(**json.loads(files[0].read_text())["model"])
+    model = cl.models.GPT(config)
+    model.load_state_dict(load_file(files[1]))
+    text = generate(
+        model, options.prompt.encode(), options.length,
+        window=config.sequence, temperature=options.temperature, seed=options.seed,
+    )  # fmt: skip
+    print(text.decode(errors="replace"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,217 @@
+"""The op table: every fused operation of a model and of its optimizer, with a torch path for every device.
+
+Note: a model or a parallel layer holds an `Ops` and calls nothing else of this package.  `TORCH` is the
+default; the engine chooses with `select` and hands the choice to every module that has an attribute `ops`.
+Nothing here is global state, communicates, reads the environment, or stalls the device; sums run in float32
+or better; a saved tensor is never overwritten.  The formulas stand at the head of each op's file, beside its
+float64 reference.
+"""
+
+from __future__ import annotations
+
+if __name__ == "kernels":
+    raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from . import activation as _activation
+from . import attention as _attention
+from . import cross_entropy as _cross_entropy
+from . import dropout as _dropout
+from . import embedding as _embedding
+from . import flat as _flat
+from . import int8 as _int8
+from . import launch
+from . import linear_cross_entropy as _linear_cross_entropy
+from . import norm as _norm
+from . import optimizer as _optimizer
+from . import philox as _philox
+from . import rotary as _rotary
+from . import softmax as _softmax
+from .attention import CAUSAL, FULL, Mask
+from .philox import Rows
+
+__all__ = ["CAUSAL", "FULL", "TORCH", "Dropout", "Mask", "OpChoice", "Ops", "Rows", "select"]
+
+Choice = Literal["auto", "torch", "triton"]
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """Which path an op takes, and why."""
+
+    op: str
+    path: Literal["torch", "triton"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One callable per op; signatures in the files named.  `choices` says for each where it leads."""
+
+    layer_norm: Op = _norm.layer_norm
+    rms_norm: Op = _norm.rms_norm
+    add_layer_norm: Op = _norm.add_layer_norm
+    add_rms_norm: Op = _norm.add_rms_norm
+    gelu: Op = _activation.gelu
+    swiglu: Op = _activation.swiglu
+    rotary: Op = _rotary.rotary
+    attend: Op = _attention.attend
+    attend_lse: Op = _attention.attend_lse
+    attend_forward: Op = _attention.attend_forward
+    attend_backward: Op = _attention.attend_backward
+    cross_entropy: Op = _cross_entropy.cross_entropy
+    linear_cross_entropy: Op = _linear_cross_entropy.linear_cross_entropy
+    cross_entropy_partial: Op = _cross_entropy.partial
+    cross_entropy_combine: Op = _cross_entropy.combine
+    cross_entropy_gradient: Op = _cross_entropy.gradient
+    dropout: Op = _dropout.dropout
+    dropout_add: Op = _dropout.dropout_add
+    adamw_: Op = _optimizer.adamw_
+    sgd_: Op = _optimizer.sgd_
+    lion_: Op = _optimizer.lion_
+    square_sum: Op = _flat.square_sum
+    pack_: Op = _flat.pack_
+    unpack_: Op = _flat.unpack_
+    quantise: Op = _int8.quantise
+    dequantise: Op = _int8.dequantise
+    dequantise_add_: Op = _int8.dequantise_add_
+    embedding_grad_: Op = _embedding.embedding_grad_
+    softmax: Op = _softmax.softmax
+    normal: Op = _philox.normal
+    uniform: Op = _philox.uniform
+    choices: tuple[OpChoice, ...] = ()
+
+    def describe(self) -> tuple[OpChoice, ...]:
+        """One line per op, in table order."""
+        by_name = {choice.op: choice for choice in self.choices}
+        return tuple(by_name.get(op, OpChoice(op, "torch", "the default")) for op in self.names())
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls) if field.name != "choices")
+
+
+TORCH = Ops()
+
+
+_FILES = (
+    _activation, _attention, _cross_entropy, _dropout, _embedding, _flat, _int8, _linear_cross_entropy, _norm,
+    _optimizer, _philox, _rotary, _softmax,
+)  # fmt: skip
+
+
+def select(
+    choice: Choice = "auto", device_type: str = "cpu", strict: bool = False, compiled: bool = False
+) -> Ops:
+    """The ops for one kind of device.
+
+    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere.  strict raises where a Triton op
+    would hand a call to its torch path.  Raises ValueError for a choice that this device or installation has
+    not; the interpreter serves "triton" on the CPU, only if a person switched it on.
+    """
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"kernels: {choice!r}; legal are 'auto', 'torch' and 'triton'")
+    if choice == "torch" or (choice == "auto" and device_type != "cuda"):
+        if not compiled or device_type != "cpu":
+            return TORCH
+        reason = OpChoice("adamw_", "torch", "one pass, by torch.compile")
+        return replace(TORCH, adamw_=_optimizer.compiled_adamw_(), choices=(reason,))
+    try:
+        launch.load()
+    except ImportError as error:
+        if choice == "auto":
+            return replace(TORCH, choices=tuple(OpChoice(op, "torch", str(error)) for op in TORCH.names()))
+        raise ValueError(f"kernels: 'triton' needs triton ({error}); legal are 'auto' and 'torch'") from error
+    if device_type == "meta":
+        return TORCH
+    if device_type != "cuda" and not (device_type == "cpu" and launch.interpreting()):
+        raise ValueError(
+            f"kernels: 'triton' has no kernels for device {device_type!r}; legal are 'auto' and 'torch' "
+            "(or TRITON_INTERPRET=1, to test kernels on a CPU)"
+        )
+    return _triton_ops(choice, device_type, strict)
+
+
+def triton_paths() -> dict[str, launch.TritonOp]:
+    """Every op that has a Triton path."""
+    return {op: path for file in _FILES for op, path in getattr(file, "TRITON", {}).items()}
+
+
+def _triton_ops(choice: Choice, device_type: str, strict: bool) -> Ops:
+    paths = triton_paths()
+    if choice == "auto":
+        paths["attend"] = replace(paths["attend"], run=_attention.attend_best)
+    where = "in the interpreter" if device_type == "cpu" else f"on {device_type}"
+    choices = tuple(
+        OpChoice(op, "triton", f"{where}; torch for float64")
+        if op in paths
+        else OpChoice(op, "torch", "has no kernel")
+        for op in TORCH.names()
+    )
+    table = {op: _guarded(op, path, getattr(TORCH, op), device_type, strict) for op, path in paths.items()}
+    return replace(TORCH, **table, choices=choices)
+
+
+def _guarded(op: str, path: launch.TritonOp, plain: Op, device_type: str, strict: bool) -> Op:
+    """The Triton path, with tensors of another kind of device refused and what it cannot do handed to
+    torch."""
+    names = list(inspect.signature(plain).parameters)
+
+    def call(*args: Any, **named: Any) -> Any:
+        reason = None
+        for name, x in (*zip(names, args, strict=False), *named.items()):
+            if not isinstance(x, Tensor):
+                continue
+            if x.device.type == "meta":
+                return plain(*args, **named)
+            if x.device.type != device_type:
+                raise ValueError(f"{op}: {name} is on {x.device}; legal is a {device_type} tensor")
+            if x.dtype == torch.float64 and x.dim():
+                reason = f"{name} is torch.float64"
+        reason = reason or path.refuses(*args, **named)
+        if reason is None:
+            return path.run(*args, **named)
+        if strict:
+            raise ValueError(f"{op}: {reason}, which strict kernels do not hand to torch")
+        return plain(*args, **named)
+
+    return call
+
+
+class Dropout(nn.Module):
+    """Drop-in for nn.Dropout on [B, T, D] activations, with the residual addition behind it.
+
+    `rows` is set by the engine: called in each forward, it names the tokens of the micro-batch at hand.
+    Without it (a plain training loop) torch's own generator draws the mask.
+    """
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.p = p
+        self.rows: Callable[[], Rows] | None = None
+        self.ops = TORCH
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """dropout(x), added to the residual if there is one."""
+        if not self.training or self.p == 0.0 or self.rows is None:
+            y = nn.functional.dropout(x, self.p, self.training)
+            return y if residual is None else residual + y
+        rows = self.rows()
+        y = (
+            self.ops.dropout(x, self.p, rows)
+            if residual is None
+            else self.ops.dropout_add(x, residual, self.p, rows)
+        )
+        assert isinstance(y, Tensor)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,159 @@
+"""Passes over flat gradients and weights: sum of squares with the overflow check, and casting copies.
+
+`square_sum` reads every element once and stays on the device, so a clip factor never waits for it: partial
+sums of fixed blocks in float32, added in float64, in one order, without atomics.  An element that is not
+finite makes its block's sum not finite (as does a square beyond float32, 1.8e19 in magnitude, which is an
+overflow to a loss scaler too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import TritonOp, architecture, jit, launch, tile, tl
+
+_BLOCK = 1 << 16
+
+
+def square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0) -> Tensor:
+    """Float64 [2]: the sum of squares over all tensors, and 1.0 if anything is not finite.
+
+    unscale: every element is divided by it in the same pass, in place, and squared afterwards.
+    """
+    _check("square_sum", tensors)
+    if not tensors:
+        return torch.zeros(2, dtype=torch.float64)
+    sums = []
+    for x in tensors:
+        for piece in x.view(-1).split(_BLOCK):
+            if isinstance(unscale, Tensor) or unscale != 1.0:
+                piece.div_(unscale)
+            acc = torch.promote_types(piece.dtype, torch.float32)
+            sums.append(torch.linalg.vector_norm(piece, dtype=acc).double().square())
+    return _total(
+        torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=tensors[0].device)
+    )
+
+
+def _total(sums: Tensor) -> Tensor:
+    total = sums.double().sum()
+    return torch.stack((total, (~total.isfinite()).double()))
+
+
+def pack_(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """flat = all tensors one behind the other, cast to its dtype."""
+    torch._foreach_copy_(_views("pack", flat, tensors), list(tensors))
+
+
+def unpack_(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """The reverse of `pack_`: each tensor takes its piece of flat, cast to its own dtype."""
+    torch._foreach_copy_(list(tensors), _views("unpack", flat, tensors))
+
+
+def _views(op: str, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    _check(op, [flat, *tensors])
+    sizes = [t.numel() for t in tensors]
+    if flat.dim() != 1 or flat.numel() != sum(sizes):
+        raise ValueError(
+            f"{op}: flat has shape {tuple(flat.shape)}; legal is ({sum(sizes)},), all tensors together"
+        )
+    return [piece.view(t.shape) for piece, t in zip(flat.split(sizes), tensors, strict=True)]
+
+
+def _check(op: str, tensors: Sequence[Tensor]) -> None:
+    for index, x in enumerate(tensors):
+        if not x.is_contiguous() or not x.is_floating_point() or x.device != tensors[0].device:
+            raise ValueError(
+                f"{op}: tensor {index} is {x.dtype} on {x.device} with strides {x.stride()}; "
+                f"legal is floating, contiguous and on {tensors[0].device}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- triton
+
+
+@jit
+def _square_kernel(
+    x,
+    sums,
+    scale_pointer,
+    numel,
+    first,
+    scale: tl.float32,
+    POINTER: tl.constexpr,
+    UNSCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block, a partial sum each."""
+    program = tl.program_id(0).to(tl.int64)
+    i = program * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < numel, other=0.0)
+    kind = value.dtype
+    value = value.to(tl.float32)
+    if UNSCALE:
+        if POINTER:
+            scale = tl.load(scale_pointer).to(tl.float32)
+        value = (value / scale).to(kind)
+        tl.store(x + i, value, mask=i < numel)
+        value = value.to(tl.float32)
+    tl.store(sums + first + program, tl.sum(value * value, axis=0))
+
+
+def _triton_square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0) -> Tensor:
+    _check("square_sum", tensors)
+    if not tensors:
+        return torch.zeros(2, dtype=torch.float64)
+    device = tensors[0].device
+    options = tile("square_sum", 1, architecture(device))
+    blocks = [-(-x.numel() // options["BLOCK"]) for x in tensors]
+    sums = torch.empty(sum(blocks), dtype=torch.float32, device=device)
+    pointer = unscale if isinstance(unscale, Tensor) else None
+    if pointer is not None and pointer.device != device:
+        raise ValueError(
+            f"square_sum: unscale is on {pointer.device}; legal is {device}, where the tensors are"
+        )
+    scale = 1.0 if isinstance(unscale, Tensor) else float(unscale)
+    first = 0
+    for x, count in zip(tensors, blocks, strict=True):
+        launch(
+            _square_kernel, (count,), x, sums, pointer, x.numel(), first, scale, POINTER=pointer is not None,
+            UNSCALE=pointer is not None or scale != 1.0, **options,
+        )  # fmt: skip
+        first += count
+    return _total(sums)
+
+
+@jit
+def _copy_kernel(source, target, source_start, target_start, numel, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + source_start + i, mask=i < numel)
+    tl.store(target + target_start + i, value.to(tl.float32), mask=i < numel)
+
+
+def _copies(op: str, flat: Tensor, tensors: Sequence[Tensor], into_flat: bool) -> None:
+    _views(op, flat, tensors)
+    options = tile("pack", 1, architecture(flat.device))
+    start = 0
+    for x in tensors:
+        source, target = (x, flat) if into_flat else (flat, x)
+        starts = (0, start) if into_flat else (start, 0)
+        launch(
+            _copy_kernel, (-(-x.numel() // options["BLOCK"]),), source, target, *starts, x.numel(), **options
+        )
+        start += x.numel()
+
+
+def _refuses(*args: Any) -> str | None:
+    listed = [x for a in args if isinstance(a, list | tuple) for x in a]
+    return "a tensor of the list is torch.float64" if any(x.dtype == torch.float64 for x in listed) else None
+
+
+TRITON = {
+    "square_sum": TritonOp(_triton_square_sum, _refuses),
+    "pack_": TritonOp(lambda flat, tensors: _copies("pack", flat, tensors, True), _refuses),
+    "unpack_": TritonOp(lambda tensors, flat: _copies("unpack", flat, tensors, False), _refuses),
+}

@@ -1,0 +1,179 @@
+"""How the Triton kernels of this package are declared, loaded and launched.
+
+Note: a kernel stands in its op's file under `@jit`, which only notes it, since importing triton costs a
+second and a CPU run needs none of it.  `load` imports triton, compiles nothing, and puts the real
+`triton.language` and jitted functions into the files' namespaces; `select` calls it once a Triton path is
+chosen.  Parameters annotated with a type other than constexpr (a step, a key) are not specialised on, so a
+new value never compiles anew.  Launches pass enable_fp_fusion themselves, because its default differs between
+versions.  Tile sizes stand in tiles.json, by kernel, architecture and width: measured or compiled once, never
+tuned at run time, where ranks would disagree (NVIDIA/Megatron-LM #6966).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+tl: Any = None
+"""triton.language once `load` has run; kernels import the name."""
+
+_declared: list[_Declared] = []
+
+
+class _Declared:
+    """A kernel before triton is there."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+        self.jitted: Any = None
+        _declared.append(self)
+
+    def plain_parameters(self) -> list[str]:
+        return [name for name, kind in self.fn.__annotations__.items() if "constexpr" not in str(kind)]
+
+
+__all__ = ["TritonOp", "architecture", "jit", "launch", "load", "matrix", "same", "signed32", "tile", "tl"]
+
+if TYPE_CHECKING:  # a kernel's body is no Python that a type checker could read
+    from typing import no_type_check as jit
+else:
+    jit = _Declared
+
+
+def load() -> None:
+    """Make every declared kernel launchable.  Raises ImportError without triton."""
+    import triton
+    import triton.language
+
+    for kernel in _declared:
+        if kernel.jitted is None:
+            kernel.jitted = triton.jit(kernel.fn, do_not_specialize=kernel.plain_parameters())
+            kernel.fn.__globals__["tl"] = triton.language
+    for kernel in _declared:  # kernels call kernels of other files
+        names = kernel.fn.__globals__
+        for name, value in list(names.items()):
+            if isinstance(value, _Declared):
+                names[name] = value.jitted
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    fuse: bool = True,
+    **named: Any,
+) -> None:
+    """Run one program per grid point on the device of the first tensor; an empty grid is no launch.
+
+    fuse=False forbids fused multiply-adds, for results that equal torch's bit for bit.
+    """
+    if 0 in grid:
+        return
+    named.update(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse)
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, **named)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*args, **named)
+
+
+def interpreting() -> bool:
+    """Whether triton, if loaded now, runs kernels in its interpreter (set by a person who tests kernels)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class TritonOp:
+    """The Triton path of an op, with its torch path's signature; `refuses` says why a call cannot take it."""
+
+    run: Callable[..., Any]
+    refuses: Callable[..., str | None] = lambda *args, **named: None
+
+
+# ------------------------------------------------------------------------------------------------------ tiles
+
+
+@cache
+def _tiles() -> dict[str, dict[str, list[dict[str, int]]]]:
+    table: dict[str, dict[str, list[dict[str, int]]]] = json.loads(
+        Path(__file__).with_name("tiles.json").read_text()
+    )
+    return table
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """ "sm_90" and so on; the interpreter takes the tiles of sm_90."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def tile(kernel: str, width: int, arch: str) -> dict[str, Any]:
+    """Launch options of the first row of the table that takes this width; an architecture without rows takes
+    "any"."""
+    rows = _tiles()[kernel]
+    for row in rows.get(arch, rows["any"]):
+        if width <= row["width"]:
+            return {name: value for name, value in row.items() if name != "width"}
+    raise ValueError(f"{kernel}: width {width}; legal is at most {rows.get(arch, rows['any'])[-1]['width']}")
+
+
+def programs(device: torch.device) -> int:
+    """How many programs fill the device once."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ----------------------------------------------------------------------------------------------------- checks
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
+
+
+def matrix(op: str, name: str, x: Tensor) -> Tensor:
+    """x [..., D] as rows [N, D] without a copy; a ValueError if its strides have no row stride or D is not
+    dense."""
+    if x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1):
+        try:
+            return x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+        except RuntimeError:
+            pass
+    raise ValueError(
+        f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; "
+        "legal are rows of one stride, dense in the last dimension"
+    )
+
+
+def same(op: str, like: Tensor, **others: Tensor | None) -> None:
+    """Raises ValueError unless all have the device of `like`."""
+    for name, x in others.items():
+        if x is not None and x.device != like.device:
+            raise ValueError(f"{op}: {name} is on {x.device}; legal is {like.device}, as the first argument")
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two from n on."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def signed32(word: int) -> int:
+    """A 32-bit word as the int32 with its bits, so that every key has one type."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,0 +1,156 @@
+"""Cross-entropy of x @ weight.T that never holds all logits.
+
+Rows are taken in chunks whose logits fit a budget.  Each chunk's logits become their own gradient in place,
+while they are there, and give their share of dx and dweight at once (Cut Your Losses, arXiv 2411.09009, keeps
+less and computes more; Liger sizes its chunks by V / D, too small for a matrix product at full rate).
+dweight is summed in float32: in bf16 the error grows with the number of chunks (Liger #827, #1391).  Backward
+only scales what forward made.  With the vocabulary cut between ranks, `gather` is the caller's: partial [N,
+3] of this rank to those of all, [ranks, N, 3]; dx is then this rank's share, for the caller to sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import cross_entropy as parts
+from .launch import TritonOp
+
+LOGITS_BYTES = 512 << 20
+MINIMUM_ROWS = 2048  # fewer rows a product leave a GPU's matrix units waiting
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    *,
+    start: int = 0,
+    vocabulary: int | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum over valid rows, their number) of the cross-entropy of x [..., D] @ weight [V_local, D].T.
+
+    weight holds rows [start, start + V_local) of a vocabulary of `vocabulary`.  rows: rows a chunk, by the
+    budget unless given.  Raises ValueError for shapes that do not fit, and on the CPU for labels outside the
+    vocabulary.
+    """
+    return _run(
+        parts.partial,
+        parts.gradient,
+        x,
+        weight,
+        labels,
+        ignore_index,
+        smoothing,
+        z_loss,
+        start,
+        vocabulary,
+        gather,
+        rows,
+    )
+
+
+def _run(
+    partial: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    start: int = 0,
+    vocabulary: int | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    vocabulary = weight.shape[0] if vocabulary is None else vocabulary
+    if x.shape[-1] != weight.shape[-1] or weight.dim() != 2:
+        raise ValueError(
+            f"linear_cross_entropy: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; "
+            "legal are [..., D] and [V, D]"
+        )
+    parts._check("linear_cross_entropy", x, labels, smoothing)
+    parts._check_range("linear_cross_entropy", labels, vocabulary, ignore_index)
+    flat = labels.reshape(-1)
+    rows = chunk_rows(weight.shape[0], x.element_size()) if rows is None else rows
+    options = (start, vocabulary, ignore_index, smoothing, z_loss)
+    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x.reshape(-1, x.shape[-1]), weight, flat, options, gather, rows, partial, gradient
+    )
+    return total, (flat != ignore_index).sum()
+
+
+def chunk_rows(vocabulary: int, element_bytes: int) -> int:
+    """Rows whose logits fit the budget, but not too few."""
+    return max(MINIMUM_ROWS, LOGITS_BYTES // (vocabulary * element_bytes))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: tuple[Any, ...],
+        gather: Callable[[Tensor], Tensor] | None, rows: int, partial: Callable[..., Tensor],
+        gradient: Callable[..., Tensor],
+    ) -> Tensor:  # fmt: skip
+        acc = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros((), dtype=acc, device=x.device)
+        one = torch.ones((), dtype=acc, device=x.device)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros(weight.shape, dtype=acc, device=x.device) if ctx.needs_input_grad[1] else None
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            logits = x[part] @ weight.T
+            stats = partial(logits, labels[part], *options[:2])
+            stats = stats[None] if gather is None else gather(stats)
+            loss, _, lse = parts.combine(stats, labels[part], *options[1:])
+            total += loss
+            if dx is None and dweight is None:
+                continue
+            d_logits = gradient(one, logits, labels[part], lse, *options, out=logits)
+            if dx is not None:
+                torch.mm(d_logits, weight, out=dx[part])
+            if dweight is not None:
+                _add_product(dweight, d_logits.T, x[part])
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = (None if g is None else g * d_total.to(g.dtype) for g in ctx.saved_tensors)
+        return dx, dweight, None, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":  # the matrix units add bf16 products into float32 themselves
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _triton(x: Tensor, weight: Tensor, labels: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return _run(
+        parts.TRITON["cross_entropy_partial"].run, parts.TRITON["cross_entropy_gradient"].run,
+        x, weight, labels, *args, **named,
+    )  # fmt: skip
+
+
+TRITON = {"linear_cross_entropy": TritonOp(_triton)}
+
+
+def reference(x: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Tensor:
+    """The sum, from all logits in float64."""
+    return parts.reference(x.double() @ weight.double().T, labels, *args)

@@ -1,0 +1,379 @@
+"""Elementwise optimizers over flat buffers, in place, one pass.
+
+    adamw (arXiv 1711.05101): m += (1 - b1)(g - m); v = b2 v + (1 - b2) g g
+          p = p (1 - lr wd) - lr / (1 - b1**t) * m / (sqrt(v / (1 - b2**t)) + eps)
+    sgd:  g += wd p; b = momentum b + g (b = g at first); p -= lr (g + momentum b | b | g)
+    lion (arXiv 2302.06675): p = p (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g
+
+Note: g = grad / grad_scale, which is the token count, the clip factor and the loss scale in one number, at no
+pass of its own.  The gradient may be narrower than the float32 master, and `low` takes the new weights in its
+own dtype: 28 bytes a parameter for AdamW with both in bf16.  Elementwise to the bit: cutting a buffer
+anywhere changes nothing.  On the CPU AdamW and SGD are torch's fused kernels, called on pieces that stay in
+cache where a cast comes before or after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .launch import TritonOp, architecture, jit, launch, tile, tl
+
+
+def adamw_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: float | Tensor = 1.0,
+    low: Tensor | None = None,
+) -> None:
+    """One AdamW step on contiguous tensors of one shape; step counts from 1.
+
+    The moments have param's dtype, grad and low may have any floating one.  Equal to
+    torch.optim.AdamW(fused=True) bit for bit when grad_scale is 1 (on the CPU, but for the last numel % 64
+    elements, which torch rounds otherwise than the rest).  grad is consumed: it may hold the scaled gradient
+    afterwards.
+    """
+    _check("adamw", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    steps = torch.full((), float(step), device=param.device)
+    for p, g, m, v in _pieces(param, grad, low, exp_avg, exp_avg_sq):
+        torch._fused_adamw_(
+            [p], [g], [m], [v], [], [steps], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=False, maximize=False, **_scaled(grad_scale, g),
+        )  # fmt: skip
+
+
+def sgd_(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    grad_scale: float | Tensor = 1.0,
+    first: bool = False,
+    low: Tensor | None = None,
+) -> None:
+    """One SGD step; `first` makes the buffer equal the gradient, as torch does.  grad is consumed.
+
+    momentum_buffer is None if and only if momentum is 0.
+    """
+    _check_momentum(momentum_buffer, momentum)
+    state = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    _check("sgd", param, grad, low, **state)
+    for p, g, *buffer in _pieces(param, grad, low, *state.values()):
+        torch._fused_sgd_(
+            [p], [g], buffer, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=0.0,
+            nesterov=nesterov,
+            maximize=False, is_first_step=first, **_scaled(grad_scale, g),
+        )  # fmt: skip
+
+
+def lion_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float | Tensor = 1.0,
+    low: Tensor | None = None,
+) -> None:
+    """One Lion step.  grad is consumed."""
+    _check("lion", param, grad, low, exp_avg=exp_avg)
+    for p, g, m in _pieces(param, grad, low, exp_avg):
+        g.div_(grad_scale)
+        p.mul_(1.0 - lr * weight_decay).sub_(m.mul(beta1).add_(g * (1.0 - beta1)).sign_().mul_(lr))
+        m.mul_(beta2).add_(g.mul_(1.0 - beta2))
+
+
+def compiled_adamw_() -> Callable[..., None]:
+    """adamw_ as one pass over 28 bytes a parameter, which torch.compile makes of the formula and which needs a C++
+    compiler; about 1.8 times the speed of cast, fused step and cast.  Its bits are its own, and as independent of cuts.
+    """
+
+    def formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, low: Tensor, numbers: Tensor) -> None:
+        scale, lr, decay, one_beta1, beta2, one_beta2, eps, correction1, correction2 = numbers.unbind()
+        g = g.to(p.dtype) / scale
+        new_m = m + one_beta1 * (g - m)
+        new_v = beta2 * v + one_beta2 * g * g
+        new_p = p * (1.0 - decay) - lr * correction1 * new_m / (new_v.sqrt() * correction2 + eps)
+        m.copy_(new_m)
+        v.copy_(new_v)
+        p.copy_(new_p)
+        low.copy_(new_p)
+
+    run = torch.compile(formula, dynamic=True, fullgraph=True)
+
+    def step_(
+        param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0, low: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        _check("adamw", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+        numbers = (
+            float(grad_scale),
+            lr,
+            lr * weight_decay,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            eps,
+            *corrections,
+        )
+        flat = (t.view(-1) for t in (param, grad, exp_avg, exp_avg_sq, param if low is None else low))
+        run(*flat, torch.tensor(numbers, dtype=param.dtype))  # type: ignore[call-arg]  # what torch.compile returns keeps no arity
+
+    return step_
+
+
+_VECTOR = 64
+"""A multiple of the widest vector of every machine, in elements."""
+_TILE = 1 << 19
+"""Elements of a float32 gradient that stay in cache between its cast and its use."""
+
+
+def _pieces(param: Tensor, grad: Tensor, low: Tensor | None, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(param, gradient in param's dtype, states) piece by piece; after each piece its weights go to `low`."""
+    p, g, *rest = (t.view(-1) for t in (param, grad, *state))
+    cast = g.dtype != p.dtype
+    step = _TILE if cast or low is not None else max(1, p.numel())
+    scratch = torch.empty(min(step, p.numel()) if cast else 0, dtype=p.dtype, device=p.device)
+    for start in range(0, p.numel(), step):
+        part = slice(start, min(start + step, p.numel()))
+        piece = scratch[: part.stop - start].copy_(g[part]) if cast else g[part]
+        yield from _whole_vectors(p[part], piece, *(r[part] for r in rest))
+        if low is not None:
+            low.view(-1)[part].copy_(p[part])
+
+
+def _whole_vectors(*buffers: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The buffers in at most two groups, each of whole vectors: the body in place, the rest in a padded copy
+    that is written back.
+
+    torch's loops round the elements behind the last whole vector differently (fused multiply-adds), so the
+    same element would depend on where a buffer is cut.
+    """
+    body = buffers[0].numel() // _VECTOR * _VECTOR
+    if body:
+        yield tuple(b[:body] for b in buffers)
+    if tail := buffers[0].numel() - body:
+        padded = tuple(F.pad(b[body:], (0, _VECTOR - tail)) for b in buffers)
+        yield padded
+        for b, copy in zip(buffers, padded, strict=True):
+            b[body:] = copy[:tail]
+
+
+def _scaled(grad_scale: float | Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """The fused kernels take the scale as float32, which would cost a float64 step nine digits: divide first
+    there."""
+    if not isinstance(grad_scale, Tensor):
+        if grad_scale == 1.0:
+            return {}
+        grad_scale = torch.full((), grad_scale, dtype=torch.float64, device=grad.device)
+    if grad.dtype == torch.float64:
+        grad.div_(grad_scale)
+        return {}
+    return {
+        "grad_scale": grad_scale.to(device=grad.device, dtype=torch.float32),
+        "found_inf": torch.zeros((), device=grad.device),
+    }
+
+
+def _check(op: str, param: Tensor, grad: Tensor, low: Tensor | None, **state: Tensor) -> None:
+    loose = {"grad": grad} if low is None else {"grad": grad, "low": low}
+    for name, tensor in {"param": param, **loose, **state}.items():
+        dtype_fits = tensor.is_floating_point() if name in loose else tensor.dtype == param.dtype
+        if tensor.shape != param.shape or not dtype_fits or not tensor.is_contiguous():
+            dtype = "floating" if name in loose else param.dtype
+            raise ValueError(
+                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                f"legal is contiguous {dtype} {tuple(param.shape)}, as param"
+            )
+        if tensor.device != param.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}; legal is {param.device}, as param")
+
+
+def _check_momentum(momentum_buffer: Tensor | None, momentum: float) -> None:
+    if (momentum_buffer is None) != (momentum == 0.0):
+        raise ValueError(
+            f"sgd: momentum={momentum} with{'out' if momentum_buffer is None else ''} a momentum_buffer; "
+            "legal is a buffer if and only if momentum is not 0"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- triton
+
+
+@jit
+def _step_kernel(
+    param, grad, first_state, second_state, low, scale_pointer, numel, start, scale: tl.float32,
+    lr: tl.float32,
+    decay: tl.float32, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, correction1: tl.float32,
+    correction2: tl.float32,
+    RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block.  RULE: adamw; lion; sgd without a buffer; momentum; nesterov; and both at the first step.
+
+    decay is lr * weight_decay, or weight_decay for sgd; beta1 is sgd's momentum.
+    """
+    i = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if MASKED:
+        inside = i < numel
+    else:
+        inside = None
+    if POINTER:
+        scale = tl.load(scale_pointer).to(tl.float32)
+    g = tl.load(grad + i, mask=inside).to(tl.float32) / scale
+    p = tl.load(param + i, mask=inside)
+    kind = p.dtype
+    p = p.to(tl.float32)
+    if RULE == "adamw" or RULE == "lion":
+        m = tl.load(first_state + i, mask=inside).to(tl.float32)
+    if RULE == "adamw":
+        v = tl.load(second_state + i, mask=inside).to(tl.float32)
+        m += (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        tl.store(second_state + i, v, mask=inside)
+        p = p * (1.0 - decay) - lr * correction1 * m / (tl.sqrt(v) * correction2 + eps)
+        tl.store(first_state + i, m, mask=inside)
+    elif RULE == "lion":
+        mixed = beta1 * m + (1.0 - beta1) * g
+        sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, 0.0))
+        p = p * (1.0 - decay) - lr * sign
+        tl.store(first_state + i, beta2 * m + (1.0 - beta2) * g, mask=inside)
+    else:
+        g += decay * p
+        step = g
+        if RULE == "momentum first" or RULE == "nesterov first":
+            b = g
+        if RULE == "momentum" or RULE == "nesterov":
+            b = beta1 * tl.load(first_state + i, mask=inside).to(tl.float32) + g
+        if RULE != "plain":
+            tl.store(first_state + i, b, mask=inside)
+            step = b
+        if RULE == "nesterov" or RULE == "nesterov first":
+            step = g + beta1 * b
+        p -= lr * step
+    p = p.to(kind)
+    tl.store(param + i, p, mask=inside)
+    if LOW:
+        tl.store(low + i, p.to(tl.float32), mask=inside)
+
+
+def _launch(
+    rule: str, param: Tensor, grad: Tensor, states: tuple[Tensor | None, Tensor | None], low: Tensor | None,
+    grad_scale: float | Tensor, *numbers: float,
+) -> None:  # fmt: skip
+    """Whole blocks without a mask (a mask costs the 128-bit loads), then the rest with one."""
+    if isinstance(grad_scale, Tensor):
+        pointer, scale = grad_scale.to(param.device), 1.0
+    else:
+        pointer, scale = None, float(grad_scale)
+    options = tile("step", 1, architecture(param.device))
+    numel, block = param.numel(), options["BLOCK"]
+    body = numel // block
+    for start, count, masked in ((0, body, False), (body * block, -(-numel // block) - body, True)):
+        launch(
+            _step_kernel, (count,), param, grad, *states, low, pointer, numel, start, scale, *numbers,
+            RULE=rule,
+            POINTER=pointer is not None, LOW=low is not None, MASKED=masked, **options,
+        )  # fmt: skip
+
+
+def _triton_adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0,
+    low: Tensor | None = None,
+) -> None:  # fmt: skip
+    _check("adamw", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+    states = (exp_avg, exp_avg_sq)
+    _launch(
+        "adamw", param, grad, states, low, grad_scale, lr, lr * weight_decay, beta1, beta2, eps, *corrections
+    )
+
+
+def _triton_sgd(
+    param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, lr: float, momentum: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, grad_scale: float | Tensor = 1.0, first: bool = False,
+    low: Tensor | None = None,
+) -> None:  # fmt: skip
+    _check_momentum(momentum_buffer, momentum)
+    rule = "plain"
+    if momentum_buffer is not None:
+        rule = ("nesterov" if nesterov else "momentum") + (" first" if first else "")
+    _check(
+        "sgd", param, grad, low, **({} if momentum_buffer is None else {"momentum_buffer": momentum_buffer})
+    )
+    states = (momentum_buffer, None)
+    _launch(rule, param, grad, states, low, grad_scale, lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0)
+
+
+def _triton_lion(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, lr: float, beta1: float, beta2: float,
+    weight_decay: float,
+    grad_scale: float | Tensor = 1.0, low: Tensor | None = None,
+) -> None:  # fmt: skip
+    _check("lion", param, grad, low, exp_avg=exp_avg)
+    states = (exp_avg, None)
+    _launch("lion", param, grad, states, low, grad_scale, lr, lr * weight_decay, beta1, beta2, 0.0, 0.0, 0.0)
+
+
+TRITON = {"adamw_": TritonOp(_triton_adamw), "sgd_": TritonOp(_triton_sgd), "lion_": TritonOp(_triton_lion)}
+
+
+# -------------------------------------------------------------------------------------------------- reference
+
+
+def adamw_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, grad_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(param, exp_avg, exp_avg_sq) after the step, in float64."""
+    p, g, m, v = (t.double() for t in (param, grad, exp_avg, exp_avg_sq))
+    g = g / grad_scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+    return p * (1 - lr * weight_decay) - lr * update, m, v
+
+
+def sgd_reference(
+    param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, lr: float, momentum: float = 0.0,
+    weight_decay: float = 0.0, nesterov: bool = False, grad_scale: float = 1.0, first: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(param, momentum buffer) after the step, in float64."""
+    p, g = param.double(), grad.double() / grad_scale
+    g = g + weight_decay * p
+    if momentum_buffer is None:
+        return p - lr * g, None
+    b = g if first else momentum * momentum_buffer.double() + g
+    return p - lr * (g + momentum * b if nesterov else b), b
+
+
+def lion_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, lr: float, beta1: float, beta2: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(param, exp_avg) after the step, in float64."""
+    p, g, m = param.double(), grad.double() / grad_scale, exp_avg.double()
+    update = torch.sign(beta1 * m + (1 - beta1) * g)
+    return p * (1 - lr * weight_decay) - lr * update, beta2 * m + (1 - beta2) * g

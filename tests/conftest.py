@@ -1,0 +1,59 @@
+"""What every test runs under: one thread, fixed seeds, no process left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import psutil
+import pytest
+import torch
+
+from tests.pool import pool
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("suite")
+# Ranks have one thread each; a serial reference with two would add in another order.
+torch.set_num_threads(1)
+
+# The two helpers that the standard library starts beside the ranks; both end with this process.
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def children() -> dict[int, str]:
+    """Processes below this one that are neither ranks of the pool nor helpers: pid to command line."""
+    known = set(pool().pids())
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            helper = any(name in command for name in HELPERS) and child.ppid() == os.getpid()
+            if child.pid not in known and not helper and child.status() != psutil.STATUS_ZOMBIE:
+                found[child.pid] = command
+        except psutil.NoSuchProcess:
+            continue  # gone by itself
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    before = children()
+    yield
+    left = {pid: command for pid, command in children().items() if pid not in before}
+    assert not left, f"the test left processes running: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_end_with_the_session() -> Iterator[None]:
+    yield
+    pool().close()
+    assert not children(), f"processes outlived the session: {children()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=gpu)
+    items[:] = [item for item in items if item not in gpu]

@@ -1,0 +1,92 @@
+"""Random numbers and integers have the same bits on both paths; wide rows take the kernels meant for them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from colossal_lite.kernels import TORCH, norm, select
+from tests.interpreter import sanitized
+from tests.kernel_cases import Case, check, norm_cases, rows
+
+OPS = select("triton", "cpu", strict=True)
+CARRY = 4 * 2**32  # where the counter needs its second word
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1), (0, 2048), (3, 700), (5, 6), (CARRY - 7, CARRY + 9), (9, 9)]
+)
+@pytest.mark.parametrize("draw", ["normal", "uniform"])
+def test_initial_values_have_the_same_bits(draw: str, start: int, stop: int) -> None:
+    key = (2**32 - 3, 2**31 + 11)
+    with sanitized():
+        got = getattr(OPS, draw)(key, start, stop)
+    assert got.dtype == torch.float64 and torch.equal(got, getattr(TORCH, draw)(key, start, stop))
+
+
+def test_initial_values_in_the_tails_have_the_same_bits() -> None:
+    z = TORCH.normal((1, 2), 0, 40_000)
+    assert float(z.abs().max()) > 4
+    assert torch.equal(OPS.normal((1, 2), 0, 40_000), z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("feature", [0, 8])
+def test_dropout_has_the_same_bits(dtype: torch.dtype, feature: int) -> None:
+    r, x, residual = rows(feature=feature), torch.randn(2, 3, 530).to(dtype), torch.randn(2, 3, 530).to(dtype)
+    with sanitized():
+        assert torch.equal(OPS.dropout(x, 0.3, r), TORCH.dropout(x, 0.3, r))
+        assert torch.equal(OPS.dropout_add(x, residual, 0.3, r), TORCH.dropout_add(x, residual, 0.3, r))
+        _, s = OPS.add_rms_norm(x, residual, torch.ones(530, dtype=dtype), 1e-5, 0.3, r)
+    assert torch.equal(s, TORCH.dropout_add(x, residual, 0.3, r))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 256, 257, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_has_the_same_bits(numel: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(numel) * torch.logspace(-6, 6, numel)).to(dtype)
+    x[200:456] = 0.0
+    with sanitized():
+        q, scale = OPS.quantise(x)
+        total, again = torch.ones(numel), OPS.dequantise(q, scale, torch.bfloat16)
+        OPS.dequantise_add_(total, q, scale)
+    expected_q, expected_scale = TORCH.quantise(x)
+    assert torch.equal(q, expected_q) and torch.equal(scale, expected_scale)
+    assert torch.equal(again, TORCH.dequantise(q, scale, torch.bfloat16))
+    assert torch.equal(total, 1.0 + TORCH.dequantise(q, scale))
+
+
+def test_int8_of_what_is_not_finite_stays_so() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.randn(600)
+        x[300] = bad
+        for ops in (OPS, TORCH):
+            q, scale = ops.quantise(x)
+            assert scale.isfinite().tolist() == [True, False, True]
+            assert not ops.dequantise(q, scale)[256:512].isfinite().any()
+
+
+WIDE = [case for case in norm_cases() if "norm" in case.name and case.name.endswith(("37", "128"))]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda c: c.name)
+def test_rows_wider_than_a_tile_are_norms_too(case: Case) -> None:
+    def narrow(kernel: str, width: int, arch: str) -> dict[str, Any]:
+        return {"norm_weights": dict(ROWS=4, COLUMNS=64)}.get(
+            kernel, dict(COLUMNS=64 if width == 128 else 16)
+        )
+
+    for index, dtype in enumerate((torch.float32, torch.bfloat16)):
+        with sanitized(reverse=bool(index)), mock.patch.object(norm, "tile", narrow):
+            check(case, OPS, dtype)
+
+
+def test_a_weight_gradient_is_summed_over_many_programs() -> None:
+    x, w = torch.randn(70, 40, requires_grad=True), torch.randn(40, requires_grad=True)
+    dy = torch.randn(70, 40)
+    got, want = (torch.autograd.grad(ops.rms_norm(x, w, 1e-5), (x, w), dy) for ops in (OPS, TORCH))
+    torch.testing.assert_close(got, want)

@@ -1,0 +1,84 @@
+"""A training step is the same with the interpreter in place of each kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from colossal_lite.kernels import TORCH, Dropout, Ops, Rows, select
+from colossal_lite.models import GPT, GPTConfig
+from tests import interpreter  # noqa: F401  (repairs bf16)
+
+OPS = select("triton", "cpu", strict=True)
+GPT2 = GPTConfig(vocabulary=31, layers=1, heads=2, width=16, sequence=8, dropout=0.2)
+LLAMA = replace(
+    GPT2, kv_heads=1, position="rotary", norm="rms", activation="swiglu", tied=False, bias=False, ffn=24
+)  # fmt: skip
+
+
+def trained(ops: Ops, config: GPTConfig, steps: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of a few steps of AdamW."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    for index, module in enumerate(model.modules()):
+        if hasattr(module, "ops"):
+            module.ops = ops
+        if isinstance(module, Dropout):
+            module.rows = lambda key=index: Rows((key, 7), 1, torch.arange(2), torch.arange(8))
+    ids = torch.randint(0, 31, (2, 8))
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    documents = torch.tensor([[0] * 5 + [1] * 3, [2] * 8])
+    states = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in model.parameters()]
+    losses = []
+    for step in range(1, steps + 1):
+        total, count = ops.cross_entropy(model(ids, attention_mask=documents), labels)
+        total.backward()
+        losses.append((total / count).detach())
+        gradients = [p.grad for p in model.parameters()]
+        norm = ops.square_sum([g.contiguous() for g in gradients if g is not None])[0].sqrt()
+        for p, g, (m, v) in zip(model.parameters(), gradients, states, strict=True):
+            assert g is not None
+            ops.adamw_(
+                p.detach().view(-1), g.reshape(-1), m, v, step=step, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-6,
+                weight_decay=0.1, grad_scale=count * torch.clamp(norm / count, min=1.0),
+            )  # fmt: skip
+            p.grad = None
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_step_with_every_kernel_is_a_step_without(config: GPTConfig) -> None:
+    torch.testing.assert_close(trained(OPS, config), trained(TORCH, config), rtol=1e-4, atol=1e-5)
+
+
+USED = {
+    "gpt2": (
+        "layer_norm",
+        "gelu",
+        "attend",
+        "cross_entropy",
+        "dropout",
+        "dropout_add",
+        "adamw_",
+        "square_sum",
+    ),
+    "llama": ("rms_norm", "swiglu", "rotary"),
+}
+
+
+@pytest.mark.parametrize(("family", "op"), [(family, op) for family, ops in USED.items() for op in ops])
+def test_a_step_with_one_kernel_is_a_step_without(family: str, op: str) -> None:
+    config = GPT2 if family == "gpt2" else LLAMA
+    calls = []
+
+    def counted(*args: object, **named: object) -> object:
+        calls.append(op)
+        return getattr(OPS, op)(*args, **named)
+
+    got = trained(replace(TORCH, **{op: counted}), config, steps=1)
+    assert calls
+    torch.testing.assert_close(got, trained(TORCH, config, steps=1), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,488 @@
+"""The order of samples is one stream that no world size can change; a bad batch is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from colossal_lite.data import (
+    Corpus,
+    Loader,
+    Order,
+    Permutation,
+    TokenWindows,
+    check_batch,
+    cut,
+    dataloader,
+    read_corpus,
+    yardsticks,
+)
+from colossal_lite.mesh import Mesh
+
+SIZES = st.one_of(st.integers(1, 70), st.integers(1, 5000))
+SEEDS = st.integers(0, 2**63)
+PINNED = [1, 4, 0, 9, 2, 7, 8, 5, 3, 6]
+
+
+# ------------------------------------------------------------------------------------------------ permutation
+
+
+@given(SIZES, SEEDS, st.integers(0, 1000))
+def test_a_permutation_is_a_bijection_of_every_range(n: int, seed: int, epoch: int) -> None:
+    assert sorted(Permutation(n, seed, epoch)(np.arange(n))) == list(range(n))
+
+
+@given(st.integers(1, 2**62 - 1), SEEDS, st.data())
+def test_a_permutation_of_a_huge_range_stays_in_it_and_sends_no_two_to_one(
+    n: int, seed: int, data: st.DataObject
+) -> None:
+    points = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
+    values = Permutation(n, seed)(points).tolist()
+    assert all(0 <= v < n for v in values) and len(set(values)) == len(points)
+
+
+@given(SIZES, SEEDS, st.data())
+def test_a_value_does_not_depend_on_what_else_is_asked(n: int, seed: int, data: st.DataObject) -> None:
+    permutation = Permutation(n, seed)
+    whole = permutation(np.arange(n))
+    point = data.draw(st.integers(0, n - 1))
+    assert permutation(point) == whole[point]
+    assert permutation([[point], [0]]).shape == (2, 1)
+
+
+def test_epochs_and_seeds_give_orders_that_look_unrelated() -> None:
+    n = 4000
+    orders = [Permutation(n, seed, epoch)(np.arange(n)) for seed in (0, 1) for epoch in (0, 1)]
+    orders.append(np.arange(n))
+    for i, a in enumerate(orders):
+        for b in orders[:i]:
+            assert (a == b).sum() <= 10  # fixed points are Poisson(1): 11 or more have probability 1e-8
+            assert abs(np.corrcoef(a, b)[0, 1]) < 0.1  # standard deviation 0.016
+
+
+def test_every_permutation_of_four_comes_up_evenly() -> None:
+    """24 orders over 4,800 seeds: chi-square of 23 degrees of freedom stays below its 1 - 1e-6 quantile."""
+    counts = Counter(tuple(Permutation(4, seed)(np.arange(4)).tolist()) for seed in range(4800))
+    assert len(counts) == math.factorial(4)
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 67
+
+
+def test_the_order_is_pinned_because_a_changed_one_would_break_resumed_runs() -> None:
+    assert Permutation(10, seed=1024)(np.arange(10)).tolist() == PINNED
+    assert Permutation(10, seed=1024, epoch=1)(np.arange(10)).tolist() != PINNED
+
+
+@pytest.mark.parametrize("n", [0, -1, 2**62])
+def test_a_range_that_cannot_be_permuted_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match=f"n: {n} .*legal: 1 to"):
+        Permutation(n, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 5])
+def test_an_index_outside_the_range_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{index} to {index}; legal: 0 to n - 1 = 4")):
+        Permutation(5, 0)(index)
+
+
+# -------------------------------------------------------------------------------------------------------- cut
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_cut_is_tensor_split(n: int, parts: int) -> None:
+    expected = [piece.tolist() for piece in torch.arange(n).tensor_split(parts)]
+    assert [list(range(*cut(n, parts, part))) for part in range(parts)] == expected
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
+def test_a_cut_that_does_not_exist_is_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="legal"):
+        cut(*arguments)
+
+
+# ----------------------------------------------------------------------------------------------------- loader
+
+
+def numbers(n: int) -> list[torch.Tensor]:
+    return [torch.tensor([i, i + 1]) for i in range(n)]
+
+
+def load(n: int, parts: int = 1, part: int = 0, **options: Any) -> Loader:
+    return dataloader(numbers(n), num_parts=parts, part=part, **options)
+
+
+def ids(batch: torch.Tensor) -> list[int]:
+    return batch[:, 0].tolist()
+
+
+ORDERS = st.fixed_dictionaries(
+    {
+        "global_batch": st.integers(1, 12),
+        "shuffle": st.booleans(),
+        "drop_last": st.booleans(),
+        "seed": st.integers(0, 5),
+    }
+)
+
+
+def possible(n: int, options: dict[str, Any]) -> None:
+    assume(n >= options["global_batch"] or not options["drop_last"])
+
+
+@given(st.integers(1, 40), st.integers(1, 9), ORDERS)
+@settings(max_examples=50)
+def test_the_pieces_of_all_parts_joined_are_the_batch_of_one_part(
+    n: int, parts: int, options: dict[str, Any]
+) -> None:
+    possible(n, options)
+    whole = [ids(batch) for batch in load(n, **options).take(8)]
+    pieces = [[ids(batch) for batch in load(n, parts, part, **options).take(8)] for part in range(parts)]
+    assert [sum(batch, []) for batch in zip(*pieces, strict=True)] == whole
+    sizes = [[len(piece) for piece in batch] for batch in zip(*pieces, strict=True)]
+    assert all(max(row) - min(row) <= 1 and row == sorted(row, reverse=True) for row in sizes)
+
+
+@given(st.integers(1, 40), st.integers(0, 12), st.integers(1, 4), ORDERS)
+@settings(max_examples=50)
+def test_a_run_resumed_with_the_samples_seen_is_the_run_that_never_stopped(
+    n: int, stopped_after: int, parts: int, options: dict[str, Any]
+) -> None:
+    possible(n, options)
+    straight = [ids(batch) for batch in load(n, **options).take(stopped_after + 8)]
+    first = load(n, **options)
+    before = [ids(batch) for batch in first.take(stopped_after)]
+    assert first.samples == sum(map(len, before))
+    resumed = [load(n, parts, part, start=first.samples, **options).take(8) for part in range(parts)]
+    after = [sum(map(ids, pieces), []) for pieces in zip(*resumed, strict=True)]
+    assert before + after == straight
+
+
+@given(st.integers(1, 40), ORDERS)
+def test_an_epoch_yields_each_sample_once_less_a_dropped_rest(n: int, options: dict[str, Any]) -> None:
+    possible(n, options)
+    loader = load(n, **options)
+    for _ in range(3):
+        expected_batches = len(loader)
+        batches = [ids(batch) for batch in loader]
+        seen = sum(batches, [])
+        assert len(batches) == expected_batches
+        assert len(set(seen)) == len(seen) == n - n % options["global_batch"] * options["drop_last"]
+        assert all(len(batch) == options["global_batch"] for batch in batches[:-1])
+
+
+@given(st.integers(1, 30), st.integers(0, 100), st.integers(1, 12), st.booleans())
+def test_batches_from_any_position_are_whole_and_end_with_the_epoch(
+    n: int, position: int, global_batch: int, drop_last: bool
+) -> None:
+    assume(n >= global_batch or not drop_last)
+    order = Order(n, global_batch, seed=0, drop_last=drop_last)
+    spans = [(start, order.stop(start)) for start in order.starts(position)]
+    epochs = {start // order.epoch_samples for start, _ in spans} | {
+        (stop - 1) // order.epoch_samples for _, stop in spans
+    }
+    assert spans and len(epochs) == 1
+    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    sizes = [stop - start for start, stop in spans]
+    assert all(size == global_batch for size in (sizes if drop_last else sizes[:-1])) and min(sizes) > 0
+    assert spans[0][0] == position or drop_last and spans[0][0] % order.epoch_samples == 0
+
+
+def test_epochs_differ_when_shuffled_and_repeat_when_not() -> None:
+    shuffled, plain = load(50, global_batch=10), load(50, global_batch=10, shuffle=False)
+    orders = [sum(map(ids, shuffled), []) for _ in range(2)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+    assert [sum(map(ids, plain), []) for _ in range(2)] == [list(range(50))] * 2
+
+
+def test_an_empty_piece_has_the_form_of_a_batch() -> None:
+    dataset = [
+        {"input_ids": torch.ones(3, dtype=torch.int64), "labels": torch.ones(3, dtype=torch.int64)}
+    ] * 5
+    batch = next(iter(dataloader(dataset, num_parts=4, part=3, global_batch=2)))
+    assert {key: (tuple(x.shape), x.dtype) for key, x in batch.items()} == {
+        "input_ids": ((0, 3), torch.int64),
+        "labels": ((0, 3), torch.int64),
+    }
+
+
+def test_workers_give_the_same_batches_and_leave_the_global_generator_alone() -> None:
+    options = dict(global_batch=4, seed=3)
+    plain, worked = load(22, 3, 1, **options), load(22, 3, 1, workers=2, **options)
+    state = torch.get_rng_state()
+    got = [ids(batch) for batch in worked.take(7)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert got == [ids(batch) for batch in plain.take(7)] and worked.samples == plain.samples == 28
+
+
+def test_tuples_stay_tuples_and_collate_is_called_with_the_samples_of_the_piece() -> None:
+    windows = TokenWindows(np.arange(41), 4)
+    inputs, labels = next(iter(dataloader(windows, num_parts=2, part=0, global_batch=4, shuffle=False)))
+    assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    batches = dataloader(windows, num_parts=1, part=0, global_batch=3, collate=len)
+    assert list(batches) == [3, 3, 3]
+
+
+def test_batches_come_on_the_device_asked_for() -> None:
+    batch = next(iter(load(4, global_batch=2, device="meta")))
+    assert batch.device.type == "meta" and batch.shape == (2, 2)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Stream(), {}, "dataset: Stream can only be iterated"),
+        ((i for i in range(9)), {}, "dataset: generator can only be iterated"),
+        ([], {}, "dataset: 0 samples found"),
+        ([1, 2], {"global_batch": 3}, "2 samples found, 3 needed for one batch; legal: .*global_batch <= 2"),
+        ([1, 2], {"global_batch": 0}, "global_batch: 0; legal: 1 or more"),
+        ([1, 2], {"start": -1}, "start: -1"),
+        ([1, 2], {"workers": -1}, "workers: -1"),
+        ([1, 2], {"num_parts": 2, "part": 2}, "part 2 of 2"),
+    ],
+)
+def test_a_loader_that_cannot_load_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataloader(dataset, **{"num_parts": 1, "part": 0, "global_batch": 1, **options})
+
+
+# ---------------------------------------------------------------------------------------------------- windows
+
+
+@given(st.integers(2, 300), st.integers(1, 40))
+def test_windows_predict_every_token_but_the_first_once(num_tokens: int, sequence: int) -> None:
+    assume(num_tokens > sequence)
+    windows = TokenWindows(np.arange(num_tokens) % 256, sequence)
+    labels = torch.cat([windows[i][1] for i in range(len(windows))])
+    assert labels.tolist() == (np.arange(1, num_tokens - windows.dropped) % 256).tolist()
+    for i in range(len(windows)):
+        inputs, targets = windows[i]
+        assert inputs.dtype == targets.dtype == torch.int64 and len(inputs) == len(targets) == sequence
+        assert torch.equal(inputs[1:], targets[:-1])
+    assert windows.dropped < sequence and len(labels) + windows.dropped == num_tokens - 1
+
+
+def test_windows_end_where_the_tokens_do() -> None:
+    windows = TokenWindows(np.arange(9, dtype=np.uint8), 4)
+    assert len(list(windows)) == len(windows) == 2  # type: ignore[call-overload]
+    with pytest.raises(IndexError, match="window -1 of 2"):
+        windows[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequence", "message"),
+    [
+        (np.arange(4), 4, "text: 4 tokens found, 5 needed"),
+        (np.arange(4), 0, "sequence: 0; legal: 1 or more"),
+        (np.arange(4.0), 2, "text: shape .*float64; legal"),
+        (np.zeros((4, 2), int), 2, r"text: shape \(4, 2\)"),
+    ],
+)
+def test_tokens_without_a_window_are_refused(tokens: Any, sequence: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenWindows(tokens, sequence, "text")
+
+
+# ----------------------------------------------------------------------------------------------------- corpus
+
+
+@pytest.fixture(scope="module")
+def library() -> Corpus:
+    return read_corpus()
+
+
+def test_the_default_corpus_is_the_standard_library_cut_by_file(library: Corpus) -> None:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert len(library.train) > 5_000_000 and 0.01 < len(library.held_out) / len(library.train) < 0.2
+    train, held_out = library.train.tobytes(), library.held_out.tobytes()
+    for module in ("argparse.py", "json/decoder.py", "typing.py", "zipfile.py", "os.py", "enum.py"):
+        if (root / module).is_file():
+            text = (root / module).read_bytes()
+            assert (text in train) != (text in held_out), module
+    assert (root / "test" / "__init__.py").is_file() <= (b"test.support" not in train[:200])
+    assert library.sha256 in str(library) and read_corpus().sha256 == library.sha256
+
+
+def test_folders_are_read_in_order_of_path_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    expected = []
+    for i in range(45):
+        path = tmp_path / f"{i % 3}" / f"{i:02}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"<{i}>")
+        expected.append((path.relative_to(tmp_path).as_posix(), f"<{i}>"))
+    (tmp_path / ".hidden").write_text("secret")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("secret")
+    (tmp_path / "picture").write_bytes(b"\x89PNG\0\0")
+    texts = [text for _, text in sorted(expected)]
+    corpus = read_corpus(tmp_path)
+    assert corpus.num_files == 45
+    assert corpus.held_out.tobytes().decode() == texts[19] + texts[39]
+    assert corpus.train.tobytes().decode() == "".join(t for i, t in enumerate(texts) if i not in (19, 39))
+    assert corpus.sha256 == hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def test_one_file_holds_out_its_last_twentieth(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(200)))
+    corpus = read_corpus(tmp_path / "a.txt")
+    assert corpus.train.tobytes() + corpus.held_out.tobytes() == bytes(range(200))
+    assert (len(corpus.train), len(corpus.held_out), corpus.num_files) == (190, 10, 1)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"tiny"])
+def test_a_corpus_that_is_missing_empty_or_tiny_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    found = (
+        "is not there"
+        if content is None
+        else f"{len(content)} bytes found in 1 text files, 20 or more needed"
+    )
+    with pytest.raises(ValueError, match=f"data = .*{found}.*legal: a text file, or a folder"):
+        read_corpus(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="0 bytes found in 0 text files"):
+        read_corpus(tmp_path / "empty")
+
+
+def test_a_corpus_without_a_batch_says_what_was_found_and_what_is_needed(library: Corpus) -> None:
+    small = replace(library, name="notes", train=library.train[:1000], held_out=library.held_out[:50])
+    train, held_out = small.windows(sequence=49, global_batch=20)
+    assert (len(train), len(held_out)) == (20, 1)
+    with pytest.raises(
+        ValueError, match="data = 'notes': 1,000 bytes found to train on and 50 held out, 1,030 and 50 needed"
+    ):
+        small.windows(sequence=49, global_batch=21)
+    with pytest.raises(ValueError, match="and 50 held out, 51 and 51 needed.*now 50"):
+        small.windows(sequence=50, global_batch=1)
+
+
+def test_ranks_that_read_different_texts_are_named(library: Corpus) -> None:
+    class World:
+        """Three ranks, of which the last has read another text."""
+
+        def gather_json(self, value: str) -> list[str]:
+            return [value, value, "0" * 64]
+
+    library.assert_same(Mesh.serial().world)
+    with pytest.raises(ValueError, match=r"ranks \[2\] read another text than rank 0; legal: the same text"):
+        library.assert_same(World())  # type: ignore[arg-type]
+
+
+def test_yardsticks_are_what_the_compressors_make_of_the_text() -> None:
+    generator = np.random.default_rng(0)
+    noise = generator.integers(0, 256, 1 << 16, dtype=np.uint8)
+    found = yardsticks(noise)
+    assert 7.9 < found.unigram <= 8 < found.zlib < 8.1 and 8 < found.lzma < 8.1
+    halves = yardsticks(np.tile(np.array([65, 66], np.uint8), 5000))
+    assert halves.unigram == 1 and halves.zlib < 0.1 and halves.lzma < 0.2
+    assert yardsticks(noise, limit_bytes=4) == yardsticks(noise[:4]) != found
+
+
+# ------------------------------------------------------------------------------------------------------ batch
+
+
+def tokens(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+X, Y = tokens([3, 1, 4, 1], [5, 9, 2, 6]), tokens([1, 4, 1, 5], [9, 2, 6, -100])
+NAN = torch.tensor([[0.0, 1.0], [float("nan"), 2.0]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, Y),
+        [X, Y],
+        {"input_ids": X, "labels": Y},
+        {"input_ids": X, "labels": Y, "position_ids": X + 100, "attention_mask": X > 0},
+        (X.int(), Y),
+        (X[:0], Y[:0]),
+        (X, torch.full_like(X, -100)),
+        (tokens([7, 7, 7]), tokens([7, 7, 7])),  # a run of one token: its next tokens are its own
+        (tokens([7]), tokens([7])),
+        (torch.rand(2, 3, 8), torch.rand(2, 3)),
+        (torch.rand(2, 3), tokens([1], [2])),
+    ],
+)
+def test_a_good_batch_passes(batch: Any) -> None:
+    check_batch(batch)
+    check_batch(batch, vocabulary=10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (X, "batch: Tensor of 2; legal: (inputs, labels), or a dict"),
+        ((X,), "batch: tuple of 1; legal"),
+        ((X, Y, Y), "batch: tuple of 3; legal"),
+        (None, "batch: NoneType; legal"),
+        ({}, "no key 'input_ids', no key 'labels'; legal: input_ids, attention_mask"),
+        ({"input_ids": X, "labels": Y, "token_type_ids": X}, "unknown key 'token_type_ids'"),
+        (
+            {"input_id": X, "labels": Y},
+            "unknown key 'input_id' (did you mean 'input_ids'?), no key 'input_ids'",
+        ),
+        ((X.tolist(), Y), "inputs: list; legal: a torch.Tensor"),
+        ((X, None), "labels: NoneType; legal: a torch.Tensor"),
+        ((X, Y[:, :3]), "labels: shape (2, 3); legal: the shape of the inputs, (2, 4)"),
+        ((X, Y[0]), "labels: shape (4,); legal: the shape of the inputs, (2, 4)"),
+        ((X[0], Y[0]), "inputs: shape (4,); legal: (batch, tokens)"),
+        ((torch.rand(3, 2), tokens([1], [2])), "labels: shape (2, 1); legal: a batch of 3"),
+        ((torch.tensor(1.0), torch.tensor(1)), "inputs: shape (); legal: batch first"),
+        ((X.byte(), Y), "inputs: dtype torch.uint8; legal: torch.int64"),
+        ((X, Y.int()), "labels: dtype torch.int32; legal: torch.int64"),
+        ((X, Y.double()), "labels: dtype torch.float64; legal: torch.int64"),
+        ({"input_ids": X.float(), "labels": Y}, "input_ids: dtype torch.float32; legal: torch.int64"),
+        ({"input_ids": X, "labels": Y, "position_ids": X.bool()}, "position_ids: dtype torch.bool"),
+        ((NAN, tokens([1], [2])), "inputs[1, 0]: nan; legal: finite numbers"),
+        ((torch.tensor([[math.inf]]), tokens([1])), "inputs[0, 0]: inf; legal: finite numbers"),
+        (
+            {"input_ids": NAN.long() * 0, "labels": Y[:, :2], "attention_mask": NAN},
+            "attention_mask[1, 0]: nan",
+        ),
+        ((tokens([1, -2, 3]), tokens([2, 3, 4])), "inputs[0, 1]: -2; legal: 0 to 9 (the vocabulary)"),
+        ((tokens([1, 2, 10]), tokens([2, 3, 4])), "inputs[0, 2]: 10; legal: 0 to 9"),
+        (
+            (tokens([1, 2, 3]), tokens([2, 10, 4])),
+            "labels[0, 1]: 10; legal: 0 to 9 (the vocabulary), or -100",
+        ),
+        ((tokens([1, 2, 3]), tokens([2, -1, 4])), "labels[0, 1]: -1; legal: 0 to 9"),
+        ({"input_ids": X, "labels": Y, "position_ids": -X}, "position_ids[0, 0]: -3; legal: 0 or more"),
+        ((X, X), "labels: equal to the inputs; legal: already shifted"),
+        ((X, X.where(X != 9, -100)), "labels: equal to the inputs"),
+        (
+            (tokens([11, -1, 3]), tokens([2, 3, 12])),
+            "inputs[0, 0]: 11; legal: 0 to 9 (the vocabulary); labels[0, 2]",
+        ),
+    ],
+)
+def test_a_bad_batch_is_refused_with_path_value_and_rule(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_batch(batch, vocabulary=10)
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.data())
+def test_next_tokens_are_never_taken_for_unshifted_labels(text: list[int], data: st.DataObject) -> None:
+    inputs, labels = tokens(text[:-1]), tokens(text[1:])
+    ignored = data.draw(st.lists(st.booleans(), min_size=len(text) - 1, max_size=len(text) - 1))
+    check_batch((inputs, labels.masked_fill(torch.tensor([ignored]), -100)))

@@ -1,0 +1,249 @@
+"""examples/gpt: one command trains, the same command gives the same numbers, bad input one message."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from colossal_lite.config import Config
+from colossal_lite.data import read_corpus
+from colossal_lite.models import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "gpt"
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(3000))
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports the example's modules as its own folder sees them, and forgets them afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield lambda name: __import__(name)
+    for name in {"train", "generate", "configs"} - before:
+        sys.modules.pop(name, None)
+
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train(example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs train.py with options in this process; its exit code."""
+    module = example("train")
+
+    def call(*options: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, options)])
+        try:
+            return int(module.run(module.main))
+        except SystemExit as stopped:
+            return int(stopped.code or 0)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "functions.py"
+    path.write_text(TEXT)
+    return path
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def few_steps(text: Path, out: Path) -> list[object]:
+    return ["--steps", 4, "--global-batch", 3, "--data", text, "--out", out, "--sample", 20]
+
+
+def test_the_same_command_twice_gives_the_same_metrics(train: Train, text: Path, tmp_path: Path) -> None:
+    outs = [tmp_path / name for name in ("a", "b", "c")]
+    assert [
+        train(*few_steps(text, out), "--seed", seed) for out, seed in zip(outs, (1, 1, 2), strict=True)
+    ] == [0] * 3
+    for name in ("metrics.jsonl", "evaluation.jsonl", "model.safetensors", "run.json"):
+        first, again, other = ((out / name).read_bytes() for out in outs)
+        assert first == again != other, name
+    metrics = rows(outs[0] / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert (
+        metrics[0]["loss"] == pytest.approx(math.log(256), rel=0.1)
+        and metrics[-1]["loss"] < metrics[0]["loss"]
+    )
+    assert {row["tokens"] for row in metrics} == {3 * 128}
+    assert rows(outs[0] / "evaluation.jsonl")[0]["step"] == 4
+
+
+def test_evaluation_is_the_mean_over_all_held_out_windows(train: Train, text: Path, tmp_path: Path) -> None:
+    """35 windows in batches of 3: the ragged last batch weighs what it holds."""
+    assert train(*few_steps(text, tmp_path)) == 0
+    model_config = GPTConfig(**json.loads((tmp_path / "run.json").read_text())["model"])
+    model = GPT(model_config)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    _, held_out = read_corpus(text).windows(model_config.sequence, 3)
+    assert len(held_out) % 3 and len(held_out) < 48
+    inputs, labels = (
+        torch.stack(part) for part in zip(*(held_out[i] for i in range(len(held_out))), strict=True)
+    )
+    loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+    assert rows(tmp_path / "evaluation.jsonl")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data 2 x sequence 1 x tensor 1", "data 1 x sequence 1 x tensor 2"])
+def test_torchrun_on_two_ranks_gives_the_numbers_of_one(
+    train: Train, text: Path, tmp_path: Path, mesh: str
+) -> None:
+    """In double precision, and with three sequences, so that two data ranks have different numbers of them."""
+    double = ["--config", "small_fp64"]
+    assert train(*few_steps(text, tmp_path / "one"), *double) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(FOLDER / "train.py"), *map(str, few_steps(text, tmp_path / "two")), *double]
+    command += ["--parallel.tensor.size", mesh[-1]]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert mesh in done.stdout and "--- sample\ndef " in done.stdout
+    one, two = (rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-9), key
+    assert {row["sent_bytes"] for row in one} == {0} and all(row["sent_bytes"] > 0 for row in two)
+    facts = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two")]
+    assert facts[0]["corpus"] == facts[1]["corpus"] and len(facts[0]["corpus"]["sha256"]) == 64
+    assert facts[0]["parameters"] == facts[1]["parameters"]
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "/not/there"], "data = '/not/there': is not there; legal: a text file"),
+        (["--optimizer.lr", "-1"], "optimizer.lr = -1"),
+        (["--optimizer.learning_rate", "1"], "optimizer.learning_rate"),
+        (["--parallel.tensor.size", "2"], "the world has 1 rank, no multiple of 2"),
+        (["--parallel.data", "3"], "parallel.data"),
+        (["--steps", "0"], "lr_scheduler.total_steps = 0"),
+        (["--global-batch", "0"], "global_batch: 0; legal: 1 or more"),
+        (["--step", "5"], "step"),
+        (["--steps", "many"], "--steps"),
+        (["--config", "smal"], "small"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    out = tmp_path / "out"
+    assert train("--out", out, *options) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err
+    assert not out.exists(), "nothing is written for a run that cannot be"
+
+
+@pytest.mark.parametrize("content", ["", "too short"])
+def test_an_empty_or_tiny_text_says_what_was_found_and_what_is_needed(
+    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "text").write_text(content)
+    assert train("--data", tmp_path / "text", "--out", tmp_path / "out") == 2
+    assert f"{len(content)} bytes found in 1 text files, 20 or more needed" in capsys.readouterr().err
+    (tmp_path / "text").write_text("longer, but not long enough for a batch")
+    assert train("--data", tmp_path / "text", "--out", tmp_path / "out") == 2
+    assert "38 bytes found to train on and 1 held out, 2,049 and 129 needed" in capsys.readouterr().err
+
+
+def test_generate_continues_a_text_with_the_model_of_a_run(
+    train: Train,
+    example: Callable[[str], ModuleType],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate = example("generate")
+    assert train(*few_steps(text, tmp_path)) == 0
+    capsys.readouterr()
+    options = generate.Options(tmp_path, prompt="class ", length=20)
+    assert [generate.main(options), generate.main(options)] == [0, 0]
+    printed = capsys.readouterr().out
+    assert printed.startswith("class ") and printed == printed[: len(printed) // 2] * 2
+    assert generate.main(generate.Options(tmp_path / "none")) == 2
+    assert "run.json" in capsys.readouterr().err
+
+
+def test_a_sample_is_drawn_from_the_model_given_the_last_window(example: Callable[[str], ModuleType]) -> None:
+    class Successor(torch.nn.Module):
+        """Surely the byte after the last, however long the window; remembers what it was shown."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.lengths: list[int] = []
+
+        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            assert not self.training
+            self.lengths.append(ids_BT.shape[1])
+            return 1e3 * torch.nn.functional.one_hot(ids_BT + 1, 300).float()
+
+    model = Successor()
+    generate = example("generate").generate
+    assert generate(model, b"abc", 4, window=5) == b"abcdefg" and model.lengths == [3, 4, 5, 5]
+    assert generate(model, b"", 2, window=5, temperature=0) == b"\n\x0b\x0c" and model.training
+
+
+def test_every_config_can_run_and_decays_matrices_only(example: Callable[[str], ModuleType]) -> None:
+    for name, function in example("configs").CONFIGS.items():
+        for recipe in (function(), function(3)):
+            config = Config.load(recipe["config"]).check_world(4)
+            config.check_built()
+            assert not config.warnings() and not config.notices, name
+            assert config.lr_scheduler.total_steps == recipe["steps"]
+            model_config = GPTConfig(**recipe["model"])
+            with torch.device("meta"):
+                model = GPT(model_config)
+            for parameter_name, parameter in model.named_parameters():
+                patterns = [group.match for group in config.optimizer.groups]
+                decays = not any(fnmatch(parameter_name, pattern) for pattern in patterns)
+                assert decays == (parameter.dim() > 1), parameter_name
+    assert function(3)["steps"] == 3
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(400)
+def test_readmes_command_is_below_the_unigram_entropy_within_two_minutes_and_still_falls(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(FOLDER / "train.py"), "--out", str(tmp_path)]
+    start = time.monotonic()
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = next(line for line in process.stdout if line.startswith("step"))
+        first_loss_s = time.monotonic() - start
+        process.stdout.read()
+    losses = [row["loss"] for row in rows(tmp_path / "metrics.jsonl")]
+    spent_s = 0.0
+    unigram = json.loads((tmp_path / "run.json").read_text())["bits_per_byte_of_held_out_text"]["unigram"]
+    for timing in rows(tmp_path / "timing.jsonl"):
+        spent_s += timing["step_s"]
+        if spent_s > 120 - first_loss_s:
+            break
+    reached = losses[timing["step"] - 50 : timing["step"]]
+    before = losses[timing["step"] - 100 : timing["step"] - 50]
+    print(f"{first.strip()} after {first_loss_s:.1f} s; {sum(reached) / 50:.3f} at step {timing['step']}")
+    assert process.returncode == 0 and first_loss_s < 10
+    assert sum(reached) < sum(before) and sum(reached) / 50 / math.log(2) < unigram

@@ -1,0 +1,316 @@
+"""What a run shows: deterministic rows apart from timings, a line for people, a timeline for viewers."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from colossal_lite.observe import (
+    JsonLines,
+    RankLog,
+    RunLog,
+    Scale,
+    StepRow,
+    Timeline,
+    TimingRow,
+    memory_bytes,
+    model_flops_per_token,
+    peak_flops,
+    progress_line,
+    run_sinks,
+)
+
+CPU = torch.device("cpu")
+SCALE = Scale(yardsticks="zlib 1.91, lzma 1.61")
+
+
+@dataclass
+class Result:
+    step: int
+    loss: Tensor
+    grad_norm: float = 0.5
+    tokens: int = 1000
+    skipped: bool = False
+    lr: float = 1e-3
+
+
+class Ticks:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def run(
+    folder: Path | None, *, steps: int = 25, step_ms: int = 100, terminal: bool = False, **options: Any
+) -> str:
+    """What a run prints of `steps` steps of `step_ms`, with an evaluation of ten seconds after step 3."""
+    clock, out = Ticks(), io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
+    options = {"scale": SCALE, "device": CPU, "total_steps": steps, **options}
+    with RunLog(folder, console=console, clock=clock, **options) as log:
+        for step in range(1, steps + 1):
+            with log.timeline.span("step"):
+                clock.now_ns += step_ms * 10**6
+            log.step(Result(step, torch.tensor(1 / step, dtype=torch.float64)), sent_bytes=3 * 2**20)
+            if step == 3:
+                clock.now_ns += 10**10
+                log.evaluated(step, 2.0)
+    return out.getvalue()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_hold_one_row_a_step_and_nothing_that_a_clock_or_the_memory_decides(tmp_path: Path) -> None:
+    run(tmp_path / "a", step_ms=100)
+    run(tmp_path / "b", step_ms=37)
+    metrics = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    assert metrics == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    found = rows(tmp_path / "a" / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(1, 26))
+    assert found[2] == {
+        "step": 3,
+        "loss": 1 / 3,
+        "bits_per_byte": 1 / 3 / math.log(2),
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 1000,
+        "skipped": False,
+        "sent_bytes": 3 * 2**20,
+    }
+    timings = [rows(tmp_path / run / "timing.jsonl") for run in "ab"]
+    assert timings[0] != timings[1] and [len(t) for t in timings] == [25, 25]
+
+
+def test_time_of_evaluation_counts_for_no_step(tmp_path: Path) -> None:
+    run(tmp_path, step_ms=100)
+    timing = rows(tmp_path / "timing.jsonl")
+    assert [row["step_s"] for row in timing] == pytest.approx([0.1] * 25)
+    assert [row["tokens_per_s"] for row in timing] == pytest.approx([10_000] * 25)
+    assert rows(tmp_path / "evaluation.jsonl") == [{"step": 3, "loss": 2.0, "bits_per_byte": 2 / math.log(2)}]
+
+
+def test_off_a_terminal_there_is_a_plain_line_for_the_first_step_and_every_tenth(tmp_path: Path) -> None:
+    lines = run(tmp_path, steps=25).splitlines()
+    assert [line.split("  loss")[0] for line in lines] == [
+        "step  1/25",
+        "step 3: held-out loss 2.0000, 2.885 bits/byte",
+        "step 10/25",
+        "step 20/25",
+        "step 25/25",
+    ]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_on_a_terminal_one_line_moves_and_ends_at_the_last_step(tmp_path: Path) -> None:
+    text = run(tmp_path, steps=25, terminal=True)
+    assert "\x1b[2K" in text and "step 25/25" in text.splitlines()[-2]
+    assert text.count("held-out loss 2.0000") == 1
+    drawn = {step for step in range(1, 26) if f"step {step:>2}/25" in text}
+    assert {3, 25} <= drawn and len(drawn) < 13, "redrawn at most every 0.25 s, and steps take 0.1 s"
+
+
+def test_a_rank_without_a_folder_shows_and_writes_nothing() -> None:
+    assert run(None) == ""
+
+
+def test_rows_are_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+    with RunLog(tmp_path, total_steps=9, scale=SCALE, device=CPU, console=Console(file=io.StringIO())) as log:
+        log.step(Result(1, torch.tensor(1.0)), sent_bytes=0)
+        assert len(rows(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "timing.jsonl")) == 1
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "x.jsonl")
+    file.write({"nan": math.nan, "inf": -math.inf, "one": 1.5, "text": "é"})
+    file.close()
+    assert rows(tmp_path / "x.jsonl") == [{"nan": None, "inf": None, "one": 1.5, "text": "é"}]
+
+
+def test_the_progress_line_says_what_a_person_asks() -> None:
+    row = StepRow(7, 2.0, 2.885, 0.25, 1e-3, 1000, False, 5 * 2**20)
+    timing = TimingRow(7, 0.1, 12_345.6, None, 512 * 2**20)
+    assert progress_line(row, timing, 600, SCALE) == (
+        "step   7/600  loss 2.0000  2.885 bits/byte (zlib 1.91, lzma 1.61)  norm 0.25  lr 1.00e-03  "
+        "12,346 tok/s  mem 512 MiB  sent 5.0 MiB"
+    )
+    busy = progress_line(replace(row, skipped=True), replace(timing, mfu=0.4567), 600, SCALE)
+    assert "mfu 45.7%" in busy and busy.endswith("SKIPPED")
+
+
+def test_mfu_is_the_share_of_the_peak_that_the_model_used(tmp_path: Path) -> None:
+    run(tmp_path, step_ms=100, scale=Scale(flops_per_token=6e9, peak_flops=120e12))
+    assert [row["mfu"] for row in rows(tmp_path / "timing.jsonl")] == pytest.approx([0.5] * 25)
+
+
+def test_bits_per_byte_take_the_length_of_a_token_into_account() -> None:
+    assert Scale(bytes_per_token=4).bits_per_byte(math.log(16)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("NVIDIA H200", "fp64", None),
+        ("NVIDIA A1000 Laptop GPU", "bf16", None),
+        ("some accelerator", "bf16", None),
+    ],
+)
+def test_peaks_are_known_by_the_name_of_the_device_or_not_at_all(
+    name: str, dtype: str, tflops: float | None
+) -> None:
+    assert peak_flops(name, dtype) == (tflops * 1e12 if tflops else None)
+
+
+def test_model_flops_are_those_of_the_matrix_products() -> None:
+    """N weights take 2 N forward and 4 N backward; attention has two products of T x D for a token."""
+    width, tokens = 8, 4
+    weights = 12 * width * width
+    forward = 2 * weights + 2 * 2 * tokens * width
+    assert model_flops_per_token(weights, 1, width, tokens) == 3 * forward
+
+
+def test_a_timeline_is_a_chrome_trace_with_a_thread_per_track(tmp_path: Path) -> None:
+    ticks = itertools.count(0, 1000)
+    timeline = Timeline(clock=lambda: next(ticks))
+    with timeline.span("outer"), timeline.span("inner", track="comm"):
+        pass
+    with pytest.raises(KeyError), timeline.span("failed"):
+        raise KeyError
+    timeline.mark("after", CPU)
+    timeline.export(tmp_path / "trace.json", rank=3)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = {e["name"]: (threads[e["tid"]], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert spans == {"outer": ("main", 0, 3), "inner": ("comm", 1, 1), "failed": ("main", 4, 1)}
+    assert {e["pid"] for e in events} == {3}
+    counters = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    assert len(counters) == 1 and counters[0] > 10 * 2**20
+
+
+def test_a_timeline_keeps_the_newest_spans_of_a_long_run() -> None:
+    timeline = Timeline(limit=3)
+    for i in range(10):
+        with timeline.span(str(i)):
+            pass
+    assert [span.name for span in timeline.spans] == ["7", "8", "9"]
+
+
+def test_memory_of_a_cpu_rank_is_what_is_resident() -> None:
+    gc.collect()  # what the tests before left would go in the middle of it
+    before = memory_bytes(CPU)
+    held = torch.ones(256 * 2**20, dtype=torch.uint8)
+    assert memory_bytes(CPU) - before > 0.8 * held.numel()
+    assert memory_bytes(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+
+
+def test_rows_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')  # the last one cut short by a kill
+    rows = JsonLines(path, keep_step=2)
+    rows.write({"step": 3, "again": True})
+    rows.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "again": true}\n'
+    JsonLines(path).close()
+    assert path.read_text() == ""
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, int, dict[str, Any]]] = []
+        self.is_closed = False
+
+    def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        self.rows.append((group, step, dict(values)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_sinks_get_every_number_and_are_closed(tmp_path: Path) -> None:
+    kept = Kept()
+    with RunLog(tmp_path, total_steps=1, scale=Scale(), device=torch.device("cpu"), also=[kept]) as log:
+        log.step(Result(1, torch.tensor(0.5), grad_norm=2.0), 3)
+        log.evaluated(1, 0.25)
+    (train, _, values), (held_out, step, evaluated) = kept.rows
+    assert (train, held_out, step) == ("train", "held_out", 1) and kept.is_closed
+    assert values["loss"] == 0.5 and values["grad_norm"] == 2.0 and values["tokens_per_s"] > 0
+    assert evaluated["loss"] == 0.25
+
+
+def test_tensorboard_and_offline_wandb_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither need be installed: what they are called with is looked at."""
+    calls: list[Any] = []
+    writer = SimpleNamespace(add_scalar=lambda *a: calls.append(a), close=lambda: calls.append("closed"))
+
+    def told(what: Any, made: Any) -> Any:
+        calls.append(what)
+        return made
+
+    board = SimpleNamespace(SummaryWriter=lambda folder: told(folder, writer))
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("done")
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **k: told(k, run)))
+    for sink in run_sinks(("tensorboard", "wandb"), tmp_path, {"seed": 1}):
+        sink.write("train", 3, {"step": 3, "loss": 0.5, "mfu": None, "skipped": False})
+        sink.close()
+    folder, facts, loss, skipped, closed, row, done = calls
+    assert folder == str(tmp_path / "tensorboard") and (closed, done) == ("closed", "done")
+    assert facts["mode"] == "offline" and facts["dir"] == str(tmp_path) and facts["config"] == {"seed": 1}
+    assert (loss, skipped) == (("train/loss", 0.5, 3), ("train/skipped", 0.0, 3))
+    assert row == ({"train/loss": 0.5, "train/skipped": 0.0}, 3)
+
+
+def test_sinks_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install 'colossal_lite\[log\]'"):
+        run_sinks(("wandb",), tmp_path, {})
+    with pytest.raises(ValueError, match="log: mlflow; legal: tensorboard, wandb"):
+        run_sinks(("mlflow",), tmp_path, {})
+    assert run_sinks(("wandb",), None, {}) == ()
+
+
+def test_each_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RankLog(tmp_path, 3) as log:
+        log.info("at work")
+        raise RuntimeError("lost")
+    text = (tmp_path / "rank-00003.log").read_text()
+    assert "rank 3 colossal_lite INFO: at work" in text
+    assert "ended by an error" in text and "RuntimeError: lost" in text
+    with pytest.warns(UserWarning), RankLog(tmp_path, 3):
+        warnings.showwarning("and here", UserWarning, "file", 1)
+        warnings.warn("for pytest", stacklevel=1)
+    assert "UserWarning: and here" in (tmp_path / "rank-00003.log").read_text()

@@ -1,0 +1,229 @@
+"""`plan` as a function and as a command: arithmetic, depth, refusals, and what it costs at 4,096 ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossal_lite import cli
+from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.planner import RunPlan, parse_model, plan
+from colossal_lite.problems import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DEEP = GPTConfig(vocabulary=96, layers=7, heads=4, width=32, sequence=24, dropout=0.1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_count_each_storage_once_while_it_lives(device: str) -> None:
+    with LiveBytes() as meter:
+        a = torch.empty(1000, device=device)
+        b = a * 2
+        view = b[2:].view(2, -1)
+        assert meter.now_bytes == 8000
+        del b
+        assert meter.now_bytes == 8000  # the view keeps it
+        view.add_(1)
+        del view
+        assert (meter.now_bytes, meter.peak_bytes) == (4000, 8000)
+        assert meter.window() == 8000 and meter.peak_bytes == 4000
+    del a
+    assert meter.now_bytes == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_depth_is_extrapolated_exactly(mode: str, tensor: int, tied: bool) -> None:
+    """Two and three blocks foretell seven: the same plan as from running all of them."""
+    model = replace(DEEP, tied=tied)
+    config = dict(activation_checkpoint=mode, parallel=dict(tensor=tensor), gradient_accumulation=2)
+    make = partial(plan, config, batch=7, sequence=24, world_size=4)
+    assert make(model) == make(partial(GPT, model))
+
+
+def test_depth_where_the_worst_moment_comes_after_the_last_block() -> None:
+    """A large vocabulary: the embedding's gradient at the very end can weigh more than what the blocks keep."""
+    for layers in (4, 12):
+        model = GPTConfig(vocabulary=5000, layers=layers, heads=2, width=16, sequence=8, tied=False)
+        made = plan({}, model, batch=1, sequence=8, world_size=1)
+        assert made == plan({}, partial(GPT, model), batch=1, sequence=8, world_size=1)
+
+
+def test_the_batch_arithmetic_says_where_each_number_comes_from() -> None:
+    config = dict(gradient_accumulation=2, parallel=dict(tensor=2))
+    made = plan(config, DEEP, batch=7, sequence=24, world_size=4, rank=3)
+    terms = {term.name: (term.value, term.origin) for term in made.batch}
+    assert terms["global batch"][0] == 7 and terms["tokens a step"][0] == 7 * 24
+    assert terms["data"] == (2, "parallel.data, derived")
+    assert terms["local batch"][0] == 3 and made.micro_batches == (2, 1)
+    assert terms["accumulation"] == (2, "gradient_accumulation, user")
+    assert "7" in str(made) and "all_gather on tensor" in str(made)
+
+
+def test_state_is_the_formula_and_tensor_parallelism_cuts_it() -> None:
+    model = GPTConfig(vocabulary=1024, layers=4, heads=8, width=128, sequence=64, tied=False, bias=False)
+    one = plan(dict(precision="bf16"), model, batch=8, sequence=64, world_size=1)
+    kinds = {row.kind: row.bytes for row in one.memory}
+    stored = kinds["weights"] // 2
+    assert 0 <= stored - one.parameters < 0.01 * one.parameters
+    assert kinds["masters"] == kinds["gradients"] == 4 * stored and kinds["optimizer"] == 8 * stored
+    four = plan(dict(precision="bf16", parallel=dict(tensor=4)), model, batch=8, sequence=64, world_size=4)
+    assert 0.25 <= four.state_bytes / one.state_bytes < 0.27
+    assert four.parameters == one.parameters
+
+
+def test_a_world_of_4096_takes_at_most_3_s_of_cpu() -> None:
+    """A whole process, torch's import left out."""
+    code = (
+        "import time, torch, torch._dynamo; start = time.process_time(); "
+        "from colossal_lite.planner import parse_model, plan; "
+        "made = plan(dict(parallel=dict(tensor=8)), parse_model('llama-70B'), batch=4096, sequence=4096, "
+        "world_size=4096, rank=4095); print(time.process_time() - start, made.parameters)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    seconds, parameters = ended.stdout.split()
+    assert float(seconds) <= 3.0 and int(parameters) == 70_553_706_496, ended
+
+
+# ---- bad input ----
+
+
+def not_gpt() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(batch=0), "batch = 0"),
+        (dict(sequence=25), "sequence = 25: is more than the model takes; legal: 1 to 24"),
+        (dict(rank=4), "rank = 4"),
+        (dict(world_size=3), "world has 3 ranks"),
+        (dict(config=dict(parallel=dict(tensor=4))), "4 heads|tokens do not divide"),
+        (dict(config=dict(parallel=dict(pipeline=2))), "not built"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], says: str) -> None:
+    asked = dict(config=dict(parallel=dict(tensor=2)), batch=4, sequence=24, world_size=4) | changes
+    if "4 heads" in says:
+        asked["sequence"] = 22
+    with pytest.raises(ConfigError, match=says):
+        plan(asked.pop("config"), DEEP, **asked)
+
+
+def test_any_builder_is_planned_as_it_is() -> None:
+    made = plan(dict(precision="fp32"), not_gpt, batch=6, sequence=5, world_size=3)
+    assert made.parameters == 8 * 4 + 4 * 8 + 8
+    assert [(r.operation, r.axis, r.calls) for r in made.traffic] == [
+        ("all_reduce", "data", 1),
+        ("all_reduce", "world", 1),
+    ]
+    # ids, the embedding's output, logits and what the loss keeps of each row
+    assert made.bytes_of("logits") == 2 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpt2-355M", GPTConfig.gpt2("355M")),
+        ("llama-8B,layers=4,dropout=0.5", GPTConfig.llama("8B", layers=4, dropout=0.5)),
+        ("layers=2,width=8,heads=2,tied=false,position=rotary", GPTConfig(
+            layers=2, width=8, heads=2, tied=False, position="rotary")),
+    ],
+)  # fmt: skip
+def test_a_model_in_words(text: str, expected: GPTConfig) -> None:
+    assert parse_model(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpt3-1B", "legal: gpt2-SIZE"),
+        ("gpt2-1B", "legal are '124M'"),
+        ("llama-8B,depth=3", "depth=3.*field of GPTConfig"),
+        ("layers=two", "legal: a value of type int"),
+        ("layers=2,heads=5", "not divisible"),
+    ],
+)
+def test_a_model_that_is_none_is_refused_in_words(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_model(text)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(dict(precision="bf16", clip_grad_norm=1.0)))
+    return str(path)
+
+
+ARGUMENTS = [
+    "--model",
+    "layers=2,heads=4,width=32,vocabulary=64,sequence=16",
+    "--batch",
+    "8",
+    "--sequence",
+    "16",
+]
+
+
+def command(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *more, *ARGUMENTS])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    code, out, err = command(capsys, config, "--world", "8", "--parallel.tensor.size", "2", "--rank", "7")
+    assert code == 0 and err == ""
+    for part in ("rank 7 of 8", "data 4 x sequence 1 x tensor 2", "weights", "activations", "reduce_scatter"):
+        assert part in out
+
+
+def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    code, out, _ = command(capsys, config, "--world", "1", "--device-memory", "1GiB")
+    assert code == 0 and "fits in 1.00 GiB" in out
+    code, out, _ = command(capsys, config, "--world", "1", "--device-memory", "100KiB")
+    assert code == 1 and "does not fit in 100.00 KiB" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--world", "3", "--parallel.tensor.size", "2"], "the world has 3 ranks"),
+        (["--world", "8", "--parallel.tensor.size", "8"], "4 heads do not divide into 8 parts"),
+        (["--world", "1", "--device-memory", "much"], "device memory: 'much'"),
+        (["--world", "1", "--optimizer.lrr", "1"], "unknown key"),
+    ],
+)
+def test_the_command_refuses_with_exit_2(
+    capsys: pytest.CaptureFixture[str], config: str, more: list[str], says: str
+) -> None:
+    code, out, err = command(capsys, config, *more)
+    assert (code, out) == (2, "") and says in err
+
+
+def test_a_plan_is_data() -> None:
+    made = plan({}, DEEP, batch=4, sequence=24, world_size=2)
+    assert isinstance(made, RunPlan) and hash(made) == hash(
+        plan({}, DEEP, batch=4, sequence=24, world_size=2)
+    )
+    assert made.peak_bytes == sum(row.bytes for row in made.memory) and made.fits is None
+    assert replace(made, device_bytes=made.peak_bytes).fits
+    assert not replace(made, device_bytes=made.peak_bytes - 1).fits

@@ -1,0 +1,513 @@
+"""Planted faults: parity must go red for each of them, or it proves nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from colossal_lite import conjugate, engine, kernels, zero
+from colossal_lite.comm import AxisComm
+from colossal_lite.engine import Engine
+from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.optim import LAMB, Muon
+from colossal_lite.parallel import parallelize, sequence, tensor_1d, tensor_2d
+from colossal_lite.parallel.sequence import SequenceParallel
+from colossal_lite.parallel.tensor_1d import Tensor1D
+from colossal_lite.parallel.tensor_2d import Tensor2D
+from colossal_lite.rng import DropoutStreams
+from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.own import OwnOptimizer
+from tests.parity import Case, Step, check_no_further, compare, parallel_run, serial_run
+from tests.pool import RankEnv, run_world
+
+CASE = Case(
+    dropout=0.2, ragged=True, global_batch=5, config=dict(clip_grad_norm=0.05, gradient_accumulation=2)
+)
+
+
+def _around(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Patch `owner.name` by `change(original, *arguments)`."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    return patch.object(owner, name, changed)
+
+
+def _scaled(original: Any, self: Chunk, index: int, gradient: torch.Tensor, **more: Any) -> None:
+    original(self, index, gradient * 2, **more)
+
+
+def _reduce_dropped(original: Any, self: AxisComm, tensor: torch.Tensor, op: str = "sum") -> Any:
+    return original(self, tensor.clone() if self.axis == "data" else tensor, op)
+
+
+def _reduce_averaged(original: Any, self: Chunk) -> None:
+    original(self)
+    self.gradient.div_(2)
+
+
+def _mask_shifted(original: Any, self: DropoutStreams, step: int, sample: Any, position: Any) -> None:
+    original(self, step, sample, position + 1)
+
+
+def _micro_batch_in_the_counter(
+    original: Any, self: DropoutStreams, step: int, sample: Any, position: Any
+) -> None:
+    original(self, step, sample - sample.min() if len(sample) else sample, position)
+
+
+def _rank_in_the_stream(original: Any, self: Engine, size: int) -> int:
+    original(self, size)
+    return 0
+
+
+def _same_step(original: Any, self: DropoutStreams, step: int, sample: Any, position: Any) -> None:
+    original(self, 0, sample, position)
+
+
+def _tied_twice(original: Any, self: Chunk, index: int, gradient: torch.Tensor, **more: Any) -> None:
+    is_tied = self.spec.entries[index].name == "token.weight"
+    original(self, index, gradient * 2 if is_tied else gradient, **more)
+
+
+def _micro_batch_lost(original: Any, self: Chunk, index: int, gradient: torch.Tensor, **more: Any) -> None:
+    self._filled[index] = False
+    original(self, index, gradient, **more)
+
+
+def _norm_of_one_share(original: Any, self: ChunkSpec, parts: int, part: int) -> tuple[int, int]:
+    return original(self, parts, 0)
+
+
+def _norm_counts_replicas(original: Any, self: ChunkSpec, parts: int, part: int) -> tuple[int, int]:
+    return 0, self.numel
+
+
+def _labels_shifted(original: Any, given: Any, **kwargs: Any) -> Any:
+    inputs, labels = given
+    return original((inputs, labels.roll(1, dims=1)), **kwargs)
+
+
+def _mean_of_means(original: Any, self: Engine, loss: torch.Tensor, weight: Any) -> None:
+    original(self, loss / max(float(weight), 1.0), 1.0)
+
+
+def _one_step_count(original: Any, self: ChunkOptimizer, chunk: Chunk, used: Any, **kwargs: Any) -> None:
+    original(self, chunk, [False, *used[1:]], **kwargs)
+
+
+def _late_gradient(original: Any, self: GradientHooks, *, is_last: bool, **more: Any) -> None:
+    original(self, is_last=True, **more)  # lets chunks go before the last micro-batch has added to them
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "gradient scaled": (Chunk, "accept", _scaled),
+    "reduce dropped": (AxisComm, "all_reduce_async", _reduce_dropped),
+    "reduce averaged": (Chunk, "finish_reduce", _reduce_averaged),
+    "mask shifted": (DropoutStreams, "begin", _mask_shifted),
+    "micro-batch in the counter": (DropoutStreams, "begin", _micro_batch_in_the_counter),
+    "samples numbered by rank": (Engine, "_first_sample", _rank_in_the_stream),
+    "wrong random stream": (DropoutStreams, "begin", _same_step),
+    "tied gradient counted twice": (Chunk, "accept", _tied_twice),
+    "micro-batch overwrites the one before": (Chunk, "accept", _micro_batch_lost),
+    "norm over one share only": (ChunkSpec, "shard", _norm_of_one_share),
+    "norm counts replicas": (ChunkSpec, "shard", _norm_counts_replicas),
+    "labels shifted": (engine, "read_batch", _labels_shifted),
+    "mean of the ranks' means": (Engine, "_add", _mean_of_means),
+    "a parameter left out of the update": (ChunkOptimizer, "update", _one_step_count),
+    "reduced before the last micro-batch": (GradientHooks, "begin", _late_gradient),
+}
+
+
+# ---- 1D tensor parallelism ----
+
+
+def _input_gradient_not_summed(original: Any, terms: torch.Tensor, mode: Tensor1D) -> Any:
+    pending = original(terms.clone(), mode)
+    pending.wait()
+    part = terms.tensor_split(mode.size, 1)[mode.coord].unsqueeze(0) if mode.sequence_parallel else terms
+    return _Ready(part)
+
+
+class _Ready:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
+
+
+def _norm_gradient_not_summed(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
+    return tuple(axis for axis in original(self, layout) if axis != "tensor")
+
+
+def _norm_gradient_summed_when_whole(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
+    return original(self, layout) if self.sharding_axes else (*original(self, layout), "tensor")
+
+
+def _every_copy_counts(original: Any, self: ShardSpec, layout: Any, coords: Any) -> Any:
+    return original(self, layout, dict.fromkeys(coords, 0))
+
+
+def _one_shard_counts(original: Any, self: ShardSpec, layout: Any, coords: Any) -> Any:
+    return original(self, layout, coords) if not coords["tensor"] else ()
+
+
+def _key_heads_not_summed(original: Any, x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    original(x.detach(), comm)
+    return x
+
+
+def _bias_on_every_rank(original: Any, x: torch.Tensor, mode: Tensor1D) -> torch.Tensor:
+    return original(x + 0.01, mode)
+
+
+def _vocabulary_off_by_one(original: Any, *args: Any, **kwargs: Any) -> Any:
+    ops = original(*args, **kwargs)
+
+    def partial(logits: torch.Tensor, labels: torch.Tensor, start: int) -> torch.Tensor:
+        result: torch.Tensor = ops.cross_entropy_partial(logits, labels, start + 1)
+        return result
+
+    return replace(ops, cross_entropy_partial=partial)
+
+
+def _same_mask_on_every_part(
+    original: Any, self: DropoutStreams, name: str, parts: int = 1, part: int = 0
+) -> Any:
+    return original(self, name, parts, 0)
+
+
+def _loss_of_every_rank(original: Any, self: Engine) -> Any:
+    self._tells_loss = True
+    return original(self)
+
+
+SIZES_1D: dict[str, Any] = dict(world_size=4, tensor=2, ragged=True, config=dict(clip_grad_norm=0.05))
+CUT = Case(dropout=0.2, **SIZES_1D)
+WHOLE = Case(sequence_parallel=False, **SIZES_1D)
+SHARED = Case(family="llama", world_size=4, tensor=4, config=dict(clip_grad_norm=0.05))
+FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "input gradient not summed": (CUT, tensor_1d, "_sum_async", _input_gradient_not_summed),
+    "input gradient not summed, whole": (WHOLE, tensor_1d, "_sum_async", _input_gradient_not_summed),
+    "norm gradient not summed": (CUT, ShardSpec, "sync_axes", _norm_gradient_not_summed),
+    "norm gradient summed where it is whole": (
+        WHOLE,
+        ShardSpec,
+        "sync_axes",
+        _norm_gradient_summed_when_whole,
+    ),
+    "every copy counts in the norm": (WHOLE, ShardSpec, "owned", _every_copy_counts),
+    "one shard counts in the norm": (CUT, ShardSpec, "owned", _one_shard_counts),
+    "shared key heads not summed": (SHARED, conjugate, "copy", _key_heads_not_summed),
+    "shared key heads counted by all": (SHARED, ShardSpec, "owned", _every_copy_counts),
+    "bias before the sum": (CUT, tensor_1d, "leave", _bias_on_every_rank),
+    "vocabulary off by one": (CUT, kernels, "select", _vocabulary_off_by_one),
+    "same mask on every part": (CUT, DropoutStreams, "rows", _same_mask_on_every_part),
+    "loss told by every rank": (CUT, Engine, "_agree", _loss_of_every_rank),
+}
+
+
+# ---- optimizers, precision, recomputation ----
+
+
+def _stay(original: Any, self: DropoutStreams, place: Any) -> None:
+    return
+
+
+def _in_two_parts(original: Any, self: Any, ops: Any, group: Any, *tensors: Any, **more: Any) -> None:
+    weight, gradient, state = tensors
+    rows = [slice(0, weight.shape[0] // 2), slice(weight.shape[0] // 2, None)]
+    for part in rows:
+        pieces = {name: tensor[part] for name, tensor in state.items()}
+        original(self, ops, group, weight[part], gradient[part], pieces, **more)
+
+
+def _adam_decays_as_adamw(original: Any, group: Any, compute: Any) -> Any:
+    return original(replace(group, type="adamw"), compute)
+
+
+def _schedule_a_step_late(original: Any, config: Any, step: int) -> float:
+    return original(config, max(step - 1, 0))
+
+
+def _no_groups(original: Any, names: Any, groups: Any) -> dict[str, int]:
+    return dict.fromkeys(original(names, groups), len(groups) - 1)
+
+
+def _not_clipped(original: Any, self: OwnOptimizer, chunk: Chunk, used: Any, **more: Any) -> None:
+    original(self, chunk, used, **more | {"grad_scale": 6.0 * 12})  # the tokens alone
+
+
+def _scale_kept(original: Any, self: Chunk, index: int, gradient: torch.Tensor, *, seed: float) -> None:
+    original(self, index, gradient)
+
+
+def _one_seed_for_all_parts(original: Any, self: GradientHooks, *, is_last: bool, seed: float) -> None:
+    original(self, is_last=is_last, seed=2.0**16 / 32)
+
+
+def _not_published(original: Any, self: Chunk, start: int, stop: int) -> None:
+    if self.state is not GradientState.REDUCED:
+        original(self, start, stop)
+
+
+def _own(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=1e-2)
+
+
+def _stepping(**optimizer: Any) -> Case:
+    config = dict(clip_grad_norm=0.05, optimizer=dict(lr=1e-2, weight_decay=0.3) | optimizer)
+    return Case(family="llama", world_size=2, config=config)
+
+
+RECOMPUTED = replace(CASE, config=CASE.config | {"activation_checkpoint": "full"})
+KEPT = replace(CASE, config=CASE.config | {"activation_checkpoint": "selective"})
+HALF = replace(CASE, config=CASE.config | {"precision": "fp16"}, steps=2)
+MATRICES = dict(type="muon", groups=[dict(match="*norm*", type="adamw")])
+GROUPED = _stepping(type="adamw", groups=[dict(match="blocks.0.*", lr=0.1)])
+SCHEDULED = Case(
+    config=dict(lr_scheduler=dict(type="linear", total_steps=4)),
+    schedule=functools.partial(
+        torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=4
+    ),
+)
+OWN = replace(_stepping(type="adamw"), config=dict(clip_grad_norm=0.05), own=_own)
+FAULTS_STEP: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "recomputed with new masks": (RECOMPUTED, DropoutStreams, "go_to", _stay),
+    "partly recomputed with new masks": (KEPT, DropoutStreams, "go_to", _stay),
+    "length of a part of a tensor": (_stepping(type="lamb"), LAMB, "update", _in_two_parts),
+    "a part of a matrix made orthogonal": (_stepping(**MATRICES), Muon, "update", _in_two_parts),
+    "adam decays as adamw": (_stepping(type="adam"), zero.optimizer, "rule_of", _adam_decays_as_adamw),
+    "schedule a step late": (SCHEDULED, engine, "learning_rate_factor", _schedule_a_step_late),
+    "groups forgotten": (GROUPED, zero.build, "assign_groups", _no_groups),
+    "own optimizer not clipped": (OWN, OwnOptimizer, "update", _not_clipped),
+    "loss scale not removed": (HALF, Chunk, "accept", _scale_kept),
+    "one seed for parts of all sizes": (HALF, GradientHooks, "begin", _one_seed_for_all_parts),
+    "weights in 16 bits not renewed": (HALF, Chunk, "publish", _not_published),
+}
+
+
+# ---- 2D and 2.5D ----
+
+
+def _terms_not_summed(original: Any, x: torch.Tensor, comm: AxisComm, dim: int) -> Any:
+    original(x.clone(), comm, dim).wait()
+    pieces = x.tensor_split(comm.size, dim)
+    return _Ready(pieces[comm.coord].unsqueeze(0).contiguous())
+
+
+def _depth_not_summed(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
+    return tuple(axis for axis in original(self, layout) if axis != "tensor.depth")
+
+
+def _samples_of_another_row(original: Any, self: Tensor2D, given: Any) -> Any:
+    parts = given.cut(self.row.size)
+    return replace(original(self, given), samples=parts[1 - self.row.coord].samples)
+
+
+def _norm_over_own_features(
+    original: Any, self: AxisComm, tensor: torch.Tensor, op: str = "sum"
+) -> torch.Tensor:
+    result: torch.Tensor = original(self, tensor.clone(), op)
+    return tensor * self.size if self.axis == "tensor.column" else result
+
+
+def _features_from_zero(original: Any, rows: Any, mode: Tensor2D, width: int) -> Any:
+    return rows
+
+
+GRID = Case(
+    world_size=4,
+    tensor=4,
+    mode="2d",
+    dropout=0.2,
+    global_batch=4,
+    ragged=True,
+    config=dict(clip_grad_norm=0.05),
+)
+DEEP = Case(world_size=8, tensor=8, mode="2.5d", depth=2, global_batch=4, steps=2)
+FAULTS_2D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "terms of a product not summed": (GRID, tensor_2d, "_scatter_async", _terms_not_summed),
+    "depth not summed": (DEEP, ShardSpec, "sync_axes", _depth_not_summed),
+    "counters of another row's samples": (GRID, Tensor2D, "local_part", _samples_of_another_row),
+    "norm over own features": (GRID, AxisComm, "all_reduce", _norm_over_own_features),
+    "mask of other features": (GRID, parallelize, "features_of", _features_from_zero),
+}
+
+
+# ---- sharded state ----
+
+
+def _not_gathered(original: Any, self: Chunk) -> None:
+    if self.spec.id:
+        original(self)
+
+
+def _gathered_before_the_update(
+    original: Any, self: ChunkOptimizer, chunk: Chunk, used: Any, **kwargs: Any
+) -> None:
+    stale = chunk.value.clone()
+    original(self, chunk, used, **kwargs)
+    chunk.value.copy_(stale)
+
+
+def _gate_left_open(original: Any, self: Chunk) -> None:
+    """A chunk counts as whole while the others' shards are still on their way."""
+    if self._gathering is not None:
+        shards, self.value = self.value, torch.full_like(self.value, 0.1)
+        own = slice(*self.owned)
+        self.value[own] = shards[own]
+    original(self)
+
+
+def _neighbours_shard(original: Any, self: ChunkSpec, parts: int, part: int) -> tuple[int, int]:
+    return original(self, parts, (part + 1) % parts)
+
+
+def _half_of_the_norm(original: Any, self: Chunk) -> torch.Tensor:
+    return original(self) * (self.comm.coord == 0)
+
+
+def _sum_of_the_first(
+    original: Any, self: AxisComm, full: torch.Tensor, out: torch.Tensor, **more: Any
+) -> Any:
+    return original(self, full.clone(), out.clone() if self.coord else out, **more)
+
+
+def _wrong_offset(original: Any, self: Chunk, entry: Any) -> Any:
+    part = original(self, entry)
+    return part and (part[0], 0)
+
+
+SHARDED = replace(CASE, config=CASE.config | dict(zero=dict(stage=1)), chunk_bytes=8 * 3000, vocabulary=200)
+FAULTS_ZERO: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "weights of the first chunk not gathered": (SHARDED, Chunk, "start_gather", _not_gathered),
+    "weights published before the update": (SHARDED, ChunkOptimizer, "update", _gathered_before_the_update),
+    "weights used before they are whole": (SHARDED, Chunk, "finish_gather", _gate_left_open),
+    "the neighbour's shard": (SHARDED, ChunkSpec, "shard", _neighbours_shard),
+    "shards summed on one rank only": (SHARDED, AxisComm, "reduce_scatter_async", _sum_of_the_first),
+    "a master from the parameter's beginning": (SHARDED, Chunk, "part_of", _wrong_offset),
+    "sharded, norm over one share only": (SHARDED, Chunk, "squares", _half_of_the_norm),
+    "sharded, a parameter left out": (SHARDED, ChunkOptimizer, "update", _one_step_count),
+    "sharded, reduced too early": (SHARDED, GradientHooks, "begin", _late_gradient),
+}
+
+ALL = {name: (CASE, *fault) for name, fault in FAULTS.items()} | FAULTS_1D | FAULTS_2D | FAULTS_STEP
+ALL |= FAULTS_ZERO
+
+
+# ---- sequence parallelism ----
+
+
+def _steps_swapped(original: Any, block: torch.Tensor, source: Any, piece: int) -> Any:
+    return original(block, tuple(reversed(source)), piece)
+
+
+def _last_piece_dropped(original: Any, block: torch.Tensor, source: Any, piece: int) -> Any:
+    return original(block, source, piece)[:1]
+
+
+def _gradients_stay(original: Any, self: AxisComm, tensor: torch.Tensor, distance: int = 1) -> torch.Tensor:
+    original(self, tensor, distance)
+    return tensor
+
+
+def _positions_from_zero(original: Any, self: SequenceParallel, given: Any) -> Any:
+    part = original(self, given)
+    return replace(part, kwargs={**part.kwargs, "position_ids": torch.arange(part.inputs.shape[1])})
+
+
+def _masks_from_zero(original: Any, self: SequenceParallel, given: Any) -> Any:
+    part = original(self, given)
+    return replace(part, positions=torch.arange(part.inputs.shape[1]))
+
+
+def _pieces_in_rank_order(
+    original: Any, self: SequenceParallel, ranks: torch.Tensor, dim: int
+) -> torch.Tensor:
+    return ranks
+
+
+def _sum_over_data_only(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
+    return tuple(axis for axis in original(self, layout) if axis != "sequence")
+
+
+RING = Case(world_size=2, sequence=2, dropout=0.2, ragged=True, config=dict(clip_grad_norm=0.05))
+GATHERED = replace(RING, sequence_mode="allgather_kv")
+FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "ring pieces swapped": (RING, sequence, "_halves", _steps_swapped),
+    "last ring piece dropped": (RING, sequence, "_halves", _last_piece_dropped),
+    "gradients of keys do not travel": (RING, AxisComm, "shift", _gradients_stay),
+    "positions from zero": (RING, SequenceParallel, "local_part", _positions_from_zero),
+    "masks from position zero": (RING, SequenceParallel, "local_part", _masks_from_zero),
+    "zigzag pieces not put in order": (GATHERED, SequenceParallel, "in_order", _pieces_in_rank_order),
+    "gradients not summed over the sequence": (RING, ShardSpec, "sync_axes", _sum_over_data_only),
+}
+ALL |= FAULTS_SEQUENCE
+
+
+def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
+    case, owner, name, change = ALL[fault]
+    try:
+        with _around(owner, name, change):
+            return parallel_run(env, case)
+    except AssertionError as error:  # the product's own assertions may be first
+        return f"stopped: {error}"
+
+
+@functools.cache
+def reference(case_of: str) -> list[Step]:
+    return serial_run(ALL[case_of][0])
+
+
+def _is_green(case: Case, truth: list[Step], ranks: list[list[Step] | str]) -> bool:
+    whole = [steps for steps in ranks if not isinstance(steps, str)]
+    if len(whole) < len(ranks):
+        return False
+    try:
+        if case.precision == "fp16":
+            check_no_further(case, whole)
+        else:
+            for rank, steps in enumerate(whole):
+                compare(case, truth, steps, rank)
+    except AssertionError:
+        return False
+    return True
+
+
+CASES = {
+    "data": CASE,
+    "sharded": SHARDED,
+    "cut": CUT,
+    "whole": WHOLE,
+    "shared": SHARED,
+    "grid": GRID,
+    "deep": DEEP,
+    "ring": RING,
+    "gathered": GATHERED,
+}
+CASES |= {name: fault[0] for name, fault in FAULTS_STEP.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_fault_this_case_is_green(case: str) -> None:
+    ranks = run_world(parallel_run, CASES[case].world_size, CASES[case])
+    assert _is_green(CASES[case], serial_run(CASES[case]), ranks)
+
+
+@pytest.mark.parametrize("fault", ALL)
+def test_parity_goes_red_for(fault: str) -> None:
+    case = ALL[fault][0]
+    assert not _is_green(case, reference(fault), run_world(faulty_run, case.world_size, fault))

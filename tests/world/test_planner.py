@@ -1,0 +1,200 @@
+"""What `plan` says of a world that is not here is what happens in it: bytes on each axis and of each kind, equal."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colossal_lite as cl
+from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.models import GPTConfig
+from colossal_lite.planner import LIBRARIES_BYTES, RunPlan, plan
+from tests.parity import FAMILIES, SIZES, Case
+from tests.pool import RankEnv, run_world
+
+BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["cut", "whole"])
+
+
+def planned(case: Case, rank: int) -> RunPlan:
+    return plan(
+        case.full_config,
+        case.model,
+        batch=case.global_batch,
+        sequence=SIZES["sequence"],
+        world_size=case.world_size,
+        rank=rank,
+    )
+
+
+def one_step(env: RankEnv, case: Case) -> dict[str, Any]:
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        engine.train_step((inputs, labels))
+        engine.train_step((inputs, labels))
+        return dict(
+            traffic=engine.ledger.rows(),
+            memory={row.kind: row.now_bytes for row in engine.memory_report()},
+            local_parameters=sum(p.numel() for p in engine.model.parameters()),
+        )
+
+
+def assert_foretold(case: Case) -> None:
+    """Every rank of a real run moved and holds exactly what the plan for it says."""
+    for rank, real in enumerate(run_world(one_step, case.world_size, case)):
+        foretold = planned(case, rank)
+        assert foretold.traffic == real["traffic"], f"rank {rank}"
+        state = {kind: foretold.bytes_of(kind) for kind in real["memory"]}
+        assert state == real["memory"], f"rank {rank}"
+        assert foretold.local_parameters == real["local_parameters"]
+
+
+DATA = {
+    "data 1": Case(world_size=1),
+    "data 2": Case(world_size=2, family="llama"),
+    "data 4": Case(world_size=4, tied=False),
+    "uneven, in parts, dropout": Case(
+        world_size=2, global_batch=5, dropout=0.1, config=dict(gradient_accumulation=2)
+    ),
+    "more parts than samples": Case(world_size=2, global_batch=3, config=dict(gradient_accumulation=4)),
+    "an empty cut": Case(world_size=2, global_batch=1, dropout=0.1),
+    "ZeRO-1": Case(world_size=4, config=dict(zero=dict(stage=1), precision="bf16")),
+    "ZeRO-2 in rank order, by micro-batch": Case(
+        world_size=2, config=dict(zero=dict(stage=2, reduction="ordered"), gradient_accumulation=2)
+    ),
+    "bf16, groups, frozen": Case(
+        world_size=2,
+        frozen=("blocks.0.mlp.up.weight", "position.weight"),
+        config=dict(
+            precision="bf16",
+            optimizer=dict(type="adamw", lr=1e-3, groups=[dict(match="*.bias", type="lion")]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_parallel_bytes_are_as_planned(name: str) -> None:
+    assert_foretold(DATA[name])
+
+
+TENSOR = {
+    "tensor 2": Case(world_size=2, tensor=2, config=dict(optimizer=dict(type="adamw"))),
+    "tensor 4, key heads shared": Case(world_size=4, tensor=4, family="llama", tied=False),
+    "data 2 x tensor 2, everything": Case(
+        world_size=4,
+        tensor=2,
+        dropout=0.1,
+        global_batch=5,
+        config=dict(gradient_accumulation=2, activation_checkpoint="full"),
+    ),
+}
+
+
+def test_2d_bytes_are_as_planned() -> None:
+    tensor = dict(size=4, mode="2d")
+    assert_foretold(Case(world_size=4, family="llama", config=dict(parallel=dict(tensor=tensor))))
+
+
+@BOTH
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_parallel_bytes_are_as_planned(name: str, sequence_parallel: bool) -> None:
+    case = TENSOR[name]
+    assert_foretold(Case(**{**vars(case), "sequence_parallel": sequence_parallel}))
+
+
+# ---- memory beside the state ----
+
+
+def held(env: RankEnv, case: Case) -> tuple[int, int]:
+    """Live bytes that a real forward leaves, and the most of a real step."""
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        inputs, labels = case.batch(0)
+        engine.train_step((inputs, labels))  # what is made once and stays
+        with LiveBytes() as meter:
+            loss, _ = engine._parallelized.strategy.cross_entropy(
+                engine._parallelized.ops, engine(inputs), labels
+            )
+        kept = meter.now_bytes
+        assert loss.requires_grad
+        del loss
+        with LiveBytes() as meter:
+            engine.train_step((inputs, labels))
+        return kept, meter.peak_bytes
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_and_the_peak_of_a_step_are_as_planned(family: str, mode: str) -> None:
+    case = Case(
+        family=family,
+        world_size=1,
+        dropout=0.1,
+        config=dict(precision="fp32", activation_checkpoint=mode),
+    )
+    ((kept, peak),) = run_world(held, 1, case)
+    foretold = planned(case, 0)
+    # positions, sample numbers and the step's own sums, a few hundred bytes, are outside the model
+    assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=1024)
+    beside_state = foretold.peak_bytes - foretold.state_bytes
+    assert beside_state == pytest.approx(peak, rel=0.02)
+
+
+# ---- a whole process ----
+
+PROCESS = """
+import json, sys
+import torch
+
+def status(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+imported = status("VmHWM")
+import colossal_lite as cl
+from colossal_lite.models import GPT, GPTConfig
+
+model = GPTConfig(**json.loads(sys.argv[1]))
+ids = torch.arange(int(sys.argv[2]) * model.sequence).view(-1, model.sequence) % model.vocabulary
+with cl.launch(dict(precision="fp32")) as context:
+    engine = cl.initialize(lambda: GPT(model), context=context)
+    for _ in range(3):
+        engine.train_step((ids, ids.roll(1)))
+print(status("VmHWM") - imported)
+"""
+
+
+def resident_bytes(model: dict[str, int], batch: int) -> int:
+    """Most memory that a process has resident in three steps, less what importing torch takes."""
+    root = str(Path(__file__).parents[2])
+    arguments = [sys.executable, "-c", PROCESS, json.dumps(model), str(batch)]
+    ended = subprocess.run(arguments, cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stdout)
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="resident memory is glibc's and Linux's to tell"
+)
+def test_a_whole_process_holds_what_is_planned() -> None:
+    """DESIGN 9: within 10 %, on the model of its table, with AdamW."""
+    model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
+    foretold = plan(dict(precision="fp32"), GPTConfig(**model), batch=4, sequence=256, world_size=1)
+    assert foretold.process_bytes == pytest.approx(resident_bytes(model, 4), rel=0.10)
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="resident memory is glibc's and Linux's to tell"
+)
+def test_libraries_take_what_the_planner_says() -> None:
+    """A process that loads more (torch's compiler is 155 MB) is a fault of its imports."""
+    tiny = dict(vocabulary=64, layers=1, heads=2, width=16, sequence=16)
+    assert resident_bytes(tiny, 1) == pytest.approx(LIBRARIES_BYTES, rel=0.25)
