@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from colossal_lite import models as models
+    from colossal_lite.build import initialize as initialize
     from colossal_lite.config import Config as Config
     from colossal_lite.config import ConfigError as ConfigError
     from colossal_lite.context import Context as Context
     from colossal_lite.engine import Engine as Engine
     from colossal_lite.engine import StepResult as StepResult
-    from colossal_lite.engine import initialize as initialize
     from colossal_lite.launcher import launch as launch
     from colossal_lite.mesh import Mesh as Mesh
     from colossal_lite.parallel.alone import finish_gradients as finish_gradients
@@ -36,7 +36,7 @@ _MODULE_OF = {
     "Mesh": "mesh",
     "StepResult": "engine",
     "finish_gradients": "parallel.alone",
-    "initialize": "engine",
+    "initialize": "build",
     "launch": "launcher",
     "models": "models",
     "parallelize": "parallel.alone",

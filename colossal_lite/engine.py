@@ -14,7 +14,6 @@ the model has dropout, one all-gather of the ranks' batch sizes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -28,24 +27,21 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.batch import Batch, read_batch
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, Loaded, Saving
-from colossal_lite.compiled import compile_blocks
+from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context
 from colossal_lite.data import check_batch
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
-from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of, learning_rate_factor
-from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
-from colossal_lite.parallel.swap import cut_values
+from colossal_lite.memory.mover import to_device
+from colossal_lite.optim import groups_of, learning_rate_factor
+from colossal_lite.parallel.parallelize import Parallelized, facts_of
 from colossal_lite.pipeline import runtime
 from colossal_lite.pipeline.schedule import serial_plan
 from colossal_lite.plan import Action, Kind
 from colossal_lite.precision import LossScale, Precision
-from colossal_lite.recompute import blocks_of, recompute, restore
-from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
-from colossal_lite.settings import OptimizerConfig
-from colossal_lite.shard import ShardSpec, dims_of
-from colossal_lite.zero.build import build_chunks, slots_of
+from colossal_lite.recompute import restore
+from colossal_lite.rng import DropoutStreams
+from colossal_lite.whole import WholeState
+from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -126,6 +122,7 @@ class Engine:
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
+        self._whole = WholeState(model, self.mesh, parallelized.specs, chunks, self._weights, self._optimizer)
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._losses: dict[int, Tensor] = {}
@@ -267,67 +264,22 @@ class Engine:
         """
         if self._totals is None:
             raise ValueError("full_gradients: there are none; call it after forward_backward and before step")
-        weight = self._totals.weight
-        with self.mesh.ledger.paused():
-            return {name: whole / weight for name, whole in self._whole_tensors(lambda chunk: chunk.gradient)}
+        return self._whole.gradients(self._totals.weight)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
-        first = self._first_names()
-        with self.mesh.ledger.paused():
-            masters = dict(self._whole_tensors(lambda chunk: chunk.master))
-            frozen = {
-                name: self._whole(name, p.detach())
-                for name, p in self._parameters.items()
-                if name not in masters
-            }
-        whole = masters | frozen
-        return {
-            name: whole[first[name]].clone() if name in first else to_host(value)
-            for name, value in self.model.state_dict().items()
-        }
+        return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
-        with self.mesh.ledger.paused():
-            return {
-                entry.name: {n: self._whole(entry.name, t) if t.dim() else t for n, t in state.items()}
-                for chunk in self._chunks
-                for entry, state in zip(chunk.spec.entries, self._optimizer.states_of(chunk), strict=True)
-            }
+        return self._whole.optimizer_state()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set all parameters and buffers from a serial state dict.
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
-        first = self._first_names()
-        own = {  # tensors of the whole shape, without storage
-            name: torch.empty(self._specs[first[name]].shape if name in first else value.shape, device="meta")
-            for name, value in self.model.state_dict().items()
-        }
-        faults = [f"missing: {name} {tuple(own[name].shape)}" for name in own.keys() - state.keys()]
-        faults += [f"unexpected: {name} {tuple(state[name].shape)}" for name in state.keys() - own.keys()]
-        faults += [
-            f"shape: {name} is {tuple(state[name].shape)}, the model has {tuple(own[name].shape)}"
-            for name in own.keys() & state.keys()
-            if own[name].shape != state[name].shape
-        ]
-        if faults:
-            raise ValueError("load_full_state_dict:\n  " + "\n  ".join(sorted(faults)))
-        self._weights.flush()
-        chunked = {entry.name: (chunk, entry) for chunk in self._chunks for entry in chunk.spec.entries}
-        with torch.no_grad():
-            for name, target in self.model.state_dict().items():
-                value = to_device(state[name], target.device)
-                if name in first:
-                    spec = self._specs[first[name]]
-                    value = cut_values(spec, self.mesh.layout, self.mesh.coords, _reader(value))
-                if first.get(name) in chunked:
-                    chunk, entry = chunked[first[name]]
-                    chunk.load(entry, value)
-                else:
-                    target.copy_(value)
+        self._whole.load(state)
 
     # ---- checkpoints ----
 
@@ -346,7 +298,7 @@ class Engine:
             extra or {}, self._loss_scale.state,
         )  # fmt: skip
         with self._phase("save"):
-            held = list(self._held())
+            held = list(self._whole.held())
             return self._checkpoints.save(
                 Path(directory), held, facts, asynchronous=config.checkpoint.asynchronous
             )
@@ -366,7 +318,7 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
-        held, complete = list(self._held()), self.mesh.size("pipeline") == 1
+        held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
         with self._phase("load"):
             loaded = self._checkpoints.load(
                 Path(directory), held, self._settings(), complete=complete, missing_ok=missing_ok
@@ -387,24 +339,6 @@ class Engine:
         before, self.mesh.progress.phase = self.mesh.progress.phase, name
         yield
         self.mesh.progress.phase = before
-
-    def _held(self) -> Iterator[Held]:
-        """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
-        for chunk in self._chunks:
-            buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
-            flat_axes = chunk.sharding_axes
-            for entry in chunk.spec.entries:
-                local, start = chunk.part_of(entry) or (slice(0, 0), 0)
-                for kind, flat in buffers.items():
-                    yield Held(f"{kind}/{entry.name}", self._specs[entry.name], flat[local], start, flat_axes)
-        trained = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
-        first = self._first_names()
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if name not in trained and first.get(name, name) == name:
-                if not value.is_contiguous():
-                    value.data = value.data.contiguous()
-                spec = self._specs.get(name) or ShardSpec(name, dims_of(value.shape))
-                yield Held(f"model/{name}", spec, value.detach().view(-1))
 
     def _settings(self) -> dict[str, Any]:
         return {row.path: row.value for row in self.context.config.resolved()}
@@ -594,35 +528,6 @@ class Engine:
     def _mean_loss(self, totals: Totals) -> Tensor:
         return torch.tensor(totals.loss / totals.weight if totals.weight else math.nan, dtype=torch.float64)
 
-    def _whole_tensors(self, buffer_of: Callable[[Chunk], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
-        self._weights.flush()
-        for chunk in self._chunks:
-            flat = chunk.whole(buffer_of(chunk))
-            for entry in chunk.spec.entries:
-                local = chunk.of(flat, entry, self._parameters[entry.name].shape)
-                yield entry.name, self._whole(entry.name, local)
-
-    def _whole(self, name: str, local: Tensor) -> Tensor:
-        """The whole tensor of a parameter's shape in host memory, from every rank's part; collective if it is cut."""
-        spec, layout = self._specs[name], self.mesh.layout
-        if layout.size(*spec.sharding_axes) == 1:
-            return to_host(local)
-        comm = self.mesh.axis(*spec.sharding_axes)
-        parts = to_host(comm.all_gather(local.contiguous().unsqueeze(0)))
-        full = torch.zeros(spec.shape, dtype=local.dtype)
-        spec.join(zip(map(layout.coords, comm.ranks), parts, strict=True), full, layout)
-        return full
-
-    def _first_names(self) -> dict[str, str]:
-        """Every name of a parameter, ties included, to its first."""
-        first = {id(p): name for name, p in self._parameters.items()}
-        return {n: first[id(p)] for n, p in self.model.named_parameters(remove_duplicate=False)}
-
-    @property
-    def _specs(self) -> Mapping[str, ShardSpec]:
-        return self._parallelized.specs
-
     @contextmanager
     def _only_counted_randomness(self) -> Iterator[None]:
         """The first training forward must not draw from torch's generator: such numbers differ between meshes."""
@@ -639,141 +544,6 @@ class Engine:
             )
 
 
-def initialize(
-    model: nn.Module | Callable[[], nn.Module],
-    *,
-    context: Context,
-    criterion: Criterion | None = None,
-    plan: Literal["auto"] | Mapping[str, str] = "auto",
-    optimizer: Factory | None = None,
-) -> Engine:
-    """A model and a context to an engine that trains it.
-
-    An nn.Module keeps its values, which must be the same on every rank (hashes are compared).  A callable is run with
-    parameters on the meta device; its initialisers are replayed from the seed, so it need never fit on one rank.
-    The trainable parameters are those that require a gradient now.  Raises ConfigError for a model that the config
-    cannot cut, ValueError for one that cannot be built or differs between ranks; before anything is allocated.
-    `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
-    """
-    config = context.config
-    module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
-    facts = facts_of(module)
-    if facts is not None:
-        config.check_model(facts)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError("model: no parameter requires a gradient; there is nothing to train")
-    streams = DropoutStreams(config.seed)
-    originals = dict(module.named_parameters())
-    if recipes is None:
-        _assert_same_on_all_ranks(module, context)
-    parallelized = parallelize(
-        module,
-        context.mesh,
-        plan,
-        sequence_parallel=config.parallel.tensor.sequence_parallel,
-        sequence_mode=config.parallel.sequence.mode,
-        kernels=config.kernels,
-        device_type=context.device.type,
-        streams=streams,
-    )
-    recompute(module, config.activation_checkpoint, streams)
-    if config.compile == "block":
-        compile_blocks(blocks_of(module), context.device)
-    _check_optimizer(optimizer, module, parallelized.specs, context)
-    chunks = _build_chunks(module, originals, recipes, parallelized.specs, context)
-    buffers_to_device(module, context.device)
-    return Engine(module, context, parallelized, streams, chunks, criterion, optimizer)
-
-
-def _check_optimizer(
-    optimizer: object, module: nn.Module, specs: Mapping[str, ShardSpec], context: Context
-) -> None:
-    """What the optimizer cannot update here, said before anything is allocated."""
-    config, mesh = context.config, context.mesh
-    shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
-    in_parts = {n for n in shapes if config.zero.stage or mesh.size(*specs[n].sharding_axes) > 1}
-    if optimizer is None:
-        groups = groups_of(config.optimizer)
-        return check_whole_tensors(shapes, assign_groups(shapes, groups), groups, in_parts)
-    if not callable(optimizer):
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} is not callable; legal is a callable that takes the list of "
-            f"parameters and returns an optimizer, such as functools.partial(torch.optim.NAdam, lr=1e-3)"
-        )
-    if in_parts or config.memory.placement != "device":
-        raise ValueError(
-            f"optimizer: one of your own needs whole tensors and whole state on each device; legal is "
-            f"zero.stage=0 (now {config.zero.stage}), memory.placement='device' (now {config.memory.placement!r}) "
-            f"and no tensor axis (now {mesh.size('tensor')}); or a type of config.optimizer"
-        )
-    if config.optimizer != OptimizerConfig():
-        warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
-
-
-def _build_chunks(
-    module: nn.Module, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
-    specs: Mapping[str, ShardSpec], context: Context,
-) -> tuple[Chunk, ...]:  # fmt: skip
-    """Allocate the chunks of all trainable parameters and fill them; frozen ones are converted where they are."""
-    config, device = context.config, context.device
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    layout, coords = context.mesh.layout, context.mesh.coords
-    _materialise(module, device, precision.compute)
-    named = dict(module.named_parameters())
-
-    def initial(name: str) -> Tensor:
-        def fetch(start: int, stop: int) -> Tensor:
-            if recipes is None:
-                return originals[name].detach().reshape(-1)[start:stop]
-            return replay(recipes[name], config.seed, name, start, stop)
-
-        return to_device(cut_values(specs[name], layout, coords, fetch), device)
-
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    numels = {name: parameter.numel() for name, parameter in trainable.items()}
-    chunks = build_chunks(numels, specs, config, context.mesh, device)
-    for chunk in chunks:
-        chunk.adopt(trainable, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
-    for name, parameter in named.items():
-        if not parameter.requires_grad:
-            parameter.data = initial(name).to(precision.compute)
-    return chunks
-
-
-def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Put real parameters without storage of their own in the place of those on meta; ties stay ties."""
-    real: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if not parameter.is_meta:
-                continue
-            if id(parameter) not in real:
-                empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
-                real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            owner._parameters[name] = real[id(parameter)]
-
-
-def _assert_same_on_all_ranks(module: nn.Module, context: Context) -> None:
-    """Refuse a module whose values differ between the ranks, naming the first tensor and the ranks."""
-    if context.world_size == 1:
-        return
-    digests = {
-        name: hashlib.blake2b(
-            to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8
-        ).hexdigest()
-        for name, value in module.state_dict().items()
-    }
-    rows = context.mesh.world.gather_json(digests)
-    for name in {name: None for row in rows for name in row}:
-        seen = [row.get(name, "absent") for row in rows]
-        if len(set(seen)) > 1:
-            odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
-            raise ValueError(
-                f"model: {name} on ranks {odd} differs from rank 0; build it from one seed on every rank, or pass "
-                f"a callable to initialize"
-            )
-
-
 def _own_config(model: nn.Module) -> dict[str, Any] | None:
     """What a model says of itself, as JSON has it: a dataclass, or Hugging Face's configuration."""
     config: Any = getattr(model, "config", None)
@@ -787,11 +557,6 @@ def _positions(part: Batch) -> Tensor:
     if part.positions is not None:
         return part.positions
     return torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=part.inputs.device)
-
-
-def _reader(value: Tensor) -> Callable[[int, int], Tensor]:
-    flat = value.reshape(-1)
-    return lambda start, stop: flat[start:stop]
 
 
 def _chunk_of(action: Action) -> int:

@@ -1,0 +1,168 @@
+"""From a model and a context to an engine: what is decided, refused, allocated and filled before the first step.
+
+Note: order.
+Facts are checked before anything is built, a model's values are compared between ranks before anything is cut, layers
+are swapped while parameters have no storage, and chunks are allocated last, at their final size, and filled shard by
+shard: no rank ever holds more than its part and one tensor on its way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.compiled import compile_blocks
+from colossal_lite.context import Context
+from colossal_lite.engine import Criterion, Engine
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
+from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
+from colossal_lite.parallel.parallelize import facts_of, parallelize
+from colossal_lite.parallel.swap import cut_values
+from colossal_lite.precision import Precision
+from colossal_lite.recompute import blocks_of, recompute
+from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
+from colossal_lite.settings import OptimizerConfig
+from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.build import build_chunks
+from colossal_lite.zero.own import Factory
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    context: Context,
+    criterion: Criterion | None = None,
+    plan: Literal["auto"] | Mapping[str, str] = "auto",
+    optimizer: Factory | None = None,
+) -> Engine:
+    """A model and a context to an engine that trains it.
+
+    An nn.Module keeps its values, which must be the same on every rank (hashes are compared).  A callable is run with
+    parameters on the meta device; its initialisers are replayed from the seed, so it need never fit on one rank.
+    The trainable parameters are those that require a gradient now.  Raises ConfigError for a model that the config
+    cannot cut, ValueError for one that cannot be built or differs between ranks; before anything is allocated.
+    `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
+    """
+    config = context.config
+    module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
+    facts = facts_of(module)
+    if facts is not None:
+        config.check_model(facts)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    streams = DropoutStreams(config.seed)
+    originals = dict(module.named_parameters())
+    if recipes is None:
+        _assert_same_on_all_ranks(module, context)
+    parallelized = parallelize(
+        module,
+        context.mesh,
+        plan,
+        sequence_parallel=config.parallel.tensor.sequence_parallel,
+        sequence_mode=config.parallel.sequence.mode,
+        kernels=config.kernels,
+        device_type=context.device.type,
+        streams=streams,
+    )
+    recompute(module, config.activation_checkpoint, streams)
+    if config.compile == "block":
+        compile_blocks(blocks_of(module), context.device)
+    _check_optimizer(optimizer, module, parallelized.specs, context)
+    chunks = _build_chunks(module, originals, recipes, parallelized.specs, context)
+    buffers_to_device(module, context.device)
+    return Engine(module, context, parallelized, streams, chunks, criterion, optimizer)
+
+
+def _check_optimizer(
+    optimizer: object, module: nn.Module, specs: Mapping[str, ShardSpec], context: Context
+) -> None:
+    """What the optimizer cannot update here, said before anything is allocated."""
+    config, mesh = context.config, context.mesh
+    shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+    in_parts = {n for n in shapes if config.zero.stage or mesh.size(*specs[n].sharding_axes) > 1}
+    if optimizer is None:
+        groups = groups_of(config.optimizer)
+        return check_whole_tensors(shapes, assign_groups(shapes, groups), groups, in_parts)
+    if not callable(optimizer):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} is not callable; legal is a callable that takes the list of "
+            f"parameters and returns an optimizer, such as functools.partial(torch.optim.NAdam, lr=1e-3)"
+        )
+    if in_parts or config.memory.placement != "device":
+        raise ValueError(
+            f"optimizer: one of your own needs whole tensors and whole state on each device; legal is "
+            f"zero.stage=0 (now {config.zero.stage}), memory.placement='device' (now {config.memory.placement!r}) "
+            f"and no tensor axis (now {mesh.size('tensor')}); or a type of config.optimizer"
+        )
+    if config.optimizer != OptimizerConfig():
+        warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
+
+
+def _build_chunks(
+    module: nn.Module, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
+    specs: Mapping[str, ShardSpec], context: Context,
+) -> tuple[Chunk, ...]:  # fmt: skip
+    """Allocate the chunks of all trainable parameters and fill them; frozen ones are converted where they are."""
+    config, device = context.config, context.device
+    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    layout, coords = context.mesh.layout, context.mesh.coords
+    _materialise(module, device, precision.compute)
+    named = dict(module.named_parameters())
+
+    def initial(name: str) -> Tensor:
+        def fetch(start: int, stop: int) -> Tensor:
+            if recipes is None:
+                return originals[name].detach().reshape(-1)[start:stop]
+            return replay(recipes[name], config.seed, name, start, stop)
+
+        return to_device(cut_values(specs[name], layout, coords, fetch), device)
+
+    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    numels = {name: parameter.numel() for name, parameter in trainable.items()}
+    chunks = build_chunks(numels, specs, config, context.mesh, device)
+    for chunk in chunks:
+        chunk.adopt(trainable, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
+    for name, parameter in named.items():
+        if not parameter.requires_grad:
+            parameter.data = initial(name).to(precision.compute)
+    return chunks
+
+
+def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Put real parameters without storage of their own in the place of those on meta; ties stay ties."""
+    real: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in real:
+                empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
+                real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = real[id(parameter)]
+
+
+def _assert_same_on_all_ranks(module: nn.Module, context: Context) -> None:
+    """Refuse a module whose values differ between the ranks, naming the first tensor and the ranks."""
+    if context.world_size == 1:
+        return
+    digests = {
+        name: hashlib.blake2b(
+            to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8
+        ).hexdigest()
+        for name, value in module.state_dict().items()
+    }
+    rows = context.mesh.world.gather_json(digests)
+    for name in {name: None for row in rows for name in row}:
+        seen = [row.get(name, "absent") for row in rows]
+        if len(set(seen)) > 1:
+            odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+            raise ValueError(
+                f"model: {name} on ranks {odd} differs from rank 0; build it from one seed on every rank, or pass "
+                f"a callable to initialize"
+            )
