@@ -229,6 +229,60 @@ def parallel_steps(env: RankEnv, case: Case) -> tuple[list[Step], list[tuple[str
     return steps, rows
 
 
+def first_weights(env: RankEnv, case: Case) -> dict[str, Tensor]:
+    """Parameters after one step of a case: with lr=0, the initial ones."""
+    return dict(parallel_steps(env, case)[0][0].parameters)
+
+
+def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
+    """(operation, axis, calls, payload bytes) of the last step of a case."""
+    return parallel_steps(env, case)[1]
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A criterion of a user's own: the mean over labels other than -100."""
+    assert logits.shape[-1] == SIZES["vocabulary"], "a criterion sees the full vocabulary, without padding"
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+@dataclass(frozen=True)
+class OtherWays:
+    """What one batch gives under a criterion, in an evaluation, and in a loop of the user's own."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    evaluated: float
+    own_loss: float
+    own_parameters: Mapping[str, Tensor]
+
+
+def in_other_ways(env: RankEnv, case: Case) -> OtherWays:
+    with env.launch(case.full_config) as context:
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        engine = cl.initialize(case.model, context=context, criterion=mean_loss)
+        loss = engine.forward_backward((inputs, labels)).item()
+        gradients = engine.full_gradients()
+        own = cl.initialize(case.model, context=context)
+        evaluated = own.eval_step((inputs, labels)).item()
+        own.backward(mean_loss(own(inputs), labels), int((labels != -100).sum()))
+        result = own.step()
+        return OtherWays(loss, gradients, evaluated, result.loss.item(), own.full_state_dict())
+
+
+def assert_other_ways(case: Case, **changes: Any) -> None:
+    """A criterion, an evaluation and a loop of the user's own give the serial loss, gradients and parameters."""
+    case = replace(case, **changes, ragged=True, steps=1)
+    (truth,) = serial_run(case)
+    whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
+    for out in run_world(in_other_ways, case.world_size, case):
+        for loss in (out.loss, out.evaluated, out.own_loss):
+            assert abs(loss - truth.loss) <= 1e-12 * abs(truth.loss)
+        for name, expected in truth.gradients.items():
+            assert relative_error(out.gradients[name], expected, whole) < 1e-10, name
+        for name, expected in truth.parameters.items():
+            assert relative_error(out.own_parameters[name], expected, 1.0) < 1e-10, name
+
+
 def assert_parity(case: Case, **changes: Any) -> float:
     """The parallel run of `case` is its serial run, on every rank, in every step. Returns the largest error
     found."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from colossal_lite.parallel.sequence import Pieces, SequenceParallel, micro_batc
 from tests.parity import (
     SIZES,
     Case,
+    assert_other_ways,
     assert_parity,
     initial_values,
-    parallel_steps,
+    ledger,
     relative_error,
-    serial_run,
 )
 from tests.pool import RankEnv, WorldError, run_world
 
@@ -111,10 +110,6 @@ def test_packed_documents_do_not_see_each_other(mode: str) -> None:
 # ---- bytes and balance ----
 
 
-def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
-    return parallel_steps(env, case)[1]
-
-
 @MODES
 @pytest.mark.parametrize(("size", "tensor"), [(2, 1), (4, 1), (2, 2)])
 def test_bytes_of_a_step_are_the_formula(mode: str, size: int, tensor: int) -> None:
@@ -165,35 +160,9 @@ def test_causal_work_of_a_zigzag_is_the_same_on_every_rank(size: int) -> None:
 # ---- other ways to use it, and bad input ----
 
 
-def _mean(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
-def in_other_ways(env: RankEnv, case: Case) -> dict[str, Any]:
-    with env.launch(case.full_config) as context:
-        inputs, labels = case.batch(0)
-        engine = cl.initialize(case.model, context=context, criterion=_mean)
-        loss = engine.forward_backward((inputs, labels)).item()
-        gradients = engine.full_gradients()
-        own = cl.initialize(case.model, context=context)
-        evaluated = own.eval_step((inputs, labels)).item()
-        own.backward(_mean(own(inputs), labels), int((labels != -100).sum()))
-        own.step()
-        return dict(loss=loss, gradients=gradients, evaluated=evaluated, own=own.full_state_dict())
-
-
 @MODES
 def test_a_criterion_an_evaluation_and_an_own_loop_give_the_serial_numbers(mode: str) -> None:
-    case = replace(CASE, sequence_mode=mode, ragged=True, steps=1)
-    (truth,) = serial_run(case)
-    whole = sum(float(g.norm()) ** 2 for g in truth.gradients.values()) ** 0.5
-    for out in run_world(in_other_ways, 2, case):
-        assert out["loss"] == pytest.approx(truth.loss, rel=1e-12)
-        assert out["evaluated"] == pytest.approx(truth.loss, rel=1e-12)
-        for name, expected in truth.gradients.items():
-            assert relative_error(out["gradients"][name], expected, whole) < 1e-10, name
-        for name, expected in truth.parameters.items():
-            assert relative_error(out["own"][name], expected, 1.0) < 1e-10, name
+    assert_other_ways(CASE, sequence_mode=mode)
 
 
 def refused(env: RankEnv, what: str) -> None:

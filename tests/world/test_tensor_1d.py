@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ from tests.parity import (
     FAMILIES,
     SIZES,
     Case,
+    assert_other_ways,
     assert_parity,
+    first_weights,
     initial_values,
-    parallel_steps,
+    ledger,
     relative_error,
-    serial_run,
 )
 from tests.pool import RankEnv, WorldError, run_world
 
@@ -75,10 +75,6 @@ def test_float32_is_within_its_own_rounding() -> None:
     assert_parity(Case(tensor=2, config=dict(precision="fp32", clip_grad_norm=0.05)))
 
 
-def first_weights(env: RankEnv, case: Case) -> dict[str, Tensor]:
-    return dict(parallel_steps(env, case)[0][0].parameters)
-
-
 @BOTH
 def test_initial_bits_are_those_of_the_seed(sequence_parallel: bool) -> None:
     case = Case(
@@ -91,10 +87,6 @@ def test_initial_bits_are_those_of_the_seed(sequence_parallel: bool) -> None:
 
 
 # ---- bytes ----
-
-
-def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
-    return parallel_steps(env, case)[1]
 
 
 def formula(case: Case) -> set[tuple[str, str, int, int]]:
@@ -155,48 +147,9 @@ def test_a_world_that_is_not_here_moves_what_the_formula_says(size: int, sequenc
 # ---- other ways to use it ----
 
 
-def _mean(logits: Tensor, labels: Tensor) -> Tensor:
-    assert logits.shape[-1] == SIZES["vocabulary"], "a criterion sees the full vocabulary, without padding"
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
-CASE = Case(world_size=4, tensor=2, ragged=True, steps=1, global_batch=5)
-
-
-def with_criterion(env: RankEnv, case: Case) -> dict[str, Any]:
-    with env.launch(case.full_config) as context:
-        engine = cl.initialize(case.model, context=context, criterion=_mean)
-        inputs, labels = case.batch(0)
-        cut = context.local_batch(case.global_batch)
-        loss = engine.forward_backward((inputs[cut], labels[cut]))
-        gradients = engine.full_gradients()
-        engine.step()
-        evaluated = cl.initialize(case.model, context=context).eval_step((inputs[cut], labels[cut]))
-        return dict(loss=loss.item(), gradients=gradients, evaluated=evaluated.item())
-
-
-def own_loop(env: RankEnv, case: Case) -> dict[str, Tensor]:
-    with env.launch(case.full_config) as context:
-        engine = cl.initialize(case.model, context=context)
-        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
-        engine.backward(_mean(engine(inputs), labels), int((labels != -100).sum()))
-        engine.step()
-        return engine.full_state_dict()
-
-
 @BOTH
 def test_a_criterion_an_evaluation_and_an_own_loop_give_the_serial_numbers(sequence_parallel: bool) -> None:
-    case = replace(CASE, sequence_parallel=sequence_parallel)
-    (truth,) = serial_run(case)
-    whole = sum(float(g.norm()) ** 2 for g in truth.gradients.values()) ** 0.5
-    for out in run_world(with_criterion, 4, case):
-        assert out["loss"] == pytest.approx(truth.loss, rel=1e-12)
-        assert out["evaluated"] == pytest.approx(truth.loss, rel=1e-12)
-        for name, expected in truth.gradients.items():
-            assert relative_error(out["gradients"][name], expected, whole) < 1e-10, name
-    for state in run_world(own_loop, 4, case):
-        for name, expected in truth.parameters.items():
-            assert relative_error(state[name], expected, 1.0) < 1e-10, name
+    assert_other_ways(Case(world_size=4, tensor=2, global_batch=5), sequence_parallel=sequence_parallel)
 
 
 class Plain(nn.Module):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import colossal_lite as cl
 from colossal_lite.layout import MeshLayout
@@ -18,11 +17,11 @@ from colossal_lite.parallel.tensor_2d import Tensor2D, micro_batch_payload
 from tests.parity import (
     SIZES,
     Case,
+    assert_other_ways,
     assert_parity,
+    first_weights,
     initial_values,
-    parallel_steps,
-    relative_error,
-    serial_run,
+    ledger,
 )
 from tests.pool import RankEnv, WorldError, run_world
 
@@ -70,10 +69,6 @@ def test_every_gradient_is_the_serial_one_with(name: str) -> None:
     assert_parity(COMBINATIONS[name])
 
 
-def first_weights(env: RankEnv, case: Case) -> dict[str, Tensor]:
-    return dict(parallel_steps(env, case)[0][0].parameters)
-
-
 def test_initial_bits_are_those_of_the_seed() -> None:
     case = replace(CASE, family="llama", steps=1, config=dict(optimizer=dict(type="sgd", lr=0.0)))
     values = initial_values(case)
@@ -82,10 +77,6 @@ def test_initial_bits_are_those_of_the_seed() -> None:
 
 
 # ---- bytes ----
-
-
-def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
-    return parallel_steps(env, case)[1]
 
 
 def formula(
@@ -158,43 +149,9 @@ def test_a_world_that_is_not_here_moves_what_the_formula_says(
 # ---- other ways to use it ----
 
 
-def _mean(logits: Tensor, labels: Tensor) -> Tensor:
-    assert logits.shape[-1] == SIZES["vocabulary"], "a criterion sees the full vocabulary, without padding"
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
-def in_other_ways(env: RankEnv, case: Case) -> dict[str, Any]:
-    with env.launch(case.full_config) as context:
-        inputs, labels = case.batch(0)
-        engine = cl.initialize(case.model, context=context, criterion=_mean)
-        loss = engine.forward_backward((inputs, labels)).item()
-        gradients = engine.full_gradients()
-        own = cl.initialize(case.model, context=context)
-        evaluated = own.eval_step((inputs, labels)).item()
-        own.backward(_mean(own(inputs), labels), int((labels != -100).sum()))
-        own_gradients_used = own.step()
-        return dict(
-            loss=loss,
-            gradients=gradients,
-            evaluated=evaluated,
-            own=own.full_state_dict(),
-            step=own_gradients_used,
-        )
-
-
 @pytest.mark.parametrize("case", [CASE, DEEP], ids=["2d", "2.5d"])
 def test_a_criterion_an_evaluation_and_an_own_loop_give_the_serial_numbers(case: Case) -> None:
-    case = replace(case, ragged=True, steps=1)
-    (truth,) = serial_run(case)
-    whole = sum(float(g.norm()) ** 2 for g in truth.gradients.values()) ** 0.5
-    for out in run_world(in_other_ways, case.world_size, case):
-        assert out["loss"] == pytest.approx(truth.loss, rel=1e-12)
-        assert out["evaluated"] == pytest.approx(truth.loss, rel=1e-12)
-        assert out["step"].loss.item() == pytest.approx(truth.loss, rel=1e-12)
-        for name, expected in truth.gradients.items():
-            assert relative_error(out["gradients"][name], expected, whole) < 1e-10, name
-        for name, expected in truth.parameters.items():
-            assert relative_error(out["own"][name], expected, 1.0) < 1e-10, name
+    assert_other_ways(case)
 
 
 # ---- bad input ----
