@@ -136,10 +136,27 @@ def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Prob
     if rules := list(tensor_rules(tensor, sequence, facts)):
         legal = ", ".join(map(str, legal_tensor_sizes(tensor, sequence, facts)))
         yield from (Problem("parallel.tensor.size", tensor.size, rule, legal) for rule in rules)
-    if rules := list(sequence_rules(sequence, facts)):
-        sizes = [size for size in divisors(facts.sequence) if _sequence_is_legal(sequence, size, facts)]
-        legal = ", ".join(map(str, sizes or [1]))
-        yield from (Problem("parallel.sequence.size", sequence.size, rule, legal) for rule in rules)
+    yield from _sequence_problems(sequence, facts)
+
+
+def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[Problem]:
+    tokens, heads = list(_token_rules(sequence, facts)), list(_head_rules(sequence, facts))
+    if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
+        inner = [
+            n for n in divisors(sequence.size) if not any(_head_rules(_with(sequence, "ulysses", n), facts))
+        ]
+        for rule in heads:
+            yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, _listed(inner))
+        heads = []
+    sizes = [
+        n for n in divisors(facts.sequence) if not any(sequence_rules(_with(sequence, "size", n), facts))
+    ]
+    for rule in (*tokens, *heads):
+        yield Problem("parallel.sequence.size", sequence.size, rule, _listed(sizes or [1]))
+
+
+def _with(sequence: SequenceConfig, name: str, value: int) -> SequenceConfig:
+    return sequence.model_copy(update={name: value})
 
 
 def _facts_problems(facts: ModelFacts) -> Iterator[Problem]:
@@ -201,6 +218,11 @@ def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: Mo
 
 def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
     """What the sequence axis breaks."""
+    yield from _token_rules(sequence, facts)
+    yield from _head_rules(sequence, facts)
+
+
+def _token_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
     if sequence.size == 1:
         return
     if not sequence.fits(sequence.size):
@@ -210,15 +232,14 @@ def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]
         why = "zigzag pieces, 2 for each rank" if sequence.multiple > sequence.size else "pieces"
         near = f"{low} or {low + sequence.multiple}" if low else f"{sequence.multiple}"
         yield f"sequence {facts.sequence} does not divide into {sequence.multiple} {why}; {near} would"
+
+
+def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
     parts = sequence.head_parts
     if facts.heads % parts:
         yield f"{facts.heads} heads do not divide into {parts} parts"
     if facts.kv_heads % parts and parts % facts.kv_heads:
         yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts nor divide that number"
-
-
-def _sequence_is_legal(sequence: SequenceConfig, size: int, facts: ModelFacts) -> bool:
-    return not any(sequence_rules(sequence.model_copy(update={"size": size}), facts))
 
 
 # -------------------------------------------------------------------------------------------------- not built
@@ -249,8 +270,8 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt(
         "parallel.sequence.mode",
-        ("ring", "allgather_kv", "ulysses"),
-        "this form of sequence parallelism",
+        ("ring", "allgather_kv", "ulysses", "usp"),
+        "the ring self-attention of 2105.13120",
         lambda c: c.parallel.sequence.size > 1,
     ),
     NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),

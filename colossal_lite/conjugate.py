@@ -6,7 +6,7 @@ A collective is a linear map from what all ranks hold to what all ranks hold, so
     copy        identity            <->  all_reduce     sum over the axis
     gather      all-gather          <->  reduce_scatter sum, then keep one's part
     split       keep one's part     <->  join           all-gather of parts that are equal work (see below)
-    all_to_all  transpose           <->  all_to_all     transpose
+    tokens_to_heads  all-to-all     <->  heads_to_tokens  all-to-all back
     shift       ring step by +d     <->  shift          ring step by -d
     broadcast   from one coordinate <->  reduce         to that coordinate
 
@@ -17,6 +17,7 @@ Inputs are never changed.  Payload of each is counted under its own name on the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,10 +60,21 @@ def join(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
     return x if comm.size == 1 else _apply(_Join, x, comm, dim)
 
 
-def all_to_all(x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
-    """Cut x along `split_dim`, send part j to coordinate j, concatenate what comes along `join_dim`."""
-    _check_divides(x, comm, split_dim)
-    return x if comm.size == 1 else _apply(_AllToAll, x, comm, split_dim, join_dim)
+def tokens_to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+    """Tensors [B, t, H_i, K] of this rank's tokens to [B, n t, H_i / n, K]: its heads of all ranks' tokens, in rank
+    order; one exchange for all of them. Raises ValueError for heads that do not divide."""
+    for x in tensors:
+        _check_divides(x, comm, 2)
+    if comm.size == 1:
+        return tuple(tensors)
+    out: tuple[Tensor, ...] = _ToHeads.apply(comm, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+def heads_to_tokens(x: Tensor, comm: AxisComm) -> Tensor:
+    """The way back: this rank's heads [B, n t, H, K] of all tokens to all heads [B, t, n H, K] of its tokens."""
+    _check_divides(x, comm, 1)
+    return x if comm.size == 1 else _apply(_ToTokens, x, comm)
 
 
 def shift(x: Tensor, comm: AxisComm, distance: int = 1) -> Tensor:
@@ -106,9 +118,24 @@ def _part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
     return x.chunk(comm.size, dim)[comm.coord].contiguous()
 
 
-def _transpose(x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
-    parts = comm.all_to_all(torch.stack(x.chunk(comm.size, split_dim)))
-    return torch.cat(parts.unbind(0), join_dim)
+def _to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+    """The wire has tokens before samples, so that what comes is whole sequences as it lies, without a copy."""
+    n, (batch, tokens, _, width) = comm.size, tensors[0].shape
+    heads = [x.shape[2] // n for x in tensors]
+    wire = tensors[0].new_empty(n, tokens, batch, sum(heads), width)
+    for part, *shares in zip(wire, *(x.transpose(0, 1).chunk(n, 2) for x in tensors), strict=True):
+        torch.cat(shares, 2, out=part)
+    parts: tuple[Tensor, ...] = comm.all_to_all(wire).flatten(0, 1).transpose(0, 1).split(heads, 2)
+    return parts
+
+
+def _to_tokens(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+    n, (batch, tokens, _, width) = comm.size, tensors[0].shape
+    heads = [x.shape[2] for x in tensors]
+    wire = tensors[0].new_empty(tokens, batch, sum(heads), width)
+    torch.cat([x.transpose(0, 1) for x in tensors], 2, out=wire)
+    parts = comm.all_to_all(wire.unflatten(0, (n, tokens // n))).split(heads, 3)
+    return tuple(rearrange(part, "n t b h k -> b t (n h) k") for part in parts)
 
 
 def _check_divides(x: Tensor, comm: AxisComm, dim: int) -> None:
@@ -187,16 +214,26 @@ class _Join(Function):
         return _part(dy, ctx.comm, ctx.dim), None, None
 
 
-class _AllToAll(Function):
+class _ToHeads(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, split_dim: int, join_dim: int) -> Tensor:
-        ctx.comm, ctx.dims = comm, (split_dim, join_dim)
-        return _transpose(x, comm, split_dim, join_dim)
+    def forward(ctx: Any, comm: AxisComm, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        return _to_heads(tensors, comm)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, join_dim = ctx.dims
-        return _transpose(dy, ctx.comm, join_dim, split_dim), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_to_tokens(gradients, ctx.comm)
+
+
+class _ToTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
+        return _to_tokens((x,), comm)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _to_heads((dy,), ctx.comm)[0], None
 
 
 class _Shift(Function):

@@ -264,6 +264,7 @@ class _Dry:
             self.mesh,
             self.layers,
             sequence_parallel=config.parallel.tensor.sequence_parallel,
+            sequence_mode=config.parallel.sequence.mode,
             kernels="torch",
             device_type="meta",
             streams=streams,
@@ -313,8 +314,9 @@ class _Dry:
             ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
             numbers = torch.arange(samples, device=META)
             part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
-            streams.begin(0, part.samples, torch.arange(self.sequence, device=META))
-            outputs = module(*part.args)
+            here = torch.arange(self.sequence, device=META) if part.positions is None else part.positions
+            streams.begin(0, part.samples, here)
+            outputs = module(*part.args, **part.kwargs)
             outputs = getattr(outputs, "logits", outputs)
             logits = outputs[0] if isinstance(outputs, tuple) else outputs
             logits_bytes = logits.numel() * logits.element_size()

@@ -132,7 +132,11 @@ class ShardSpec:
     def sync_axes(self, layout: MeshLayout) -> tuple[str, ...]:
         """Leaf axes of more than one rank over which this gradient must be summed."""
         wanted = {axis for axis, placement in self.gradient if placement.kind == "partial"}
-        return tuple(leaf.name for leaf in layout.leaves if leaf.name in wanted and leaf.size > 1)
+        return tuple(
+            leaf.name
+            for leaf in layout.leaves
+            if leaf.size > 1 and not wanted.isdisjoint((leaf.name, leaf.name.partition(".")[0]))
+        )
 
     def owned(self, layout: MeshLayout, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """Intervals of the flattened local tensor that this rank counts, where several hold the same elements.

@@ -174,14 +174,12 @@ def attend_backward(
     return dq, dk, dv
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the union of disjoint key sets from each one's (out [B, T, H, K], lse [B, H, T])."""
-    lses = torch.stack([lse for _, lse in parts])
-    lse = torch.logsumexp(lses, dim=0)
-    share = torch.where(lses == -math.inf, 0.0, (lses - lse).exp())
-    out = sum(w.transpose(1, 2)[..., None] * o.to(lse.dtype) for w, (o, _) in zip(share, parts, strict=True))
-    assert isinstance(out, Tensor)
-    return out, lse
+def merge_(out_BTHK: Tensor, lse_BHT: Tensor, part_BTHK: Tensor, part_lse_BHT: Tensor) -> None:
+    """Add to (out, lse) of some keys, in place, those of disjoint keys; out and lse are float32 or better."""
+    gain = torch.where(part_lse_BHT == -math.inf, -math.inf, part_lse_BHT - lse_BHT)
+    share = gain.sigmoid().transpose(1, 2)[..., None]
+    out_BTHK.lerp_(part_BTHK.to(out_BTHK.dtype), share)
+    lse_BHT.copy_(torch.logaddexp(lse_BHT, part_lse_BHT))
 
 
 def visible_keys(

@@ -62,6 +62,7 @@ class Case:
     depth: int = 1
     sequence: int = 1
     sequence_mode: str = "ring"
+    ulysses: int = 1  # of usp: ranks of the inner axis
     tokens: int = SIZES["sequence"]  # of a sequence
     build: str = "callable"  # or "module": an nn.Module with values of its own
     frozen: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Case:
             base["parallel"] = dict(tensor=dict(size=self.tensor, **options))
         if self.sequence > 1:
             axis = dict(sequence=dict(size=self.sequence, mode=self.sequence_mode))
+            axis["sequence"] |= dict(ulysses=self.ulysses) if self.sequence_mode == "usp" else {}
             base["parallel"] = base.get("parallel", {}) | axis
         return base | dict(self.config)
 

@@ -21,7 +21,7 @@ from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT
 from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
-from colossal_lite.parallel.sequence import BUILT, OnSequence, SequenceParallel
+from colossal_lite.parallel.sequence import OnSequence, SequenceParallel
 from colossal_lite.parallel.serial import Serial
 from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
 from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D, features_of
@@ -87,10 +87,10 @@ def parallelize(
         raise ValueError(
             f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; it is not built yet, use 1"
         )
-    if mesh.size("sequence") > 1 and (not isinstance(module, GPT) or sequence_mode not in BUILT):
+    if mesh.size("sequence") > 1 and not isinstance(module, GPT):
         raise ValueError(
-            f"parallelize: sequence parallelism (mode {sequence_mode!r}) of {type(module).__name__}: built are modes "
-            f"{', '.join(BUILT)} for models.GPT, whose attention is an op of the table; use sequence=1"
+            f"parallelize: sequence parallelism (mode {sequence_mode!r}) of {type(module).__name__} is not built; it "
+            f"is of models.GPT, whose attention is an op of the table; use sequence=1"
         )
     ops = ops_table.select(kernels, device_type=device_type)
     if mesh.size("tensor") == 1:
@@ -102,7 +102,7 @@ def parallelize(
         made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel)
     strategy, specs, local_rows = made
     if mesh.size("sequence") > 1:
-        sequence = SequenceParallel(mesh.axis("sequence"), sequence_mode)
+        sequence = SequenceParallel.on(mesh, sequence_mode)
         strategy, ops = OnSequence(strategy, sequence), sequence.ops(ops)
     has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
     for owner in module.modules():

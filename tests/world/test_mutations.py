@@ -17,7 +17,8 @@ from colossal_lite.engine import Engine
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
-from colossal_lite.parallel import parallelize, sequence, tensor_1d, tensor_2d
+from colossal_lite.parallel import blockwise, parallelize, tensor_1d, tensor_2d
+from colossal_lite.parallel.blockwise import Gather, Ring
 from colossal_lite.parallel.sequence import SequenceParallel
 from colossal_lite.parallel.tensor_1d import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
@@ -411,17 +412,38 @@ ALL |= FAULTS_ZERO
 # ---- sequence parallelism ----
 
 
-def _steps_swapped(original: Any, block: torch.Tensor, source: Any, piece: int) -> Any:
-    return original(block, tuple(reversed(source)), piece)
+def _halves_swapped(original: Any, coord: int, source: int, tokens: int, causal: bool) -> Any:
+    return original(source, coord, tokens, causal)
 
 
-def _last_piece_dropped(original: Any, block: torch.Tensor, source: Any, piece: int) -> Any:
-    return original(block, source, piece)[:1]
+def _own_tokens_seen_whole(original: Any, coord: int, source: int, tokens: int, causal: bool) -> Any:
+    return original(coord, source, tokens, causal)._replace(causal=False)
 
 
-def _gradients_stay(original: Any, self: AxisComm, tensor: torch.Tensor, distance: int = 1) -> torch.Tensor:
-    original(self, tensor, distance)
-    return tensor
+def _own_keys_in_every_step(original: Any, self: Ring | Gather, block: torch.Tensor) -> Any:
+    return ((source, block) for source, _ in list(original(self, block)))
+
+
+def _gradients_stay(original: Any, self: Any) -> torch.Tensor:
+    total, own = original(self), torch.stack([gradient.clone() for gradient in self._own])
+    return own if self._comm.coord else total
+
+
+def _own_gradient_forgotten(original: Any, self: Any) -> torch.Tensor:
+    self._own = tuple(torch.zeros_like(gradient) for gradient in self._own)
+    return original(self)
+
+
+def _blocks_not_merged_by_weight(original: Any, out: torch.Tensor, lse: torch.Tensor, *part: Any) -> None:
+    out.lerp_(part[0].to(out.dtype), 0.5)
+
+
+def _heads_of_the_next_rank(original: Any, tensors: Any, comm: AxisComm) -> Any:
+    return original([tensor.roll(tensor.shape[2] // comm.size, 2) for tensor in tensors], comm)
+
+
+def _tokens_of_another_order(original: Any, tensors: Any, comm: AxisComm) -> Any:
+    return original([tensor.roll(tensor.shape[1] // comm.size, 1) for tensor in tensors], comm)
 
 
 def _positions_from_zero(original: Any, self: SequenceParallel, given: Any) -> Any:
@@ -446,10 +468,17 @@ def _sum_over_data_only(original: Any, self: ShardSpec, layout: Any) -> tuple[st
 
 RING = Case(world_size=2, sequence=2, dropout=0.2, ragged=True, config=dict(clip_grad_norm=0.05))
 GATHERED = replace(RING, sequence_mode="allgather_kv")
+USP = replace(RING, world_size=4, sequence=4, sequence_mode="usp", ulysses=2, tokens=16, steps=2)
 FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "ring pieces swapped": (RING, sequence, "_halves", _steps_swapped),
-    "last ring piece dropped": (RING, sequence, "_halves", _last_piece_dropped),
-    "gradients of keys do not travel": (RING, AxisComm, "shift", _gradients_stay),
+    "ring halves swapped": (RING, blockwise, "seen", _halves_swapped),
+    "own tokens seen without a mask": (USP, blockwise, "seen", _own_tokens_seen_whole),
+    "own keys in every step of a ring": (RING, Ring, "blocks", _own_keys_in_every_step),
+    "own keys for those of all ranks": (GATHERED, Gather, "blocks", _own_keys_in_every_step),
+    "gradients of keys do not travel": (RING, blockwise._Returning, "home", _gradients_stay),
+    "own gradient of keys forgotten": (USP, blockwise._Returning, "home", _own_gradient_forgotten),
+    "blocks merged without weights": (RING, blockwise, "merge_", _blocks_not_merged_by_weight),
+    "heads of the next rank": (USP, conjugate, "_to_heads", _heads_of_the_next_rank),
+    "gradients of tokens of another rank": (USP, conjugate, "_to_tokens", _tokens_of_another_order),
     "positions from zero": (RING, SequenceParallel, "local_part", _positions_from_zero),
     "masks from position zero": (RING, SequenceParallel, "local_part", _masks_from_zero),
     "zigzag pieces not put in order": (GATHERED, SequenceParallel, "in_order", _pieces_in_rank_order),
@@ -497,6 +526,7 @@ CASES = {
     "deep": DEEP,
     "ring": RING,
     "gathered": GATHERED,
+    "usp": USP,
 }
 CASES |= {name: fault[0] for name, fault in FAULTS_STEP.items()}
 

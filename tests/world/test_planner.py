@@ -15,7 +15,7 @@ import colossal_lite as cl
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner import LIBRARIES_BYTES, RunPlan, plan
-from tests.parity import FAMILIES, SIZES, Case
+from tests.parity import FAMILIES, Case
 from tests.pool import RankEnv, run_world
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["cut", "whole"])
@@ -26,7 +26,7 @@ def planned(case: Case, rank: int) -> RunPlan:
         case.full_config,
         case.model,
         batch=case.global_batch,
-        sequence=SIZES["sequence"],
+        sequence=case.tokens,
         world_size=case.world_size,
         rank=rank,
     )
@@ -95,6 +95,19 @@ TENSOR = {
         config=dict(gradient_accumulation=2, activation_checkpoint="full"),
     ),
 }
+
+
+SEQUENCE = {
+    "ring": Case(world_size=2, sequence=2, family="llama", tied=False, dropout=0.1),
+    "allgather_kv": Case(world_size=2, sequence=2, sequence_mode="allgather_kv"),
+    "ulysses": Case(world_size=2, sequence=2, sequence_mode="ulysses", config=dict(zero=dict(stage=1))),
+    "usp, data 2": Case(world_size=8, sequence=4, sequence_mode="usp", ulysses=2, global_batch=2, tokens=16),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_sequence_parallel_bytes_are_as_planned(name: str) -> None:
+    assert_foretold(SEQUENCE[name])
 
 
 def test_2d_bytes_are_as_planned() -> None:
