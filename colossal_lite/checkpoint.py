@@ -1,18 +1,19 @@
 """Checkpoints: written whole or not at all, read on any mesh, checked byte by byte.
 
 Note: a save.
-Rank 0 makes a hidden directory beside the final one; every rank streams the slices it owns into files of its own,
-fsyncs them and reads them back against their checksums; rank 0 joins the ranks' rows into the manifest, fsyncs it and
-the directory, renames the directory to `step-NNNNNNNN`, fsyncs the parent, and only then deletes what exceeds `keep`.
-So a directory of that name is complete, at any moment, whatever is killed; what is written over is never one that
-counts.  Ranks agree through keys of the context's store, not through collectives: a save can run in a thread beside
-training, and a rank that saves alone is told whom it waits for.
+Rank 0 makes a hidden directory beside the final one; every rank streams the slices it owns into files of its own, reads
+them back and fsyncs them; rank 0 joins the ranks' rows into the manifest, fsyncs it and the directory, renames the
+directory to `step-NNNNNNNN`, fsyncs the parent, and only then deletes what exceeds `keep`.  So a directory of that name
+is complete, at any moment, whatever is killed; what is written over is never one that counts.  Ranks agree through keys
+of the context's store, not through collectives: a save can run in a thread beside training, and a rank that saves alone
+is told whom it waits for.
 
 A load reads the newest checkpoint that is whole.  Each slice is read entirely, checked, and copied where it meets what
-the rank holds; a fault names the file and the tensor, and all ranks go on with the checkpoint before it.
+the rank holds, or read there at once if it fits as it is; a fault names the file and the tensor, and all ranks go on
+with the checkpoint before it.
 
-Cost: extra memory of three slices (16 MiB each) when loading, two when saving in step; asynchronous, what the
-rank owns.
+Cost: extra memory of four slices (16 MiB each) when loading, three when saving in step; asynchronous, what the rank
+owns.
 Files are safetensors, readable by its own library; nothing is pickled, nothing outside the directory is opened.
 """
 
@@ -63,8 +64,8 @@ from colossal_lite.slices import Fragment, extent, strides_of
 
 SLICE_BYTES = 16 * 2**20
 FILE_BYTES = 2**30
-AHEAD = 2
-"""slices that are read and checked in threads while one is copied"""
+AHEAD = 3
+"""slices that are read and checked in threads while one is copied: one waits for the disk, two are summed"""
 ATTEMPTS = 2
 """how often a save is tried before it is given up"""
 SHARED_S = 10.0
@@ -265,20 +266,26 @@ def _opened(path: Path, holds: str) -> Any:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def _stream(path: Path, plan: Sequence[Read], manifest: Manifest) -> Iterator[tuple[Read, Tensor | str]]:
+def _stream(
+    path: Path, plan: Sequence[Read], manifest: Manifest, *, places: Sequence[Tensor | None] = ()
+) -> Iterator[tuple[Read, Tensor | str]]:
     """Each slice as a tensor of its box's shape, or what is wrong with it.
 
-    Two slices are read and checked in threads while the caller uses the one before, whose memory is then used again.
+    Slices are read and checked in `AHEAD` threads while the caller uses the one before, whose memory is then used
+    again; `places[i]`, where it is given, is where slice i is read to instead: contiguous, in host memory, its dtype.
     """
     if not plan:
         return
     bases = {file: len(header(rows)) for file, rows in manifest.by_file().items()}
-    largest = max(read.slice.stop - read.slice.start for read in plan)
+    places = places or [None] * len(plan)
+    passing = [read.slice for read, place in zip(plan, places, strict=True) if place is None]
+    largest = max((part.stop - part.start for part in passing), default=0)
     buffers = [bytearray(largest) for _ in range(AHEAD + 1)]
 
     def fill(index: int) -> Tensor | str:
-        part = plan[index].slice
-        view = memoryview(buffers[index % len(buffers)])[: part.stop - part.start]
+        part, place = plan[index].slice, places[index]
+        into = memoryview(buffers[index % len(buffers)]) if place is None else _bytes_of(place)
+        view = into[: part.stop - part.start]
         with _opened(path / part.file, f"tensor {plan[index].name}") as source:
             source.seek(bases[part.file] + part.start)
             at = 0
@@ -292,6 +299,8 @@ def _stream(path: Path, plan: Sequence[Read], manifest: Manifest) -> Iterator[tu
                 return f"byte {at} of {len(view)} cannot be read: {error.strerror}"
         if (found := zlib.crc32(view)) != part.crc32:
             return f"checksum is {found:08x}, not {part.crc32:08x} as stated"
+        if place is not None:
+            return place
         return torch.frombuffer(view, dtype=DTYPES[plan[index].dtype]).view(extent(part.box))
 
     with ThreadPoolExecutor(AHEAD, "checkpoint-read") as pool:
@@ -303,6 +312,11 @@ def _stream(path: Path, plan: Sequence[Read], manifest: Manifest) -> Iterator[tu
             yield read, data
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B")
+
+
 def _write_file(path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Iterator[Tensor]) -> list[int]:
     """Write one safetensors file from tensors in order of `rows`, and fsync it; the checksum of each.
 
@@ -310,10 +324,12 @@ def _write_file(path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Ite
     """
     head = header(list(rows))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    back = bytearray(max((row.stop - row.start for *_, row in rows), default=0))
 
     def check(view: memoryview, row: tuple[str, Stored, Slice]) -> int:
         crc32 = zlib.crc32(view)
-        if zlib.crc32(os.pread(fd, len(view), len(head) + row[2].start)) != crc32:
+        count = os.preadv(fd, [memoryview(back)[: len(view)]], len(head) + row[2].start)
+        if count != len(view) or not back.startswith(view):
             raise CheckpointError(
                 f"{path}: tensor {row[0]}{_box(row[2])} does not read back as it was written"
             )
@@ -323,7 +339,7 @@ def _write_file(path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Ite
         _write(file, memoryview(head))
         sums: list[Future[int]] = []
         for row, tensor in zip(rows, data, strict=True):
-            view = tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B")
+            view = _bytes_of(tensor)
             _write(file, view)
             if sums:
                 sums[-1].result()  # so that at most two slices are held
@@ -602,17 +618,30 @@ def _fill(
     path: Path, held: Sequence[Held], plan: Sequence[Read], manifest: Manifest, layout: MeshLayout
 ) -> str | None:
     """Read slices into what is held; the first fault, after which what is held is a mix."""
+    places = [_place(read, held, layout) for read in plan]
     try:
-        for read, data in _stream(path, plan, manifest):
+        for (read, data), place in zip(_stream(path, plan, manifest, places=places), places, strict=True):
             if isinstance(data, str):
                 return f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}: {data}"
-            for index, fragment in read.into:
+            for index, fragment in read.into if place is None else ():
                 corner = [start for start, _ in read.slice.box]
                 inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))
                 held[index].view(fragment, layout).copy_(data[inner])
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _place(read: Read, held: Sequence[Held], layout: MeshLayout) -> Tensor | None:
+    """Where a slice may be read to without a copy: what is held holds it whole, once, as it is stored."""
+    if len(read.into) != 1:
+        return None
+    ((index, fragment),) = read.into
+    tensor = held[index].tensor
+    if fragment.box != read.slice.box or tensor.device.type != "cpu" or tensor.dtype != DTYPES[read.dtype]:
+        return None
+    place = held[index].view(fragment, layout)
+    return place if place.is_contiguous() else None
 
 
 def _shared(read: Callable[[], Any], path: Path, meeting: Meeting) -> Any:
