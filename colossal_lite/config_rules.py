@@ -140,6 +140,9 @@ def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Prob
 
 
 def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[Problem]:
+    if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
+        rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
+        yield Problem("parallel.sequence.mode", sequence.mode, rule, "ring, ulysses, usp, allgather_kv")
     tokens, heads = list(_token_rules(sequence, facts)), list(_head_rules(sequence, facts))
     if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
         inner = [
@@ -267,12 +270,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         ("1d", "2d", "2.5d"),
         "3D tensor parallelism",
         lambda c: c.parallel.tensor.size > 1,
-    ),
-    NotBuilt(
-        "parallel.sequence.mode",
-        ("ring", "allgather_kv", "ulysses", "usp"),
-        "the ring self-attention of 2105.13120",
-        lambda c: c.parallel.sequence.size > 1,
     ),
     NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),
     NotBuilt("zero.stage", (0, 1, 2), "sharded weights"),

@@ -478,6 +478,7 @@ def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
         return ModelFacts(
             layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
             ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
+            causal=model.causal,
         )  # fmt: skip
     with META:
         return facts_of(model())

@@ -64,6 +64,7 @@ class Case:
     sequence_mode: str = "ring"
     ulysses: int = 1  # of usp: ranks of the inner axis
     tokens: int = SIZES["sequence"]  # of a sequence
+    causal: bool = True
     build: str = "callable"  # or "module": an nn.Module with values of its own
     frozen: tuple[str, ...] = ()
     vocabulary: int = SIZES["vocabulary"]
@@ -105,7 +106,7 @@ class Case:
             model = MODELS[self.family](self.dropout, self.tied)
         else:
             options = SIZES | dict(sequence=self.tokens, vocabulary=self.vocabulary) | FAMILIES[self.family]
-            model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout))
+            model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout, causal=self.causal))
         if self.adapters:
             adapt(model, self.adapters)
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Decoder-only transformers of the GPT-2 and Llama families, in one file that knows no parallelism.
+"""Transformers of the GPT-2 and Llama families, causal or not, in one file that knows no parallelism.
 
 Note: B batch, T tokens, D width, H query heads, G key heads, K head width, F feed-forward width, V
 vocabulary. Every layer keeps [B, T, D].  A block is two branches on one residual stream, each runnable alone:
@@ -50,6 +50,8 @@ class GPTConfig:
     bias: bool = True
     dropout: float = 0.0
     """On the embeddings and on both branches of each block."""
+    causal: bool = True
+    """Whether a token sees only those before it; False: all of its document (an encoder)."""
     rotary_base: float = 10000.0
     eps: float = 1e-5
 
@@ -193,7 +195,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; keys of other documents are hidden if documents are given."""
+    """Self-attention, causal or full; keys of other documents are hidden if documents are given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -288,11 +290,11 @@ class GPT(nn.Module):
         """Logits [B, T, V] of input_ids [B, T].
 
         position_ids [T] or [B, T] default to 0 .. T - 1.  attention_mask [B, T], integers: a token sees the
-        tokens before it that have its own number, so zeros hide padding and 1, 2, ... keep packed documents
-        apart. Raises ValueError for a sequence longer than `config.sequence`.
+        tokens (with `causal`, those before it) that have its own number, so zeros hide padding and 1, 2, ...
+        keep packed documents apart. Raises ValueError for a sequence longer than `config.sequence`.
         """
         positions = self.positions(input_ids, position_ids)
-        mask = Mask(documents=attention_mask)
+        mask = Mask(self.config.causal, attention_mask)
         x_BTD = self.embed(input_ids, positions)
         for block in self.blocks:
             x_BTD = block(x_BTD, positions, mask)

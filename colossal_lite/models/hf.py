@@ -44,9 +44,9 @@ def rows(config: GPTConfig) -> Iterator[Row]:
 def family_of(config: GPTConfig) -> str:
     """ "gpt2" or "llama". Raises ValueError with what a model of either would have."""
     gpt2: dict[str, Any] = dict(
-        position="learned", norm="layer", activation="gelu", bias=True, key_heads=config.heads
+        position="learned", norm="layer", activation="gelu", bias=True, key_heads=config.heads, causal=True
     )
-    llama: dict[str, Any] = dict(position="rotary", norm="rms", activation="swiglu")
+    llama: dict[str, Any] = dict(position="rotary", norm="rms", activation="swiglu", causal=True)
     misses = {}
     for name, wanted in {"gpt2": gpt2, "llama": llama}.items():
         misses[name] = [f"{key}={value!r}" for key, value in wanted.items() if getattr(config, key) != value]

@@ -192,6 +192,7 @@ _FACT_NAMES: dict[str, tuple[str, ...]] = {
     "vocabulary": ("vocabulary", "vocab_size"),
     "sequence": ("sequence", "max_position_embeddings", "n_positions", "block_size"),
     "tied": ("tied", "tie_word_embeddings"),
+    "causal": ("causal", "is_causal"),
 }
 
 
@@ -204,6 +205,7 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
         if values:
             found[fact] = values[0]
     found.setdefault("tied", bool(tied_names(module)))
+    found.setdefault("causal", True)
     if "width" in found:
         found.setdefault("ffn", 4 * found["width"])
     return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None

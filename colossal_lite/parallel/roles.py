@@ -24,6 +24,8 @@ class ModelFacts:
     vocabulary: int
     sequence: int
     tied: bool
+    causal: bool = True
+    """Whether a token sees only those before it."""
 
 
 class TensorConfig(Section):

@@ -27,7 +27,9 @@ from tests.parity import Case
 from tests.pool import RankEnv, run_world
 
 ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
-CASE = Case(family="llama", dropout=0.2, config=dict(optimizer=ADAMW, clip_grad_norm=0.05, timeout_s=20))
+CASE = Case(
+    family="llama", tokens=16, dropout=0.2, config=dict(optimizer=ADAMW, clip_grad_norm=0.05, timeout_s=20)
+)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "data 2": (2, {}),
@@ -36,6 +38,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 4": (4, dict(tensor=4)),
     "data 2, zero 1": (2, dict(zero=1)),
     "data 2 tensor 2, zero 2": (4, dict(data=2, tensor=2, zero=2)),
+    "sequence 4, zero 1": (4, dict(sequence=dict(size=4, mode="usp", ulysses=2), zero=1)),
 }
 
 

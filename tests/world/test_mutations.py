@@ -468,6 +468,7 @@ def _sum_over_data_only(original: Any, self: ShardSpec, layout: Any) -> tuple[st
 
 RING = Case(world_size=2, sequence=2, dropout=0.2, ragged=True, config=dict(clip_grad_norm=0.05))
 GATHERED = replace(RING, sequence_mode="allgather_kv")
+FULL = replace(RING, sequence_mode="ring_full", causal=False)
 USP = replace(RING, world_size=4, sequence=4, sequence_mode="usp", ulysses=2, tokens=16, steps=2)
 FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "ring halves swapped": (RING, blockwise, "seen", _halves_swapped),
@@ -477,6 +478,8 @@ FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "gradients of keys do not travel": (RING, blockwise._Returning, "home", _gradients_stay),
     "own gradient of keys forgotten": (USP, blockwise._Returning, "home", _own_gradient_forgotten),
     "blocks merged without weights": (RING, blockwise, "merge_", _blocks_not_merged_by_weight),
+    "own keys in every step of a full ring": (FULL, Ring, "blocks", _own_keys_in_every_step),
+    "gradients of keys of a full ring do not travel": (FULL, blockwise._Returning, "home", _gradients_stay),
     "heads of the next rank": (USP, conjugate, "_to_heads", _heads_of_the_next_rank),
     "gradients of tokens of another rank": (USP, conjugate, "_to_tokens", _tokens_of_another_order),
     "positions from zero": (RING, SequenceParallel, "local_part", _positions_from_zero),
@@ -527,6 +530,7 @@ CASES = {
     "ring": RING,
     "gathered": GATHERED,
     "usp": USP,
+    "full": FULL,
 }
 CASES |= {name: fault[0] for name, fault in FAULTS_STEP.items()}
 

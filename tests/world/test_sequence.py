@@ -16,7 +16,7 @@ from colossal_lite.layout import MeshLayout
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.blockwise import seen
-from colossal_lite.parallel.parallelize import parallelize
+from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.sequence import Pieces, SequenceParallel, micro_batch_payload
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
@@ -33,19 +33,25 @@ from tests.pool import RankEnv, WorldError, run_world
 
 CAUSAL = ("ring", "allgather_kv", "ulysses", "usp")
 MODES = pytest.mark.parametrize("mode", CAUSAL)
+ALL_MODES = pytest.mark.parametrize("mode", (*CAUSAL, "ring_full"))
 CASE = Case(world_size=2, sequence=2)
 USP = Case(world_size=4, sequence=4, sequence_mode="usp", ulysses=2, tokens=16)
 
 
 def case_of(mode: str) -> Case:
     """The smallest case in which a mode has all its parts."""
-    return USP if mode == "usp" else replace(CASE, sequence_mode=mode)
+    return USP if mode == "usp" else replace(CASE, sequence_mode=mode, causal=mode != "ring_full")
 
 
 @MODES
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("llama", False)])
 def test_every_gradient_is_the_serial_one(family: str, tied: bool, mode: str) -> None:
     assert_parity(case_of(mode), family=family, tied=tied)
+
+
+@ALL_MODES
+def test_every_gradient_is_the_serial_one_of_full_attention(mode: str) -> None:
+    assert_parity(case_of(mode), causal=False, family="llama", tied=False, ragged=True)
 
 
 SIZES_OF_RANKS = {
@@ -55,6 +61,8 @@ SIZES_OF_RANKS = {
     "ring 1 x ulysses 2": replace(CASE, sequence_mode="usp", ulysses=2),
     "ring 2 x ulysses 1": replace(CASE, sequence_mode="usp", ulysses=1),
     "ring 2 x ulysses 4, two key heads": replace(USP, world_size=8, sequence=8, ulysses=4, family="llama"),
+    "full ring 4": Case(world_size=4, sequence=4, family="llama", sequence_mode="ring_full", causal=False),
+    "ring 4 of full attention": Case(world_size=4, sequence=4, tokens=16, causal=False, dropout=0.2),
     "ring 3": Case(world_size=3, sequence=3, tokens=12, dropout=0.2, ragged=True),
 }
 
@@ -64,8 +72,9 @@ def test_every_gradient_is_the_serial_one_on(name: str) -> None:
     assert_parity(SIZES_OF_RANKS[name], steps=1)
 
 
-def test_16_bits_are_no_further_from_the_truth_than_a_plain_run() -> None:
-    assert_no_further(USP, config=dict(precision="bf16"), steps=2)
+@pytest.mark.parametrize("mode", ["usp", "allgather_kv", "ring_full"])
+def test_16_bits_are_no_further_from_the_truth_than_a_plain_run(mode: str) -> None:
+    assert_no_further(case_of(mode), config=dict(precision="bf16"), steps=2)
 
 
 # ---- beside everything else ----
@@ -86,15 +95,18 @@ def together(row: Choice) -> Case:
     config = dict(
         clip_grad_norm=0.05, gradient_accumulation=2, zero=zero, activation_checkpoint=row["recompute"]
     )
+    world_size = inner.sequence * tensor.get("tensor", 1) * row["data"]
+    same = {name: row[name] for name in ("family", "tied", "causal", "dropout")}
     return replace(
-        inner, **tensor, world_size=inner.sequence * tensor.get("tensor", 1) * row["data"], family=row["family"],
-        tied=row["tied"], dropout=row["dropout"], tokens=16, ragged=True, global_batch=8, steps=1, config=config,
+        inner, **tensor, **same, world_size=world_size, tokens=16, ragged=True, global_batch=8, steps=1,
+        config=config,
     )  # fmt: skip
 
 
 TOGETHER = covering_array(
     dict(
-        mode=CAUSAL,
+        mode=(*CAUSAL, "ring_full"),
+        causal=(True, False),
         tensor=tuple(TENSOR),
         data=(1, 2),
         zero=(0, 1, 2),
@@ -103,7 +115,7 @@ TOGETHER = covering_array(
         family=("gpt2", "llama"),
         tied=(True, False),
     ),
-    lambda row: together(row).world_size <= 8,
+    lambda row: together(row).world_size <= 8 and not (row["mode"] == "ring_full" and row["causal"]),
 )
 
 
@@ -128,7 +140,7 @@ def packed(case: Case) -> dict[str, Tensor]:
     return dict(input_ids=inputs, labels=labels, attention_mask=documents)
 
 
-@MODES
+@ALL_MODES
 def test_packed_documents_do_not_see_each_other(mode: str) -> None:
     case = replace(case_of(mode), tokens=12 if mode != "usp" else 16)
     batch = packed(case)
@@ -164,23 +176,31 @@ def formula(case: Case, rank: int) -> set[tuple[str, str, int, int]]:
     return {(r.operation, r.axis, r.calls, r.payload_bytes) for r in rows}
 
 
-@MODES
+@ALL_MODES
 @pytest.mark.parametrize(("size", "tensor"), [(2, 1), (4, 1), (2, 2)])
 def test_bytes_of_a_step_are_the_formula(mode: str, size: int, tensor: int) -> None:
     case = Case(
         family="llama", world_size=size * tensor, sequence=size, tensor=tensor, sequence_mode=mode, ulysses=2,
-        steps=1, tokens=16,
+        steps=1, tokens=16, causal=mode != "ring_full",
     )  # fmt: skip
     for rank, rows in enumerate(run_world(ledger, case.world_size, case)):
         in_layers = {row for row in rows if row[1].startswith("sequence") and row[0] != "all_reduce"}
         assert in_layers == formula(case, rank)
 
 
-@MODES
+@ALL_MODES
 @pytest.mark.parametrize("size", [8, 64])
 def test_a_world_that_is_not_here_moves_what_the_formula_says(mode: str, size: int) -> None:
     heads, ulysses = 64, 4 if mode == "usp" else None
-    config = GPTConfig(vocabulary=100, layers=2, heads=heads, width=128, sequence=256, kv_heads=16)
+    config = GPTConfig(
+        vocabulary=100,
+        layers=2,
+        heads=heads,
+        width=128,
+        sequence=256,
+        kv_heads=16,
+        causal=mode != "ring_full",
+    )
     mesh = Mesh.recording(MeshLayout.build(sequence=size, ulysses=ulysses), rank=size - 1)
     with torch.device("meta"):
         model = GPT(config)
@@ -231,7 +251,7 @@ def test_tokens_come_back_in_order() -> None:
 # ---- other ways to use it, and bad input ----
 
 
-@MODES
+@ALL_MODES
 def test_a_criterion_an_evaluation_and_an_own_loop_give_the_serial_numbers(mode: str) -> None:
     assert_other_ways(case_of(mode))
 
@@ -241,6 +261,9 @@ def refused(env: RankEnv, what: str) -> None:
     with env.launch(case.full_config) as context:
         if what == "model":
             cl.initialize(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)), context=context)
+        if what == "causal":
+            ring_full = dict(parallel=dict(sequence=dict(size=2, mode="ring_full")))
+            env.launch(ring_full, model_facts=facts_of(CASE.model()))
         if what == "heads":
             cl.initialize(GPT(GPTConfig(**SIZES | dict(heads=3, width=12))), context=context)
         engine = cl.initialize(case.model, context=context)
@@ -249,6 +272,7 @@ def refused(env: RankEnv, what: str) -> None:
 
 
 REFUSALS = {
+    "causal": (2, "parallel.sequence.mode = 'ring_full'.*attention is causal; legal: ring, ulysses, usp"),
     "model": (2, "sequence parallelism \\(mode 'ring'\\) of Sequential"),
     "tokens": (2, "10 tokens do not divide into 4 pieces.*multiple of 4, such as 8 or 12.*labels of -100"),
     "pieces": (4, "10 tokens do not divide into 8 pieces \\(mode 'usp' on 4 ranks\\).*such as 8 or 16"),
