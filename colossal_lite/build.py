@@ -125,7 +125,7 @@ def _build_chunks(
 
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     numels = {name: parameter.numel() for name, parameter in trainable.items()}
-    chunks = build_chunks(numels, specs, config, context.mesh, device)
+    chunks = build_chunks(numels, specs, config, context.mesh, device, tuple(blocks_of(module)))
     for chunk in chunks:
         chunk.adopt(trainable, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
     for name, parameter in named.items():

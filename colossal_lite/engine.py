@@ -46,8 +46,8 @@ from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import Factory, OwnOptimizer
+from colossal_lite.zero.sharded import ShardedWeights, weights_of
 from colossal_lite.zero.stages import Extent, Sharding, Widths, forecast
-from colossal_lite.zero.weights import Weights
 
 Criterion = Callable[[Tensor, Tensor], Any]
 
@@ -111,8 +111,13 @@ class Engine:
         self._facts = facts_of(model)
         self._parameters = dict(model.named_parameters())
         self._sharding = Sharding.of(config.zero, config.gradient_accumulation)
-        self._hooks = GradientHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
-        self._weights = Weights(model, chunks)
+        self._hooks = GradientHooks(
+            chunks,
+            self._parameters,
+            by_micro_batch=self._sharding.by_micro_batch,
+            by_plan=self._sharding.weight,
+        )
+        self._weights = weights_of(model, chunks, self._hooks, self.mesh.world, config.zero)
         # Ranks of one data coordinate compute the same loss; one of them tells it.
         self._tells_loss = parallelized.strategy.tells_loss and self.mesh.coord("pipeline") == 0
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
@@ -171,6 +176,7 @@ class Engine:
         assert totals is not None
         factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
         skipped = not totals.is_finite or totals.weight == 0
+        self._weights.flush()  # of modules that were not used, the weights may still be on their way
         if not skipped:
             self._optimizer.changed = False
             scale = totals.weight / self._clip_factor(totals.grad_norm)
@@ -206,7 +212,9 @@ class Engine:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
         for part in whole.cut(self.context.config.gradient_accumulation):
-            if part.size:
+            with self._weights.forward():
+                if not part.size:
+                    continue
                 local = self._parallelized.strategy.local_part(part)
                 loss, count = self._loss(self._outputs(local), local.labels)
                 sums += torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
@@ -225,7 +233,8 @@ class Engine:
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._streams.begin(self.steps, local.samples, _positions(local))
-        outputs = self.model(*local.args, **local.kwargs)
+        with self._weights.forward():
+            outputs = self.model(*local.args, **local.kwargs)
         if not isinstance(outputs, Tensor):
             return outputs
         return strategy.whole_batch(strategy.whole_vocabulary(outputs))
@@ -250,7 +259,8 @@ class Engine:
         self._hooks.begin(is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
-        (total if seed == 1.0 else total * seed).backward()
+        with self._weights.backward():
+            (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
         self._add(total.detach(), 0 if count is None else count)
@@ -351,7 +361,7 @@ class Engine:
         precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
         widths = Widths(precision.compute.itemsize, precision.master_copy_bytes, precision.gradient.itemsize)
         kinds = {
-            "weights": _bytes(c.value for c in self._chunks),
+            "weights": sum(c.resting_bytes for c in self._chunks),
             "masters": _bytes(c.master for c in self._chunks if precision.master_copy_bytes),
             "gradients": _bytes(c.gradient if c.filling is None else c.filling for c in self._chunks),
             "optimizer": self._optimizer.state_bytes,
@@ -359,6 +369,9 @@ class Engine:
         }
         extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in self._chunks]
         foreseen = forecast(self._sharding, extents, widths) | {"optimizer": self._optimizer.forecast_bytes}
+        if isinstance(self._weights, ShardedWeights):
+            kinds["gathered"] = self._weights.arena_bytes
+            foreseen["gathered"] = self._weights.forecast_bytes
         return tuple(MemoryRow(kind, device, now, now, foreseen[kind]) for kind, now in kinds.items())
 
     def on_step(self, callback: Callable[[StepResult], None]) -> None:
@@ -414,11 +427,12 @@ class Engine:
         self.mesh.progress.phase = "forward"
         assert action.micro_batch is not None
         part = parts[action.micro_batch]
-        if part.size == 0:
-            return
-        part = self._parallelized.strategy.local_part(part)
-        with self._only_counted_randomness():
-            outputs = self._outputs(part)
+        with self._weights.forward():
+            if part.size == 0:
+                return
+            part = self._parallelized.strategy.local_part(part)
+            with self._only_counted_randomness():
+                outputs = self._outputs(part)
         loss, count = self._loss(outputs, part.labels)
         self._losses[action.micro_batch] = loss
         self._add(loss.detach(), count)
@@ -429,9 +443,10 @@ class Engine:
         seed = self._loss_scale.seed(parts[action.micro_batch].labels.numel())
         self._hooks.begin(is_last=action.micro_batch == len(parts) - 1, seed=seed)
         loss = self._losses.pop(action.micro_batch, None)
-        if loss is not None and loss.requires_grad:
-            # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy
-            (loss if seed == 1.0 else loss * seed).backward()
+        with self._weights.backward():
+            if loss is not None and loss.requires_grad:
+                # not backward(seed): torch looks at a seed by its symbolic shapes, which import 45 MB of sympy
+                (loss if seed == 1.0 else loss * seed).backward()
 
     def _outputs(self, part: Batch) -> Tensor:
         self._streams.begin(self.steps, part.samples, _positions(part))

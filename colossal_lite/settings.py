@@ -254,14 +254,15 @@ class ZeroConfig(Section):
     """Stage 2: reduce gradients once a step (memory of stage 1) or after each micro-batch (more traffic)."""
     reshard_after_forward: bool = True
     """Stage 3: drop gathered weights after forward and gather them again in backward."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Stage 3: blocks whose weights are gathered ahead of the one that computes."""
 
     def unread(self) -> Iterable[Unread]:
         if self.stage < 2:
             yield Unread("reduce", f"gradients are sharded from stage 2 on, and stage is {self.stage}")
         if self.stage < 3:
-            yield Unread(
-                "reshard_after_forward", f"weights are sharded at stage 3 only, and stage is {self.stage}"
-            )
+            for name in ("reshard_after_forward", "prefetch"):
+                yield Unread(name, f"weights are sharded at stage 3 only, and stage is {self.stage}")
 
 
 class CheckpointConfig(Section):

@@ -53,7 +53,7 @@ class WholeState:
         whole = masters | frozen
         return {
             name: whole[first[name]].clone() if name in first else to_host(value)
-            for name, value in self._model.state_dict().items()
+            for name, value in self._weights.state_dict().items()
         }
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -73,7 +73,7 @@ class WholeState:
         first = self._first_names()
         own = {  # tensors of the whole shape, without storage
             name: torch.empty(self._specs[first[name]].shape if name in first else value.shape, device="meta")
-            for name, value in self._model.state_dict().items()
+            for name, value in self._weights.state_dict().items()
         }
         if faults := _misfits(own, state):
             raise ValueError("load_full_state_dict:\n  " + "\n  ".join(faults))
@@ -81,7 +81,7 @@ class WholeState:
         layout, coords = self._mesh.layout, self._mesh.coords
         chunked = {entry.name: (chunk, entry) for chunk in self._chunks for entry in chunk.spec.entries}
         with torch.no_grad():
-            for name, target in self._model.state_dict().items():
+            for name, target in self._weights.state_dict().items():
                 value = to_device(state[name], target.device)
                 if name in first:
                     value = cut_values(self._specs[first[name]], layout, coords, _reader(value))
@@ -102,7 +102,7 @@ class WholeState:
                     yield Held(f"{kind}/{entry.name}", self._specs[entry.name], flat[local], start, flat_axes)
         trained = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
         first = self._first_names()
-        for name, value in self._model.state_dict(keep_vars=True).items():
+        for name, value in self._weights.state_dict(keep_vars=True).items():
             if name not in trained and first.get(name, name) == name:
                 if not value.is_contiguous():
                     value.data = value.data.contiguous()

@@ -2,20 +2,24 @@
 
 Note: chunk tensors.
 `value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
+            Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
+`own_value` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
 `master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
-            same memory as `value` where the dtypes agree.
+            same memory as `own_value` where the dtypes agree.
 `filling`   [numel], accumulation dtype (fp32 or better): the sum over micro-batches on this rank, or one micro-batch.
 `gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
 them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY, weights
-WHOLE -> SHARDED -> GATHERING -> WHOLE; any other move is a programming error and stops at once.  The values of a buffer
-mean something only in the states named by its method.  A parameter of a chunk that is not WHOLE is a view of one NaN:
-whoever reads it past the gates gets no stale number.  Parameters never change their shape, dtype or identity.
+WHOLE -> SHARDED -> GATHERING -> WHOLE (sharded ones begin and rest as SHARDED); any other move is a programming error
+and stops at once.  The values of a buffer mean something only in the states named by its method.  A parameter of a
+chunk that is not WHOLE is a view of one NaN: whoever reads it past the gates gets no stale number.  Parameters never
+change their shape, dtype or identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -63,6 +67,32 @@ LEGAL_WEIGHT = {
 }
 
 
+@dataclass(frozen=True)
+class SavedView:
+    """Where a tensor lies in the weights of a chunk, so that it can be had again wherever these are then.
+
+    `offset` in elements of `dtype` from the start of the chunk; `version` of the weights it was a view of."""
+
+    chunk: Chunk
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+    def rebuilt(self) -> Tensor:
+        """The view in the slot where the weights are now. Raises ValueError if they have changed since."""
+        if self.version != self.chunk.version:
+            names = ", ".join(entry.name for entry in self.chunk.spec.entries[:3])
+            raise ValueError(
+                f"backward: the weights {names} have been updated since the forward that it belongs to; call backward "
+                f"before step"
+            )
+        value = self.chunk.value
+        value = value if value.dtype == self.dtype else value.view(self.dtype)
+        return value.as_strided(self.shape, self.stride, value.storage_offset() + self.offset)
+
+
 class Chunk:
     """The buffers of one `ChunkSpec` on this rank."""
 
@@ -77,6 +107,7 @@ class Chunk:
         device: torch.device,
         counted: Sequence[tuple[int, int]] | None = None,
         shard_state: bool = False,
+        shard_value: bool = False,
         by_micro_batch: bool = False,
         ordered: bool = False,
         staging: Slots | None = None,
@@ -94,13 +125,18 @@ class Chunk:
         self.staging, self.received = staging if by_micro_batch else None, received
         length = self.owned[1] - self.owned[0]
 
-        self.value = torch.zeros(spec.numel, dtype=value_dtype, device=device)
-        self.own_value = self.value[slice(*self.owned)]
+        self.is_sharded = shard_value and comm.size > 1
+        kept = torch.zeros(length if self.is_sharded else spec.numel, dtype=value_dtype, device=device)
+        self._value = None if self.is_sharded else kept
+        self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
         same = master_dtype == value_dtype
         self.master = self.own_value if same else torch.zeros(length, dtype=master_dtype, device=device)
         self._parameters: list[nn.Parameter] = []
         self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
-        self.weights = WeightState.WHOLE
+        self._placeholders: list[Tensor] = []
+        self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
+        self.version = 0
+        """How often the weights have changed."""
         self._gathering: Pending | None = None
 
         self.filling: Tensor | None = None
@@ -119,42 +155,76 @@ class Chunk:
 
     # ---- weights ----
 
+    @property
+    def value(self) -> Tensor:
+        """The weights [numel]; only while they are here."""
+        assert self._value is not None, f"chunk {self.spec.id}: its weights are not gathered"
+        return self._value
+
+    @property
+    def resting_bytes(self) -> int:
+        """Of weights between steps."""
+        kept = self.own_value if self.is_sharded else self.value
+        return kept.numel() * kept.element_size()
+
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
         """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
 
         `initial` holds each entry's value in the master dtype or any other, of the parameter's shape.
         """
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
+        self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         for entry in self.spec.entries:
             self.load(entry, initial[entry.name])
-        self._show()
+        (self._hide if self.is_sharded else self._show)()
 
     def load(self, entry: Entry, value: Tensor) -> None:
         """Set one entry's weight, and its master, from all its elements."""
-        assert self.weights is WeightState.WHOLE
+        assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
         flat = value.reshape(-1)
-        self.value[entry.start : entry.stop].copy_(flat)
+        if not self.is_sharded:
+            self.value[entry.start : entry.stop].copy_(flat)
         if part := self.part_of(entry):
             local, start = part
-            self.master[local].copy_(flat[start : start + local.stop - local.start])
+            own = flat[start : start + local.stop - local.start]
+            if self.is_sharded:
+                self.own_value[local].copy_(own)
+            if self.master is not self.own_value:
+                self.master[local].copy_(own)
+        self.version += 1
 
     def publish(self, start: int, stop: int) -> None:
         """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
         if self.master is not self.own_value:
             self.own_value[start:stop].copy_(self.master[start:stop])
+        self.version += 1
 
     def start_gather(self) -> None:
-        """Begin to fetch the other ranks' shards of the weights, which they have updated. Collective."""
-        if self.owned == (0, self.spec.numel):
+        """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.
+        Collective."""
+        if self.is_sharded or self.owned == (0, self.spec.numel):
             return
         self.move_weights(WeightState.SHARDED)
-        for parameter in self._parameters:
-            parameter.data = self._nowhere.expand(parameter.shape)
+        self._hide()
         self.move_weights(WeightState.GATHERING)
         self._gathering = self.comm.all_gather_async(self.own_value, self.value)
 
+    def unshard(self, slot: Tensor) -> None:
+        """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective."""
+        assert self.is_sharded and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.GATHERING)
+        self._value = slot
+        self._gathering = self.comm.all_gather_async(self.own_value, slot)
+
+    def reshard(self) -> None:
+        """Hand the slot back. Nothing may read the weights any more."""
+        self.finish_gather()
+        self.move_weights(WeightState.SHARDED)
+        self._hide()
+        self._value = None
+
     def finish_gather(self) -> None:
-        """Wait for the weights to be WHOLE; at once if they are."""
+        """Wait for the weights to be WHOLE; at once if none are on their way."""
         if self._gathering is None:
             return
         self._gathering.wait()
@@ -162,9 +232,34 @@ class Chunk:
         self._show()
         self.move_weights(WeightState.WHOLE)
 
+    def keep(self) -> None:
+        """Weights that were gathered stay for good: the run is over."""
+        self.is_sharded = False
+
+    def saved(self, tensor: Tensor) -> SavedView | None:
+        """A note of where `tensor` lies in the weights, if it does."""
+        storage = tensor.untyped_storage()._cdata
+        if self._value is None or storage != self._value.untyped_storage()._cdata:
+            return None
+        start_bytes = (
+            tensor.storage_offset() * tensor.itemsize - self._value.storage_offset() * self._value.itemsize
+        )
+        if not 0 <= start_bytes < self._value.numel() * self._value.itemsize:
+            return None
+        offset = start_bytes // tensor.itemsize
+        return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)
+
+    def is_placeholder(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is what parameters show while the weights are not here."""
+        return bool(tensor.untyped_storage()._cdata == self._nowhere.untyped_storage()._cdata)
+
     def _show(self) -> None:
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
             parameter.data = self.value[entry.start : entry.stop].view(parameter.shape)
+
+    def _hide(self) -> None:
+        for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
 
     def move_weights(self, state: WeightState) -> None:
         assert (self.weights, state) in LEGAL_WEIGHT, (

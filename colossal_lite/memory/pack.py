@@ -22,11 +22,19 @@ SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of 
 @dataclass(frozen=True)
 class ChunkKey:
     """What the parameters of one chunk have in common: optimizer group, axes the gradient is summed over, and whether
-    the ranks of the other axes hold the same values too (then only the first of them counts in a norm)."""
+    the ranks of the other axes hold the same values too (then only the first of them counts in a norm).
+
+    `unit`: where weights are gathered block by block, what is gathered together: odd for a block of the model, even for
+    what lies before, between and behind the blocks."""
 
     group: int
     sync_axes: tuple[str, ...] = ()
     replicated: bool = False
+    unit: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        return self.unit % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -108,3 +116,32 @@ def pack(items: Sequence[Item], *, target_numel: int, parts: int = 1) -> tuple[C
         ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts * SHARD_BLOCK_NUMEL), tuple(entries))
         for i, (_, key, entries) in enumerate(closed)
     )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`numel` elements that are held from moment `start` to moment `stop`, both included."""
+
+    start: int
+    stop: int
+    numel: int
+
+
+def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
+    """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
+
+    The largest come first, each at the lowest place that is free while it is held.
+    """
+    offsets = [0] * len(intervals)
+    placed: list[int] = []
+    for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].numel, intervals[i].start)):
+        one, offset = intervals[i], 0
+        beside = [j for j in placed if intervals[j].start <= one.stop and one.start <= intervals[j].stop]
+        for j in sorted(beside, key=lambda j: offsets[j]):
+            if offset + one.numel <= offsets[j]:
+                break
+            offset = max(offset, offsets[j] + intervals[j].numel)
+        offsets[i] = offset
+        placed.append(i)
+    ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
+    return tuple(offsets), max(ends, default=0)

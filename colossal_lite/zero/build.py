@@ -5,7 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,19 +34,22 @@ def build_chunks(
     config: Config,
     mesh: Mesh,
     device: torch.device,
+    blocks: Sequence[str] = (),
 ) -> tuple[Chunk, ...]:
     """The chunks of the trainable parameters, `numels` elements each on this rank, in forward order; without values.
 
+    `blocks`: names of the model's blocks, with which weights are gathered if they are sharded.
     Raises ValueError for a pattern of an optimizer group that fits no parameter.
     """
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     groups = assign_groups(numels, groups_of(config.optimizer))
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     packed = pack(
-        [Item(n, numel, _key(groups[n], specs[n], mesh.layout)) for n, numel in numels.items()],
+        [Item(n, numel, _key(groups[n], specs[n], mesh.layout, units[n])) for n, numel in numels.items()],
         target_numel=CHUNK_BYTES // precision.gradient.itemsize,
         parts=mesh.size("data", "sequence", "tensor"),
     )
-    sharding = Sharding.of(config.zero, config.gradient_accumulation)
     comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
     staging, received = _slots(sharding, packed, comms, precision.gradient, device)
     return tuple(
@@ -59,6 +62,7 @@ def build_chunks(
             device=device,
             counted=_counted(spec, specs, mesh),
             shard_state=sharding.state,
+            shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             staging=staging,
@@ -98,10 +102,21 @@ def _sync_axes(spec: ChunkSpec) -> tuple[str, ...]:
     return spec.key.sync_axes
 
 
-def _key(group: int, spec: ShardSpec, layout: MeshLayout) -> ChunkKey:
+def _units(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:
+    """The unit of each parameter, given in forward order: that of its block, or of the stretch between two."""
+    number = {block: 2 * index + 1 for index, block in enumerate(blocks)}
+    units, last = {}, 0
+    for name in names:
+        block = next((number[b] for b in blocks if name.startswith(f"{b}.")), None)
+        last = block if block is not None else last + last % 2
+        units[name] = last
+    return units
+
+
+def _key(group: int, spec: ShardSpec, layout: MeshLayout, unit: int) -> ChunkKey:
     cut_or_summed = {*spec.sharding_axes, *spec.sync_axes(layout)}
     replicated = any(leaf.size > 1 and leaf.name not in cut_or_summed for leaf in layout.leaves)
-    return ChunkKey(group, spec.sync_axes(layout), replicated)
+    return ChunkKey(group, spec.sync_axes(layout), replicated, unit)
 
 
 def _counted(chunk: ChunkSpec, specs: Mapping[str, ShardSpec], mesh: Mesh) -> list[tuple[int, int]] | None:

@@ -6,8 +6,9 @@ parameter once, with the sum of its uses) and frees autograd's own tensor.  Duri
 during each if gradients are reduced by micro-batch, a chunk whose entries have all arrived is reduced at once,
 asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
 forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
-`reduce` launches what is left, absent gradients counting as zero, and waits.  Reductions that need room for what
-other ranks send are held to `IN_FLIGHT` at once.
+`reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
+too (`by_plan`), chunks go when the plan says so: gathers and reductions then come in one order on all ranks.
+Reductions that need room for what other ranks send are held to `IN_FLIGHT` at once.
 Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
 """
 
@@ -27,9 +28,10 @@ class GradientHooks:
     """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
-    ) -> None:
-        self._chunks, self._by_micro_batch = tuple(chunks), by_micro_batch
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False,
+        by_plan: bool = False,
+    ) -> None:  # fmt: skip
+        self._chunks, self._by_micro_batch, self._by_plan = tuple(chunks), by_micro_batch, by_plan
         self._seed = 1.0
         self._reduces = False  # whether this backward's chunks go when they are complete
         self._missing: list[int] = []  # per chunk: entries that have not arrived in this backward
@@ -50,6 +52,19 @@ class GradientHooks:
     def start_ready(self) -> None:
         """Launch complete chunks, in order, as far as they go."""
         while self._next >= 0 and self._missing[self._next] == 0:
+            self._launch()
+
+    @property
+    def ready(self) -> int:
+        """Chunks, counted from the last, of which every gradient has come in this backward."""
+        complete = self._next
+        while complete >= 0 and self._missing[complete] == 0:
+            complete -= 1
+        return len(self._chunks) - 1 - complete
+
+    def launch(self, count: int) -> None:
+        """Launch until `count` chunks, from the last, are on their way; absent gradients are zero. Collective."""
+        while len(self._chunks) - 1 - self._next < count:
             self._launch()
 
     def reduce(self, index: int) -> None:
@@ -89,8 +104,15 @@ class GradientHooks:
 
     def _arrive(self, chunk: Chunk, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if self._reduces and chunk.spec.id > self._next:
+            raise ValueError(
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
+                f"begun; at zero.stage=3 a model must use its modules in the order of its first step, and each forward "
+                f"needs a backward of its own; zero.stage=2 has no such rule"
+            )
         chunk.accept(index, parameter.grad, seed=self._seed)
         parameter.grad = None
         if self._reduces:
             self._missing[chunk.spec.id] -= 1
-            self.start_ready()
+            if not self._by_plan:
+                self.start_ready()

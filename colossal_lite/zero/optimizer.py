@@ -61,7 +61,7 @@ class ChunkOptimizer:
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size]
     ) -> None:
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
-        self._rules: list[Rule] = [rule_of(self.group_of(c), c.value.dtype) for c in self._chunks]
+        self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         self._state = [
             {name: torch.zeros_like(chunk.gradient) for name in rule.states}
             for chunk, rule in zip(self._chunks, self._rules, strict=True)

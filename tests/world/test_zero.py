@@ -28,6 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "2 by micro-batch": dict(stage=2, reduce="micro_batch"),
     "0 ordered": dict(reduction="ordered"),
     "2 ordered": dict(stage=2, reduction="ordered"),
+    "3": dict(stage=3),
+    "3 kept": dict(stage=3, reshard_after_forward=False, prefetch=2),
+    "3 ordered": dict(stage=3, reduction="ordered", prefetch=0),
 }
 STAGES = pytest.mark.parametrize("kind", KINDS)
 VOCABULARY = 200

@@ -1,0 +1,339 @@
+"""ZeRO-3: weights that are shards between uses, gathered into slots by plan.
+
+Note: who asks and who decides.
+A weight is asked for by a gate before the forward of the module that owns it, and in backward by autograd, when it
+unpacks a saved tensor that lies in a slot.  What then happens is the plan's (zero/unshard.py): the steps up to the one
+that has the weight are executed, in order, so that every rank makes the same gathers and reductions in the same order
+whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
+behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
+
+The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
+gradients are complete, gather all that any of them wants, and note it: that is the trace.  The arena is allocated when
+it ends; from then on nothing is.
+
+Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
+tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
+real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
+unit before.  Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
+Frozen parameters are in no chunk and stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from colossal_lite.comm import AxisComm
+from colossal_lite.memory.chunk import Chunk, SavedView
+from colossal_lite.memory.pack import ChunkKey
+from colossal_lite.plan import Kind
+from colossal_lite.settings import ZeroConfig
+from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.unshard import GatherPlan, Moment, Needs, Step, Trace, gather_plan
+from colossal_lite.zero.weights import Weights
+
+NOTHING: Needs = frozenset()
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ShardedWeights(Weights):
+    """Gathers the weights of one model unit by unit, `prefetch` units ahead."""
+
+    def __init__(
+        self, module: nn.Module, chunks: Sequence[Chunk], hooks: GradientHooks, world: AxisComm, *,
+        prefetch: int = 1, reshard_after_forward: bool = True,
+    ) -> None:  # fmt: skip
+        self._hooks, self._world = hooks, world
+        self._prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
+        self._units = units_of(chunks)
+        self.plan: GatherPlan | None = None
+        """What a micro-batch does; None until the first one has shown the order of the model."""
+        self._arena: Tensor | None = None
+        self._phase = Phase.IDLE
+        self._steps: tuple[Step, ...] = ()
+        self._next = 0  # the step to execute next
+        self._current = NOTHING  # what is whole now
+        self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
+        self._resident: dict[int, int] = {}  # chunk -> offset
+        self._seen: list[Moment] = []
+        self._forward_seen: tuple[Moment, ...] = ()
+        self._node: Any = None  # of autograd, that has asked last
+        self._names_only = False
+        super().__init__(module, chunks)
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+
+    @property
+    def forecast_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.arena_numel * self._chunks[0].own_value.element_size()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self._begin(Phase.FORWARD)
+        keeps = torch.is_grad_enabled()
+        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
+            yield
+        self._end()
+        if not keeps or self.plan is None:
+            self._bring({})
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._begin(Phase.BACKWARD)
+        yield
+        self._end()
+        self._bring({})
+
+    def flush(self) -> None:
+        """Every gathered weight is dropped."""
+        self._bring({})
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        self._names_only = True
+        found = super().state_dict(keep_vars=keep_vars)
+        self._names_only = False
+        return found
+
+    def remove(self) -> None:
+        """Take the gates away, and leave the model whole on every rank. Collective."""
+        self._bring({})
+        for chunk in self._chunks:
+            if chunk.is_sharded:
+                chunk.unshard(chunk.own_value.new_empty(chunk.spec.numel))
+                chunk.finish_gather()
+                chunk.keep()
+        super().remove()
+
+    # ---- who asks ----
+
+    def _gates(self, owner: nn.Module, needed: Sequence[Chunk]) -> Iterator[Any]:
+        needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
+        if not needs:
+            return
+        if not any(True for _ in owner.children()):
+            yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
+            return
+        # What a module with children owns may be read before, between and behind them.
+        yield owner.register_forward_pre_hook(partial(self._open_one, needs))
+        yield owner.register_forward_hook(lambda *_: self._close_one(), always_call=True)
+
+    def _open_one(self, needs: Needs, module: nn.Module, args: Any) -> None:
+        self._open.append(needs | self._held)
+        self._need(self._held)
+
+    def _close_one(self) -> None:
+        self._open.pop()
+
+    @property
+    def _held(self) -> Needs:
+        return self._open[-1] if self._open else NOTHING
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+        for index in self._resident:
+            if (view := self._chunks[index].saved(tensor)) is not None:
+                return view
+        for chunk in self._chunks:
+            if chunk.is_sharded and chunk.is_placeholder(tensor):
+                names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
+                raise ValueError(
+                    f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
+                    f"calling the module that owns it; or use zero.stage=2"
+                )
+        return tensor
+
+    def _unpack(self, saved: Tensor | SavedView) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self._phase is Phase.IDLE:
+            raise ValueError(
+                "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "
+                "loss.backward(), on every rank"
+            )
+        needs, node = self._units[saved.chunk.spec.id], torch._C._current_autograd_node()
+        if node is not None and node is self._node and not needs <= self._current:
+            raise ValueError(
+                f"backward: {node.name()} reads weights of two units at once, which zero.stage=3 gathers one after the "
+                f"other; use zero.stage=2"
+            )
+        self._node = node
+        self._need(needs)
+        return saved.rebuilt()
+
+    def _need(self, needs: Needs) -> None:
+        """`needs` are whole when this returns."""
+        if needs <= self._current:
+            return
+        if self._phase is Phase.IDLE:
+            raise ValueError(
+                "model: at zero.stage=3 a forward gathers weights; call engine(inputs), train_step or eval_step in the "
+                "place of the model, on every rank"
+            )
+        if self.plan is None:
+            self._round(needs)
+            return
+        found = next((i for i in range(self._next, len(self._steps)) if needs <= self._steps[i].needs), None)
+        if found is None:
+            raise ValueError(self._out_of_order(needs))
+        while self._next <= found:
+            self._step()
+        self._wait(self._steps[found].needs)
+
+    def _out_of_order(self, needs: Needs) -> str:
+        names = [entry.name for c in sorted(needs) for entry in self._chunks[c].spec.entries]
+        return (
+            f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
+            f"plan of zero.stage=3 has dropped them; a model may leave modules out, but must use them in the order of "
+            f"its first step, and each forward needs a backward of its own; zero.stage=2 has no such rule"
+        )
+
+    # ---- what happens ----
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
+        self._open.clear()
+        if self.plan is None or phase is Phase.FORWARD:
+            self._bring({})
+        if self.plan is not None:
+            self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
+            if phase is Phase.BACKWARD and self.plan.forward:
+                self._bring(self.plan.forward[-1].resident)
+
+    def _end(self) -> None:
+        """What other ranks still do, this rank does with them."""
+        if self.plan is not None:
+            while self._next < len(self._steps):
+                self._step()
+        else:
+            while self._round(None):
+                pass
+            self._learn()
+        self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
+
+    def _step(self) -> None:
+        step = self._steps[self._next]
+        self._next += 1
+        self._current = NOTHING
+        for action in step.actions:
+            assert action.chunk is not None
+            if action.kind is Kind.RESHARD:
+                self._drop(action.chunk)
+            elif action.kind is Kind.UNSHARD:
+                self._gather(action.chunk, step.resident[action.chunk])
+            else:
+                self._hooks.launch(len(self._chunks) - action.chunk)
+
+    def _wait(self, needs: Needs) -> None:
+        for index in needs:
+            self._chunks[index].finish_gather()
+        self._current = needs
+
+    def _gather(self, index: int, offset: int) -> None:
+        chunk = self._chunks[index]
+        numel = chunk.spec.numel
+        slot = (
+            chunk.own_value.new_empty(numel) if self._arena is None else self._arena[offset : offset + numel]
+        )
+        chunk.unshard(slot)
+        self._resident[index] = offset
+
+    def _drop(self, index: int) -> None:
+        self._chunks[index].reshard()
+        del self._resident[index]
+
+    def _bring(self, resident: Mapping[int, int]) -> None:
+        """Make exactly `resident` be there, each at its offset."""
+        for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
+            self._drop(index)
+        for index, offset in resident.items():
+            if index not in self._resident:
+                self._gather(index, offset)
+
+    # ---- the first micro-batch ----
+
+    def _round(self, needs: Needs | None) -> bool:
+        """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
+        have."""
+        ready = len(self._chunks) if needs is None else self._hooks.ready
+        with self._world.ledger.paused():
+            rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
+        wanted = [row[0] for row in rows if row[0] is not None]
+        if not wanted:
+            return False
+        union: Needs = frozenset(index for some in wanted for index in some)
+        self._current = NOTHING
+        self._bring(dict.fromkeys(sorted(union), -1))
+        launched = min(row[1] for row in rows) if self._phase is Phase.BACKWARD else 0
+        self._hooks.launch(launched)
+        self._seen.append(Moment(union, launched))
+        self._wait(union)
+        return True
+
+    def _learn(self) -> None:
+        """A forward and a backward have been seen: from now on there is a plan."""
+        if self._phase is Phase.FORWARD:
+            self._forward_seen = tuple(self._seen)
+        elif self._forward_seen:
+            self._bring({})
+            trace = Trace(self._forward_seen, tuple(self._seen)).covering(self._units)
+            self.plan = plan_of(
+                trace,
+                self._chunks,
+                prefetch=self._prefetch,
+                reshard_after_forward=self._reshard_after_forward,
+            )
+            self._arena = self._chunks[0].own_value.new_zeros(self.plan.arena_numel)
+
+    def _before_state_dict(self) -> None:
+        if not self._names_only:
+            raise ValueError(
+                "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
+            )
+
+
+def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
+    """For each sharded chunk what is gathered with it: the chunks of its block, or it alone."""
+    blocks: dict[int, set[int]] = {}
+    for chunk in chunks:
+        assert isinstance(chunk.spec.key, ChunkKey)
+        if chunk.is_sharded and chunk.spec.key.is_block:
+            blocks.setdefault(chunk.spec.key.unit, set()).add(chunk.spec.id)
+    return {
+        chunk.spec.id: frozenset(blocks.get(chunk.spec.key.unit, {chunk.spec.id}))
+        for chunk in chunks
+        if chunk.is_sharded and isinstance(chunk.spec.key, ChunkKey)
+    }
+
+
+def plan_of(
+    trace: Trace, chunks: Sequence[Chunk], *, prefetch: int, reshard_after_forward: bool
+) -> GatherPlan:
+    """The plan of these chunks by this trace."""
+    numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
+    return gather_plan(
+        trace, numels, num_chunks=len(chunks), prefetch=prefetch, reshard_after_forward=reshard_after_forward
+    )
+
+
+def weights_of(
+    module: nn.Module, chunks: Sequence[Chunk], hooks: GradientHooks, world: AxisComm, zero: ZeroConfig
+) -> Weights:
+    """The gates that these chunks need."""
+    if not any(chunk.is_sharded for chunk in chunks):
+        return Weights(module, chunks)
+    return ShardedWeights(
+        module, chunks, hooks, world, prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward
+    )

@@ -1,0 +1,166 @@
+"""When sharded weights are gathered and dropped, and where they lie meanwhile: the plan of a micro-batch.
+
+Note: moments.
+The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
+unit computes; a micro-batch is the moments of its forward and then those of its backward, as the first micro-batch has
+shown them (`Trace`).  From the trace everything follows, once for a run: chunk c is resident at moment m if a moment
+from m to m + prefetch needs it, so it is gathered `prefetch` moments before its use, dropped when the next unit begins,
+and kept where it would be dropped only to be gathered again at once (at the turn from forward to backward).  Without
+`reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
+packing these (memory/pack.py), an offset in one arena, whose size is the peak.
+
+Cost of a micro-batch in elements: P chunks are gathered once in forward; in backward again, less those of which
+backward reads no weight (embeddings) and those that are kept at the turn.  So k micro-batches move at most 2 k w P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from colossal_lite.memory.pack import Interval, pack_intervals
+from colossal_lite.plan import Action, Kind
+
+Needs = frozenset[int]
+"""Chunks that must be whole at the same time."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a stretch of computing reads; `launched`: chunks, from the last, whose gradients are complete before it."""
+
+    needs: Needs
+    launched: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The moments of one micro-batch, the same on every rank."""
+
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+
+    def covering(self, units: Mapping[int, Needs]) -> Trace:
+        """With moments for the chunks of `units` that were not read at all (a branch that was not taken): in forward
+        behind those before them in the model's order, in backward behind those after them."""
+        forward, backward = list(self.forward), list(self.backward)
+        for chunk in sorted(units):
+            first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
+            if chunk in first:
+                continue
+            last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
+            at = 1 + max((i for c, i in first.items() if c < chunk), default=-1)
+            forward.insert(at, Moment(units[chunk]))
+            at = 1 + max((i for c, i in last.items() if c > chunk), default=-1)
+            backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
+        return Trace(tuple(forward), tuple(backward))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A moment as it is executed: first the actions, then the computing that needs `needs`.
+
+    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.
+    """
+
+    needs: Needs
+    actions: tuple[Action, ...]
+    resident: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """A micro-batch: its steps, the elements of the arena, and the most that is resident at once."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    arena_numel: int
+    live_numel: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Everything in order; what is resident at the end is dropped."""
+        steps = (*self.forward, *self.backward)
+        last = steps[-1].resident if steps else {}
+        return (
+            *(a for step in steps for a in step.actions),
+            *(_action(Kind.RESHARD, c) for c in sorted(last)),
+        )
+
+    def gathers(self) -> Mapping[int, int]:
+        """How often a micro-batch gathers each chunk."""
+        times: dict[int, int] = {}
+        for action in self.actions:
+            if action.kind is Kind.UNSHARD and action.chunk is not None:
+                times[action.chunk] = times.get(action.chunk, 0) + 1
+        return times
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.actions))
+
+
+def gather_plan(
+    trace: Trace,
+    numels: Mapping[int, int],
+    *,
+    num_chunks: int,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+) -> GatherPlan:
+    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed."""
+    moments = (*trace.forward, *trace.backward)
+    resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
+    places = _places(resident, numels)
+    steps: list[Step] = []
+    before: Mapping[int, int] = {}
+    launched = 0
+    for moment, after in zip(moments, places, strict=True):
+        actions = [_action(Kind.RESHARD, c) for c in before if c not in after]
+        actions += [_action(Kind.UNSHARD, c) for c in after if c not in before]
+        actions += [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
+        steps.append(Step(moment.needs, tuple(actions), after))
+        before, launched = after, max(launched, moment.launched)
+    return GatherPlan(
+        tuple(steps[: len(trace.forward)]),
+        tuple(steps[len(trace.forward) :]),
+        max((offset + numels[c] for place in places for c, offset in place.items()), default=0),
+        max((sum(numels[c] for c in place) for place in places), default=0),
+    )
+
+
+def _action(kind: Kind, chunk: int) -> Action:
+    return Action(kind, stage=0, chunk=chunk)
+
+
+def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
+    """Chunks that are resident at each moment, those that are needed first first."""
+    if reshard:
+        return [
+            list(dict.fromkeys(c for some in needs[m : m + prefetch + 1] for c in sorted(some)))
+            for m in range(len(needs))
+        ]
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for m, some in enumerate(needs):
+        for c in sorted(some):
+            first.setdefault(c, m)
+            last[c] = m
+    return [[c for c in first if first[c] - prefetch <= m <= last[c]] for m in range(len(needs))]
+
+
+def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:
+    """The offset of each resident chunk at each moment, the same for as long as it stays."""
+    runs = list(_runs(resident))
+    offsets, _ = pack_intervals([Interval(start, stop, numels[chunk]) for chunk, start, stop in runs])
+    at = {(chunk, m): o for (chunk, a, b), o in zip(runs, offsets, strict=True) for m in range(a, b + 1)}
+    return [{chunk: at[chunk, m] for chunk in some} for m, some in enumerate(resident)]
+
+
+def _runs(resident: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """(chunk, first moment, last moment) of every stay."""
+    begun: dict[int, int] = {}
+    for m, some in enumerate((*resident, ())):
+        for chunk in [c for c in begun if c not in some]:
+            yield chunk, begun.pop(chunk), m - 1
+        for chunk in some:
+            begun.setdefault(chunk, m)
