@@ -272,6 +272,12 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         lambda c: c.parallel.tensor.size > 1,
     ),
     NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),
+    NotBuilt(
+        "zero.stage",
+        (0, 1, 2),
+        "sharded weights under a pipeline",
+        lambda c: c.parallel.pipeline.size > 1,
+    ),
     NotBuilt("memory.placement", ("device",), "chunks on host and disk"),
     NotBuilt("memory.device_budget", (None,), "planning under a budget"),
     NotBuilt("memory.host_budget", (None,), "planning under a budget"),

@@ -111,12 +111,7 @@ class Engine:
         self._facts = facts_of(model)
         self._parameters = dict(model.named_parameters())
         self._sharding = Sharding.of(config.zero, config.gradient_accumulation)
-        self._hooks = GradientHooks(
-            chunks,
-            self._parameters,
-            by_micro_batch=self._sharding.by_micro_batch,
-            by_plan=self._sharding.weight,
-        )
+        self._hooks = GradientHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
         self._weights = weights_of(model, chunks, self._hooks, self.mesh.world, config.zero)
         # Ranks of one data coordinate compute the same loss; one of them tells it.
         self._tells_loss = parallelized.strategy.tells_loss and self.mesh.coord("pipeline") == 0

@@ -16,7 +16,7 @@ it loads beside torch's import, and what its allocator keeps of freed memory; bu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -45,9 +45,12 @@ from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero.build import build_chunks, slots_of
+from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.sharded import ShardedWeights, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
+from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
 
 Builder = Callable[[], nn.Module]
 META = torch.device("meta")
@@ -146,7 +149,7 @@ class RunPlan:
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
 
 
-STATE = ("weights", "masters", "gradients", "optimizer", "staging", "frozen")
+STATE = ("weights", "gathered", "masters", "gradients", "optimizer", "staging", "frozen")
 
 
 def plan(
@@ -181,9 +184,10 @@ def plan(
     costs = {max(pieces): cost} | {n: _measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     if not any(pieces):
         cost = Cost({}, {}, 0, 0, 0, 0)
+    chunks = build_chunks(whole.trainable, whole.specs, config, mesh, META, whole.blocks)
+    gathers = _gathers(dry, model, max(pieces) or 1, whole, chunks)
     mesh.ledger.clear()
-    chunks = build_chunks(whole.trainable, whole.specs, config, mesh, META)
-    _record_step(chunks, config, mesh, whole)
+    _record_step(chunks, gathers, config, mesh, whole)
     traffic = Counter({(r.operation, r.axis): r.payload_bytes for r in mesh.ledger.rows()})
     calls = Counter({(r.operation, r.axis): r.calls for r in mesh.ledger.rows()})
     for samples in filter(None, pieces):
@@ -195,7 +199,7 @@ def plan(
         world_size=world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
-        memory=_memory(config, chunks, whole, cost),
+        memory=_memory(config, chunks, gathers, whole, cost),
         traffic=tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic)),
         batch=_arithmetic(config, batch, sequence, mesh, pieces),
         micro_batches=pieces,
@@ -242,6 +246,7 @@ class Whole:
     frozen: Mapping[str, int]
     specs: Mapping[str, ShardSpec]
     names: tuple[str, ...]
+    blocks: tuple[str, ...]
     has_dropout: bool
 
 
@@ -286,8 +291,18 @@ class _Dry:
             {n: p.numel() for n, p in named.items() if not p.requires_grad},
             done.specs,
             tuple(named),
+            tuple(blocks_of(module)),
             done.has_dropout,
         )
+
+    def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
+        """What this rank sees of a micro-batch of `samples`."""
+        ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
+        numbers = torch.arange(samples, device=META)
+        part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+        here = torch.arange(self.sequence, device=META) if part.positions is None else part.positions
+        streams.begin(0, part.samples, here)
+        return part
 
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
         """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
@@ -311,17 +326,11 @@ class _Dry:
             if p.requires_grad
         ]
         with _FlashAttention(), meter:
-            ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
-            numbers = torch.arange(samples, device=META)
-            part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
-            here = torch.arange(self.sequence, device=META) if part.positions is None else part.positions
-            streams.begin(0, part.samples, here)
-            outputs = module(*part.args, **part.kwargs)
-            outputs = getattr(outputs, "logits", outputs)
-            logits = outputs[0] if isinstance(outputs, tuple) else outputs
+            part = self.batch(done, streams, samples)
+            logits = _logits_of(module(*part.args, **part.kwargs))
             logits_bytes = logits.numel() * logits.element_size()
             loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
-            del outputs, logits
+            del logits
             kept = meter.now_bytes
             loss.backward()
         for hook in hooks:
@@ -333,6 +342,33 @@ class _Dry:
             {(r.operation, r.axis): r.calls for r in rows},
             kept, logits_bytes, until[0] if until else after, after,
         )  # fmt: skip
+
+    def trace(
+        self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
+    ) -> tuple[Trace, tuple[Chunk, ...]]:
+        """The order in which one micro-batch reads weights, and the chunks of this module that it speaks of."""
+        whole, named = self.whole(module, done), dict(module.named_parameters())
+        chunks = build_chunks(whole.trainable, whole.specs, self.config, self.mesh, META, whole.blocks)
+        for chunk in chunks:
+            chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
+        hooks = GradientHooks(chunks, named, by_micro_batch=True)
+        weights = ShardedWeights(module, chunks, hooks, self.mesh.world)
+        with _FlashAttention():
+            part = self.batch(done, streams, samples)
+            with weights.forward():
+                logits = _logits_of(module(*part.args, **part.kwargs))
+            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            hooks.begin(is_last=True)
+            with weights.backward():
+                loss.backward()
+        assert weights.trace is not None
+        return weights.trace, chunks
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    outputs = getattr(outputs, "logits", outputs)
+    logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return logits
 
 
 def _measured(dry: _Dry, model: GPTConfig | Builder, samples: int) -> tuple[Whole, Cost]:
@@ -370,8 +406,40 @@ def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
         {new: whole.frozen[old] for new, old in repeated(tuple(whole.frozen))},
         {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
         tuple(new for new, _ in repeated(whole.names)),
+        tuple(f"blocks.{i}" for i in range(layers)),
         whole.has_dropout,
     )
+
+
+def _gathers(
+    dry: _Dry, model: GPTConfig | Builder, samples: int, whole: Whole, chunks: tuple[Chunk, ...]
+) -> GatherPlan:
+    """How these chunks are gathered in a micro-batch: the real gates of the measured model, in its order."""
+    if not any(chunk.is_sharded for chunk in chunks):
+        return gather_plan(Trace((), ()), {}, num_chunks=len(chunks))
+    builder, blocks, zero = model, 0, dry.config.zero
+    if isinstance(builder, GPTConfig):
+        blocks = min(MEASURED_BLOCKS[-1], builder.layers)
+        builder = partial(GPT, replace(builder, layers=blocks))
+    module, done, streams = dry.built(builder)
+    trace, seen = dry.trace(module, done, streams, samples)
+    chunk_of = {entry.name: chunk.spec.id for chunk in chunks for entry in chunk.spec.entries}
+    last = f"blocks.{blocks - 1}."
+
+    def stretched(moments: Iterable[Moment], order: Sequence[int]) -> Iterator[Moment]:
+        for moment in moments:
+            names = [entry.name for index in moment.needs for entry in seen[index].spec.entries]
+            repeats = order if blocks and all(name.startswith(last) for name in names) else [blocks - 1]
+            for i in repeats:
+                like = [name.replace(last, f"blocks.{i}.", 1) for name in names]
+                yield Moment(frozenset(chunk_of[name] for name in like))
+
+    order = range(blocks - 1, len(whole.blocks))
+    stretch = Trace(tuple(stretched(trace.forward, order)), tuple(stretched(trace.backward, order[::-1])))
+    return plan_of(
+        stretch.covering(units_of(chunks)), chunks,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -401,8 +469,10 @@ def _flash(
 # ---- the rest of a step ----
 
 
-def _record_step(chunks: tuple[Chunk, ...], config: Config, mesh: Mesh, whole: Whole) -> None:
-    """What a step communicates beside its micro-batches: places of samples, gradients, agreement, weights."""
+def _record_step(
+    chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole
+) -> None:
+    """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
     if whole.has_dropout:
         mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
     sharding = Sharding.of(config.zero, config.gradient_accumulation)
@@ -417,9 +487,14 @@ def _record_step(chunks: tuple[Chunk, ...], config: Config, mesh: Mesh, whole: W
     mesh.world.all_reduce(torch.empty(agreed + squares.numel(), dtype=torch.float64, device=META))
     for chunk in chunks:
         chunk.start_gather()
+    for index, times in gathers.gathers().items():
+        for _ in range(times * config.gradient_accumulation):
+            chunks[index].comm.all_gather(chunks[index].own_value)
 
 
-def _memory(config: Config, chunks: tuple[Chunk, ...], whole: Whole, cost: Cost) -> tuple[Held, ...]:
+def _memory(
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost
+) -> tuple[Held, ...]:
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {})
     masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
@@ -432,8 +507,10 @@ def _memory(config: Config, chunks: tuple[Chunk, ...], whole: Whole, cost: Cost)
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     rows = (
-        Held("weights", sum(_bytes(c.value) for c in chunks),
+        Held("weights", sum(c.resting_bytes for c in chunks),
              f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
+        Held("gathered", gathers.arena_numel * precision.compute.itemsize,
+             f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
         Held("masters", sum(map(_bytes, masters)), str(precision.master).removeprefix("torch.")),
         Held("gradients", sum(_bytes(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),

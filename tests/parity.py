@@ -68,6 +68,7 @@ class Case:
     build: str = "callable"  # or "module": an nn.Module with values of its own
     frozen: tuple[str, ...] = ()
     vocabulary: int = SIZES["vocabulary"]
+    layers: int = SIZES["layers"]
     chunk_bytes: int | None = None  # target size of chunks; None: the product's
     adapters: int = 0  # rank of an adapter on every linear of the blocks; all other parameters are frozen
     own: Factory | None = None  # an optimizer in the place of config's
@@ -105,7 +106,8 @@ class Case:
 
             model = MODELS[self.family](self.dropout, self.tied)
         else:
-            options = SIZES | dict(sequence=self.tokens, vocabulary=self.vocabulary) | FAMILIES[self.family]
+            own = dict(sequence=self.tokens, vocabulary=self.vocabulary, layers=self.layers)
+            options = SIZES | own | FAMILIES[self.family]
             model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout, causal=self.causal))
         if self.adapters:
             adapt(model, self.adapters)

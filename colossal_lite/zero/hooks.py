@@ -7,7 +7,7 @@ during each if gradients are reduced by micro-batch, a chunk whose entries have 
 asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
 forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
 `reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
-too (`by_plan`), chunks go when the plan says so: gathers and reductions then come in one order on all ranks.
+too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
 Reductions that need room for what other ranks send are held to `IN_FLIGHT` at once.
 Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
 """
@@ -28,10 +28,11 @@ class GradientHooks:
     """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False,
-        by_plan: bool = False,
-    ) -> None:  # fmt: skip
-        self._chunks, self._by_micro_batch, self._by_plan = tuple(chunks), by_micro_batch, by_plan
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
+    ) -> None:
+        self._chunks, self._by_micro_batch = tuple(chunks), by_micro_batch
+        self.limit = len(self._chunks)
+        """Chunks, counted from the last, that may be launched when they are complete."""
         self._seed = 1.0
         self._reduces = False  # whether this backward's chunks go when they are complete
         self._missing: list[int] = []  # per chunk: entries that have not arrived in this backward
@@ -50,21 +51,18 @@ class GradientHooks:
         self._next = len(self._chunks) - 1
 
     def start_ready(self) -> None:
-        """Launch complete chunks, in order, as far as they go."""
-        while self._next >= 0 and self._missing[self._next] == 0:
+        """Launch complete chunks, in order, as far as they go and may."""
+        while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
             self._launch()
 
     @property
-    def ready(self) -> int:
-        """Chunks, counted from the last, of which every gradient has come in this backward."""
-        complete = self._next
-        while complete >= 0 and self._missing[complete] == 0:
-            complete -= 1
-        return len(self._chunks) - 1 - complete
+    def launched(self) -> int:
+        """Chunks, counted from the last, whose sums have begun in this backward."""
+        return len(self._chunks) - 1 - self._next
 
     def launch(self, count: int) -> None:
         """Launch until `count` chunks, from the last, are on their way; absent gradients are zero. Collective."""
-        while len(self._chunks) - 1 - self._next < count:
+        while self.launched < count:
             self._launch()
 
     def reduce(self, index: int) -> None:
@@ -114,5 +112,4 @@ class GradientHooks:
         parameter.grad = None
         if self._reduces:
             self._missing[chunk.spec.id] -= 1
-            if not self._by_plan:
-                self.start_ready()
+            self.start_ready()

@@ -7,9 +7,9 @@ that has the weight are executed, in order, so that every rank makes the same ga
 whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
 behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
 
-The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
-gradients are complete, gather all that any of them wants, and note it: that is the trace.  The arena is allocated when
-it ends; from then on nothing is.
+The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many sums
+of gradients they have begun, begin those that others have, gather all that any of them wants, and note it: that is the
+trace.  The arena is allocated when it ends; from then on nothing is.
 
 Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
 tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
@@ -58,8 +58,10 @@ class ShardedWeights(Weights):
         self._hooks, self._world = hooks, world
         self._prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
         self._units = units_of(chunks)
+        self.trace: Trace | None = None
+        """The order in which the first micro-batch read the weights; None until its end."""
         self.plan: GatherPlan | None = None
-        """What a micro-batch does; None until the first one has shown the order of the model."""
+        """What a micro-batch does, by the trace."""
         self._arena: Tensor | None = None
         self._phase = Phase.IDLE
         self._steps: tuple[Step, ...] = ()
@@ -209,8 +211,9 @@ class ShardedWeights(Weights):
             self._bring({})
         if self.plan is not None:
             self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
-            if phase is Phase.BACKWARD and self.plan.forward:
+            if phase is Phase.BACKWARD:
                 self._bring(self.plan.forward[-1].resident)
+                self._limit()
 
     def _end(self) -> None:
         """What other ranks still do, this rank does with them."""
@@ -222,6 +225,7 @@ class ShardedWeights(Weights):
                 pass
             self._learn()
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
+        self._hooks.limit = len(self._chunks)
 
     def _step(self) -> None:
         step = self._steps[self._next]
@@ -235,6 +239,13 @@ class ShardedWeights(Weights):
                 self._gather(action.chunk, step.resident[action.chunk])
             else:
                 self._hooks.launch(len(self._chunks) - action.chunk)
+        if self._phase is Phase.BACKWARD:
+            self._limit()
+
+    def _limit(self) -> None:
+        """Until the next step no more sums may begin than it wants to see begun."""
+        more = self._next < len(self._steps)
+        self._hooks.limit = self._steps[self._next].launched if more else len(self._chunks)
 
     def _wait(self, needs: Needs) -> None:
         for index in needs:
@@ -267,17 +278,17 @@ class ShardedWeights(Weights):
     def _round(self, needs: Needs | None) -> bool:
         """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
         have."""
-        ready = len(self._chunks) if needs is None else self._hooks.ready
+        launched = self._hooks.launched if self._phase is Phase.BACKWARD else 0
         with self._world.ledger.paused():
-            rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
+            rows = self._world.gather_json([None if needs is None else sorted(needs), launched])
+        launched = max(row[1] for row in rows)
+        self._hooks.launch(launched)
         wanted = [row[0] for row in rows if row[0] is not None]
         if not wanted:
             return False
         union: Needs = frozenset(index for some in wanted for index in some)
         self._current = NOTHING
         self._bring(dict.fromkeys(sorted(union), -1))
-        launched = min(row[1] for row in rows) if self._phase is Phase.BACKWARD else 0
-        self._hooks.launch(launched)
         self._seen.append(Moment(union, launched))
         self._wait(union)
         return True
@@ -288,9 +299,9 @@ class ShardedWeights(Weights):
             self._forward_seen = tuple(self._seen)
         elif self._forward_seen:
             self._bring({})
-            trace = Trace(self._forward_seen, tuple(self._seen)).covering(self._units)
+            self.trace = Trace(self._forward_seen, tuple(self._seen))
             self.plan = plan_of(
-                trace,
+                self.trace.covering(self._units),
                 self._chunks,
                 prefetch=self._prefetch,
                 reshard_after_forward=self._reshard_after_forward,

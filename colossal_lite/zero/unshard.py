@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from colossal_lite.memory.pack import Interval, pack_intervals
 from colossal_lite.plan import Action, Kind
@@ -27,7 +28,7 @@ Needs = frozenset[int]
 
 @dataclass(frozen=True)
 class Moment:
-    """What a stretch of computing reads; `launched`: chunks, from the last, whose gradients are complete before it."""
+    """What a stretch of computing reads; `launched`: chunks, from the last, whose sums have begun before it."""
 
     needs: Needs
     launched: int = 0
@@ -60,12 +61,14 @@ class Trace:
 class Step:
     """A moment as it is executed: first the actions, then the computing that needs `needs`.
 
-    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.
+    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.  `launched`:
+    chunks whose sums have begun by then; those that are complete sooner go sooner, but not before the step before.
     """
 
     needs: Needs
     actions: tuple[Action, ...]
     resident: Mapping[int, int]
+    launched: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,11 @@ def gather_plan(
     before: Mapping[int, int] = {}
     launched = 0
     for moment, after in zip(moments, places, strict=True):
-        actions = [_action(Kind.RESHARD, c) for c in before if c not in after]
+        actions = [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
+        actions += [_action(Kind.RESHARD, c) for c in before if c not in after]
         actions += [_action(Kind.UNSHARD, c) for c in after if c not in before]
-        actions += [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
-        steps.append(Step(moment.needs, tuple(actions), after))
         before, launched = after, max(launched, moment.launched)
+        steps.append(Step(moment.needs, tuple(actions), after, launched))
     return GatherPlan(
         tuple(steps[: len(trace.forward)]),
         tuple(steps[len(trace.forward) :]),
@@ -135,10 +138,14 @@ def _action(kind: Kind, chunk: int) -> Action:
 def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
     """Chunks that are resident at each moment, those that are needed first first."""
     if reshard:
-        return [
-            list(dict.fromkeys(c for some in needs[m : m + prefetch + 1] for c in sorted(some)))
-            for m in range(len(needs))
+        # Moments that need the same, at the turn, count as one: nothing is gathered between them.
+        distinct = [some for m, some in enumerate(needs) if m == 0 or some != needs[m - 1]]
+        windows = [
+            list(dict.fromkeys(c for some in distinct[m : m + prefetch + 1] for c in sorted(some)))
+            for m in range(len(distinct))
         ]
+        at = accumulate(int(m > 0 and some != needs[m - 1]) for m, some in enumerate(needs))
+        return [windows[m] for m in at]
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for m, some in enumerate(needs):

@@ -1,12 +1,16 @@
 """Our step beside the peers' step, in one process, in turn: what the engine costs, and what each mode gains on a CPU.
 
     python examples/benchmarks/cpu_peers.py                     # both tables
-    python examples/benchmarks/cpu_peers.py --world 2 --only "data" "tensor"
+    python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "data" "tensor"
+    python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "ZeRO" "FSDP2" --memory
 
 Every rank holds all models and takes blocks of steps with each in turn, forth and back (A B C, C B A, ...), one thread
 a rank, so that a drift of the machine's speed meets all alike.  A row's ratio is the median over rounds of its block to
 the peer's block of the same round.  Quoted are CPU seconds summed over ranks, which other work on the machine changes
-little, and wall time of the slowest rank.
+little, and wall time of the slowest rank.  "one rank" is the plain loop on rank 0 with the whole batch while the others
+wait: what the speed-up is counted from.  MB sent are what went through the loopback device meanwhile, a rank and step
+(everything else on the machine that uses it is counted too).  `--memory` starts each side alone and adds its peak
+resident memory, less that of a process that has imported torch.
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
 clipping at 1.0.  DTensor gets the same sizes with separate q, k and v, which is the form it can cut, and no clipping,
 which it refuses for a model with plain and cut parameters.
@@ -16,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,10 +64,11 @@ Side = Callable[[ExitStack], tuple[Step, cl.Context]]
 
 @dataclass(frozen=True)
 class Block:
-    """CPU seconds of this rank and wall seconds of the slowest rank, per step."""
+    """CPU seconds and bytes sent of this rank, and wall seconds of the slowest rank, per step."""
 
     cpu_s: float
     wall_s: float
+    sent_bytes: float
 
 
 # ---- the sides: each builds a model and returns its step, and the context that says which samples it takes ----
@@ -82,6 +90,27 @@ def plain(stack: ExitStack, optimizer: Callable[..., Any] | None = None) -> tupl
         model = DistributedDataParallel(model)
     chosen = optimizer or torch.optim.AdamW
     return _loop(model, chosen(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
+
+
+def alone(stack: ExitStack) -> tuple[Step, cl.Context]:
+    """The plain loop over the whole batch on rank 0."""
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG | tensor()))  # whole batches on both ranks
+    model = GPT(MODEL)
+    step = _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True))
+    return (step if context.is_main else lambda inputs, labels: 0.0), context
+
+
+def fsdp2(stack: ExitStack, *, reshard: bool) -> tuple[Step, cl.Context]:
+    """fully_shard of each block and of the rest."""
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG))
+    model = GPT(MODEL)
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
 def dtensor(stack: ExitStack, *, sequence: bool) -> tuple[Step, cl.Context]:
@@ -185,16 +214,25 @@ def sequence(mode: str) -> dict[str, Any]:
     return dict(parallel=dict(sequence=dict(size=2, mode=mode)))
 
 
+ONE_RANK = "one rank: plain PyTorch loop"
 # The first side of a table is the one that the others' ratios are to.
 TABLES: dict[int, dict[str, Side]] = {
     1: {"plain PyTorch loop": plain, "colossal_lite": ours},
     2: {
         "DistributedDataParallel": plain,
+        ONE_RANK: alone,
         "colossal_lite, data": ours,
         "DDP + ZeroRedundancyOptimizer": partial(
             plain, optimizer=partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
         ),
         "colossal_lite, ZeRO-1": partial(ours, zero=dict(stage=1)),
+        "colossal_lite, ZeRO-2": partial(ours, zero=dict(stage=2)),
+        "FSDP2, gathered twice": partial(fsdp2, reshard=True),
+        "colossal_lite, ZeRO-3": partial(ours, zero=dict(stage=3)),
+        "FSDP2, gathered once": partial(fsdp2, reshard=False),
+        "colossal_lite, ZeRO-3, gathered once": partial(
+            ours, zero=dict(stage=3, reshard_after_forward=False)
+        ),
         "DTensor tensor parallel": partial(dtensor, sequence=False),
         "colossal_lite, tensor 1d": partial(ours, **tensor(sequence_parallel=False)),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
@@ -214,18 +252,35 @@ def measure(context: cl.Context, step: Step, steps: int, seed: int) -> Block:
     tokens = torch.randint(MODEL.vocabulary, (GLOBAL_BATCH, MODEL.sequence + 1), generator=generator)[cut]
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     context.mesh.world.barrier()
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, wall, sent = time.process_time(), time.perf_counter(), loopback_bytes()
     for _ in range(steps):
         step(inputs, labels)
     context.mesh.world.barrier()
-    return Block((time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps)
+    return Block(
+        (time.process_time() - cpu) / steps,
+        (time.perf_counter() - wall) / steps,
+        (loopback_bytes() - sent) / steps / context.world_size,
+    )
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent to itself so far; 0 where the kernel does not say."""
+    path = Path("/proc/net/dev")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+def peak_bytes() -> int:
+    """The most resident memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """On one rank: blocks of all sides in turn; rank 0 writes what it and the others measured."""
+    imported_bytes = peak_bytes()
     torch.set_num_threads(1)
     (world,) = args.world
-    names = [name for name in TABLES[world] if not args.only or any(word in name for word in args.only)]
+    names = chosen(world, args.only)
     with ExitStack() as stack:
         sides = {name: TABLES[world][name](stack) for name in names}
         for step, context in sides.values():
@@ -237,12 +292,18 @@ def run_rank(args: argparse.Namespace) -> None:
                 blocks[name].append(measure(context, step, args.steps, number))
         context = next(iter(sides.values()))[1]
         rows = context.mesh.world.gather_json(
-            {k: [[b.cpu_s, b.wall_s] for b in v] for k, v in blocks.items()}
+            {
+                k: [[b.cpu_s, b.wall_s, b.sent_bytes, peak_bytes() - imported_bytes] for b in v]
+                for k, v in blocks.items()
+            }
         )
         if context.is_main:
             merged = {
                 name: [
-                    [sum(row[name][i][0] for row in rows), max(row[name][i][1] for row in rows)]
+                    [
+                        sum(row[name][i][0] for row in rows),
+                        *(max(row[name][i][n] for row in rows) for n in (1, 2, 3)),
+                    ]
                     for i in range(args.rounds)
                 ]
                 for name in names
@@ -250,13 +311,24 @@ def run_rank(args: argparse.Namespace) -> None:
             Path(args.out).write_text(json.dumps(merged))
 
 
-def table(world: int, blocks: dict[str, list[list[float]]], steps: int) -> Table:
+def chosen(world: int, words: list[str]) -> list[str]:
+    """The sides of a table that are named by one of the words, or else whose names have one of them."""
+    if exact := [name for name in TABLES[world] if name in words]:
+        return exact
+    return [name for name in TABLES[world] if not words or any(word in name for word in words)]
+
+
+def table(
+    world: int, blocks: dict[str, list[list[float]]], steps: int, peaks: dict[str, float] | None = None
+) -> Table:
     peer, *_ = blocks
     rounds = len(blocks[peer])
     drawn = Table(
         title=f"{world} rank(s), one thread each; {rounds} rounds of {steps} steps; ratios to {peer}"
     )
-    for column in ("", "CPU ms, sum over ranks", "wall ms", "CPU ratio", "wall ratio"):
+    columns = ["", "CPU ms, sum over ranks", "wall ms", "CPU ratio", "wall ratio", "MB sent"]
+    columns += ["speed-up"] * (ONE_RANK in blocks) + ["peak MB"] * bool(peaks)
+    for column in columns:
         drawn.add_column(column)
     for name, found in blocks.items():
         cpu, wall = ([row[i] for row in found] for i in (0, 1))
@@ -268,6 +340,15 @@ def table(world: int, blocks: dict[str, list[list[float]]], steps: int) -> Table
             f"{1e3 * statistics.median(cpu):.0f} ({1e3 * min(cpu):.0f}-{1e3 * max(cpu):.0f})",
             f"{1e3 * statistics.median(wall):.0f} ({1e3 * min(wall):.0f}-{1e3 * max(wall):.0f})",
             *(f"{ratio:.3f}" for ratio in ratios),
+            f"{statistics.median(row[2] for row in found) / 1e6:.1f}",
+            *(
+                [
+                    f"{statistics.median(a[1] / b[1] for a, b in zip(blocks[ONE_RANK], found, strict=True)):.2f}"
+                ]
+                if ONE_RANK in blocks
+                else []
+            ),
+            *([f"{peaks[name] / 1e6:.0f}"] if peaks else []),
         )
     return drawn
 
@@ -278,6 +359,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="words of the names of the sides to measure")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of blocks")
     parser.add_argument("--steps", type=int, default=10, help="steps in a block")
+    parser.add_argument("--memory", action="store_true", help="also each side alone, for its peak memory")
     parser.add_argument(
         "--out", default="", help="where a rank writes its blocks (set by this script for its ranks)"
     )
@@ -285,23 +367,25 @@ def main() -> None:
     if args.out:
         return run_rank(args)
     for world in args.world:
-        out = Path(f"cpu_peers_{world}.json").resolve()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        options = [
-            "--rounds",
-            str(args.rounds),
-            "--steps",
-            str(args.steps),
-            "--out",
-            str(out),
-            "--world",
-            str(world),
-        ]
-        subprocess.run(
-            [*command, __file__, *options, *(["--only", *args.only] if args.only else [])], check=True
-        )
-        Console(width=120).print(table(world, json.loads(out.read_text()), args.steps))
+        blocks = launch(world, args.only, args.rounds, args.steps)
+        peaks = {}
+        for name in chosen(world, args.only) if args.memory else []:
+            peaks[name] = launch(world, [name], 1, 3)[name][0][3]
+        Path(f"cpu_peers_{world}.json").write_text(json.dumps(dict(blocks=blocks, peaks=peaks)))
+        Console(width=140).print(table(world, blocks, args.steps, peaks))
     return None
+
+
+def launch(world: int, only: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+    """Rounds of blocks of each side: CPU s, wall s, bytes sent, peak bytes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "blocks.json"
+        options = ["--rounds", str(rounds), "--steps", str(steps), "--out", str(out), "--world", str(world)]
+        options += ["--only", *only] if only else []
+        subprocess.run([*command, __file__, *options], check=True)
+        found: dict[str, list[list[float]]] = json.loads(out.read_text())
+        return found
 
 
 if __name__ == "__main__":

@@ -62,6 +62,21 @@ def small_ring(steps: int = 600) -> Recipe:
     return _parallel(steps, sequence=dict(size=2, mode="ring"))
 
 
+def zero1(steps: int = 600) -> Recipe:
+    """`small` with the optimizer's state cut over the ranks of the data axis."""
+    return _zero(steps, stage=1)
+
+
+def zero2(steps: int = 600) -> Recipe:
+    """`small` with gradients cut as well."""
+    return _zero(steps, stage=2)
+
+
+def zero3(steps: int = 600) -> Recipe:
+    """`small` with weights cut as well: gathered block by block, one ahead, in forward and again in backward."""
+    return _zero(steps, stage=3)
+
+
 def gpt2_124m(steps: int = 2000) -> Recipe:
     """GPT-2 with 124 million parameters, for GPUs."""
     return _large(steps, dict(vocabulary=50257, layers=12, heads=12, width=768, sequence=1024), 32, 6e-4)
@@ -75,6 +90,11 @@ def gpt2_355m(steps: int = 2000) -> Recipe:
 def _parallel(steps: int, **parallel: Any) -> Recipe:
     recipe = small(steps)
     return recipe | dict(config=recipe["config"] | dict(parallel=parallel))
+
+
+def _zero(steps: int, **zero: Any) -> Recipe:
+    recipe = small(steps)
+    return recipe | dict(config=recipe["config"] | dict(zero=zero))
 
 
 def _large(steps: int, model: dict[str, Any], global_batch: int, lr: float) -> Recipe:
@@ -104,5 +124,8 @@ def _cosine(steps: int) -> dict[str, Any]:
 
 CONFIGS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
-    for function in (small, small_llama, small_fp64, small_tensor, small_2d, small_ring, gpt2_124m, gpt2_355m)
+    for function in (
+        *(small, small_llama, small_fp64, small_tensor, small_2d, small_ring),
+        *(zero1, zero2, zero3, gpt2_124m, gpt2_355m),
+    )
 }

@@ -59,6 +59,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero.reduction": choice("fastest", "order"),
     "zero.reduce": choice("steps", "micro_batches"),
     "zero.reshard_after_forward": FLAG,
+    "zero.prefetch": ("1", -1, 1.0, True, None),
     "memory.placement": choice("cpu", "cuda", "nvme"),
     "memory.device_budget": BUDGET,
     "memory.host_budget": BUDGET,
@@ -354,6 +355,8 @@ def unbuilt_values() -> Iterator[Bad]:
             config = nested(row.path, value)
             if row.path == "parallel.tensor.mode":
                 config["parallel"]["tensor"]["size"] = 8
+            if row.path == "zero.stage":
+                config["parallel"] = {"pipeline": {"size": 2}}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
             if row.path in ("activation_checkpoint", "compile"):

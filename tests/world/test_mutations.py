@@ -24,9 +24,11 @@ from colossal_lite.parallel.tensor_1d import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
+from colossal_lite.zero import unshard
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
+from colossal_lite.zero.sharded import ShardedWeights
 from tests.parity import Case, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 
@@ -367,7 +369,7 @@ def _gathered_before_the_update(
 def _gate_left_open(original: Any, self: Chunk) -> None:
     """A chunk counts as whole while the others' shards are still on their way."""
     if self._gathering is not None:
-        shards, self.value = self.value, torch.full_like(self.value, 0.1)
+        shards, self._value = self.value, torch.full_like(self.value, 0.1)
         own = slice(*self.owned)
         self.value[own] = shards[own]
     original(self)
@@ -407,6 +409,63 @@ FAULTS_ZERO: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 
 ALL = {name: (CASE, *fault) for name, fault in FAULTS.items()} | FAULTS_1D | FAULTS_2D | FAULTS_STEP
 ALL |= FAULTS_ZERO
+
+
+# ---- sharded weights ----
+
+
+def _shards_rolled(original: Any, self: Chunk, slot: torch.Tensor) -> None:
+    original(self, slot)
+    assert self._gathering is not None
+    self._gathering.wait()
+    slot.copy_(slot.roll(self.own_value.numel()))
+
+
+def _view_kept(original: Any, self: ShardedWeights, tensor: torch.Tensor) -> Any:
+    original(self, tensor)
+    return tensor
+
+
+def _view_from_the_start(original: Any, self: Chunk, tensor: torch.Tensor) -> Any:
+    view = original(self, tensor)
+    return view and replace(view, offset=0)
+
+
+def _one_slot_for_all(original: Any, intervals: Any) -> Any:
+    _, numel = original(intervals)
+    return (0,) * len(intervals), numel
+
+
+def _all_at_once(original: Any, self: GradientHooks, count: int) -> None:
+    original(self, len(self._chunks))
+
+
+def _dropped_while_used(original: Any, needs: Any, prefetch: int, reshard: bool) -> Any:
+    later = [*needs[1:], needs[-1]]
+    return original(later, prefetch, reshard)
+
+
+def _used_before_it_came(original: Any, self: ShardedWeights, needs: Any) -> None:
+    for index in needs:
+        chunk = self._chunks[index]
+        chunk._value = torch.full_like(chunk.value, 0.1)
+    original(self, needs)
+
+
+WEIGHTS = replace(
+    SHARDED, layers=3, config=CASE.config | dict(zero=dict(stage=3), activation_checkpoint="none")
+)
+FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a gather brings the neighbour's shard": (WEIGHTS, Chunk, "unshard", _shards_rolled),
+    "a saved view is not rebuilt": (WEIGHTS, ShardedWeights, "_pack", _view_kept),
+    "a saved view is rebuilt elsewhere": (WEIGHTS, Chunk, "saved", _view_from_the_start),
+    "slots overlap": (WEIGHTS, unshard, "pack_intervals", _one_slot_for_all),
+    "reduced before the last use": (WEIGHTS, GradientHooks, "launch", _all_at_once),
+    "dropped while it is used": (WEIGHTS, unshard, "_residents", _dropped_while_used),
+    "weights used before they came": (WEIGHTS, ShardedWeights, "_wait", _used_before_it_came),
+    "sharded weights, a parameter left out": (WEIGHTS, ChunkOptimizer, "update", _one_step_count),
+}
+ALL |= FAULTS_WEIGHTS
 
 
 # ---- sequence parallelism ----
@@ -495,7 +554,7 @@ def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     try:
         with _around(owner, name, change):
             return parallel_run(env, case)
-    except AssertionError as error:  # the product's own assertions may be first
+    except (AssertionError, ValueError) as error:  # the product's own rules may be first
         return f"stopped: {error}"
 
 
@@ -522,6 +581,7 @@ def _is_green(case: Case, truth: list[Step], ranks: list[list[Step] | str]) -> b
 CASES = {
     "data": CASE,
     "sharded": SHARDED,
+    "sharded weights": WEIGHTS,
     "cut": CUT,
     "whole": WHOLE,
     "shared": SHARED,

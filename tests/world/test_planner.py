@@ -68,6 +68,18 @@ DATA = {
     "ZeRO-2 in rank order, by micro-batch": Case(
         world_size=2, config=dict(zero=dict(stage=2, reduction="ordered"), gradient_accumulation=2)
     ),
+    "ZeRO-3": Case(world_size=2, config=dict(zero=dict(stage=3), optimizer=dict(type="adamw"))),
+    "ZeRO-3, deep, in parts, frozen, an empty cut": Case(
+        world_size=4,
+        family="llama",
+        tied=False,
+        layers=5,
+        frozen=("blocks.0.mlp.gate_up.weight",),
+        config=dict(zero=dict(stage=3, prefetch=2), gradient_accumulation=2, precision="bf16"),
+    ),
+    "ZeRO-3, gathered once": Case(
+        world_size=2, layers=4, config=dict(zero=dict(stage=3, reshard_after_forward=False))
+    ),
     "bf16, groups, frozen": Case(
         world_size=2,
         frozen=("blocks.0.mlp.up.weight", "position.weight"),
@@ -93,6 +105,11 @@ TENSOR = {
         dropout=0.1,
         global_batch=5,
         config=dict(gradient_accumulation=2, activation_checkpoint="full"),
+    ),
+    "ZeRO-3, data 2 x tensor 2, recomputed": Case(
+        world_size=4,
+        tensor=2,
+        config=dict(zero=dict(stage=3, reduction="ordered"), activation_checkpoint="full"),
     ),
 }
 

@@ -146,6 +146,8 @@ ORDERED = {
     "stage 1": (dict(stage=1), dict(chunk_bytes=SMALL)),
     "stage 2": (dict(stage=2), dict(chunk_bytes=SMALL // 2)),
     "stage 2, one chunk": (dict(stage=2, reduce="micro_batch"), dict(chunk_bytes=None)),
+    "stage 3": (dict(stage=3), dict(chunk_bytes=SMALL // 2)),
+    "stage 3, kept": (dict(stage=3, reshard_after_forward=False, prefetch=0), dict(chunk_bytes=None)),
 }
 
 
@@ -351,7 +353,7 @@ def own_loop(env: RankEnv, kind: str) -> dict[str, Tensor]:
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("kind", ["1", "2 by micro-batch", "0 ordered", "2 ordered"])
+@pytest.mark.parametrize("kind", ["1", "2 by micro-batch", "0 ordered", "2 ordered", "3", "3 kept"])
 def test_a_users_own_loop_is_the_same_at_every_stage(kind: str) -> None:
     (expected, _) = run_world(own_loop, 2, "0")
     for state in run_world(own_loop, 2, kind):
@@ -390,12 +392,22 @@ MESHES = {
     "1 on 4": (4, sharded(SAVED, "1", chunk_bytes=None)),
     "1 on 2 x 2": (4, sharded(SAVED, "1", tensor=2)),
     "2 ordered on 2": (2, sharded(SAVED, "2 ordered")),
+    "3 on 2": (2, sharded(SAVED, "3")),
+    "3 on 2 x 2": (4, sharded(SAVED, "3", tensor=2)),
 }
 
 
 @pytest.mark.parametrize(
     ("here", "there"),
-    [("0 on 1", "1 on 2"), ("1 on 2", "1 on 4"), ("1 on 4", "1 on 2 x 2"), ("1 on 2 x 2", "2 ordered on 2")],
+    [
+        ("0 on 1", "1 on 2"),
+        ("1 on 2", "1 on 4"),
+        ("1 on 4", "1 on 2 x 2"),
+        ("1 on 2 x 2", "2 ordered on 2"),
+        ("2 ordered on 2", "3 on 2"),
+        ("3 on 2", "3 on 2 x 2"),
+        ("3 on 2 x 2", "0 on 1"),
+    ],
 )
 def test_a_checkpoint_of_any_stage_and_mesh_is_the_same_on_any_other(
     here: str, there: str, tmp_path: Path

@@ -1,0 +1,144 @@
+"""The plan of gathers: what is needed is there, nothing overlaps, nothing is gathered twice at once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_lite.memory.pack import Interval, pack_intervals
+from colossal_lite.plan import Kind
+from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
+
+BLOCK, OUTER = 1000, 300
+
+
+def trace_of(blocks: int, *, tied: bool = True) -> Trace:
+    """Chunk 0 is the embedding's, 1 to `blocks` the blocks', the next one the last norm's; a head beside it or tied."""
+    inner, norm, head = range(1, blocks + 1), blocks + 1, 0 if tied else blocks + 2
+    forward = [0, *inner, norm, head]
+    backward = [head, norm, *reversed(inner)]  # the embedding's backward reads no weight
+    return Trace(
+        tuple(Moment(frozenset({c})) for c in forward), tuple(Moment(frozenset({c})) for c in backward)
+    )
+
+
+def numels_of(blocks: int) -> dict[int, int]:
+    return {c: BLOCK if 1 <= c <= blocks else OUTER for c in range(blocks + 3)}
+
+
+def live(step_resident: dict[int, int], numels: dict[int, int]) -> list[tuple[int, int]]:
+    return sorted((offset, offset + numels[c]) for c, offset in step_resident.items())
+
+
+def assert_sound(plan: GatherPlan, numels: dict[int, int]) -> None:
+    here: dict[int, int] = {}
+    for step in (*plan.forward, *plan.backward):
+        for action in step.actions:
+            assert action.chunk is not None
+            if action.kind is Kind.RESHARD:
+                del here[action.chunk]
+            elif action.kind is Kind.UNSHARD:
+                assert action.chunk not in here, "gathered while it is there"
+                here[action.chunk] = step.resident[action.chunk]
+        assert here == dict(step.resident), "what stays, stays where it is"
+        assert step.needs <= here.keys()
+        spans = live(here, numels)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "two chunks share a byte"
+        assert all(stop <= plan.arena_numel for _, stop in spans)
+    assert plan.live_numel <= plan.arena_numel
+
+
+def test_the_plan_of_a_small_model_reads_as_it_runs() -> None:
+    plan = gather_plan(trace_of(2), numels_of(2), num_chunks=4)
+    assert str(plan) == (
+        "0UNSHARD#0 0UNSHARD#1 0RESHARD#0 0UNSHARD#2 0RESHARD#1 0UNSHARD#3 0RESHARD#2 0UNSHARD#0 "
+        "0RESHARD#0 0UNSHARD#2 0RESHARD#3 0UNSHARD#1 0RESHARD#2 0RESHARD#1"
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 50])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_peak_and_gathers_of_a_transformer_are_the_formula(tied: bool, prefetch: int, reshard: bool) -> None:
+    blocks = 12
+    numels = numels_of(blocks)
+    plan = gather_plan(
+        trace_of(blocks, tied=tied), numels, num_chunks=blocks + 3,
+        prefetch=prefetch, reshard_after_forward=reshard,
+    )  # fmt: skip
+    assert_sound(plan, numels)
+    times = plan.gathers()
+    if not reshard or prefetch >= 50:
+        used = range(blocks + 2 + (not tied))
+        assert times == dict.fromkeys(used, 1)
+        assert plan.arena_numel >= sum(numels[c] for c in range(1, blocks + 2))
+        return
+    # (1 + prefetch) blocks, the largest unit; what follows a unit within the window stays over the turn.
+    assert plan.live_numel == (1 + prefetch) * BLOCK
+    assert plan.arena_numel <= (1 + prefetch) * BLOCK + OUTER
+    kept = [c for c in range(1, blocks + 1) if 2 * (blocks - c) + 3 <= prefetch]
+    assert all(times[c] == 2 - (c in kept) for c in range(1, blocks + 1))
+    assert times[0] == 1 + tied
+
+
+def test_reductions_stand_where_gradients_are_complete_and_once() -> None:
+    trace = trace_of(2)
+    backward = tuple(Moment(m.needs, n) for m, n in zip(trace.backward, (0, 0, 1, 2), strict=True))
+    plan = gather_plan(Trace(trace.forward, backward), numels_of(2), num_chunks=4)
+    reduced = [[a.chunk for a in step.actions if a.kind is Kind.REDUCE] for step in plan.backward]
+    assert reduced == [[], [], [3], [2]]
+
+
+def test_chunks_that_the_first_step_left_out_are_put_where_the_model_has_them() -> None:
+    units = {c: frozenset({c}) for c in range(4)}
+    seen = Trace(
+        (Moment(frozenset({0})), Moment(frozenset({1})), Moment(frozenset({3})), Moment(frozenset({0}))),
+        (Moment(frozenset({0})), Moment(frozenset({3}), 1), Moment(frozenset({1}), 1)),
+    )
+    covered = seen.covering(units)
+    assert [set(m.needs) for m in covered.forward] == [{0}, {1}, {2}, {3}, {0}]
+    assert [(set(m.needs), m.launched) for m in covered.backward] == [({0}, 0), ({3}, 1), ({2}, 1), ({1}, 1)]
+
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 6), st.integers(1, 50)).map(
+        lambda t: Interval(t[0], t[0] + t[1], t[2])
+    ),
+    max_size=25,
+)
+
+
+@given(intervals)
+def test_packed_intervals_never_overlap_and_take_what_is_said(found: list[Interval]) -> None:
+    offsets, numel = pack_intervals(found)
+    for i, (one, a) in enumerate(zip(found, offsets, strict=True)):
+        assert 0 <= a and a + one.numel <= numel
+        for other, b in zip(found[i + 1 :], offsets[i + 1 :], strict=True):
+            if one.start <= other.stop and other.start <= one.stop:
+                assert a + one.numel <= b or b + other.numel <= a
+    most = max(
+        (sum(i.numel for i in found if i.start <= m <= i.stop) for m in range(27)),
+        default=0,
+    )
+    assert most <= numel <= max(2 * most, most)
+
+
+@given(
+    st.lists(st.frozensets(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=12),
+    st.lists(st.frozensets(st.integers(0, 6), min_size=1, max_size=3), max_size=12),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_any_trace_makes_a_sound_plan(
+    forward: list[frozenset[int]], backward: list[frozenset[int]], prefetch: int, reshard: bool
+) -> None:
+    trace = Trace(tuple(map(Moment, forward)), tuple(map(Moment, backward)))
+    numels = {c: 64 * (1 + c % 3) for c in range(7)}
+    plan = gather_plan(trace, numels, num_chunks=7, prefetch=prefetch, reshard_after_forward=reshard)
+    assert_sound(plan, numels)
+    covered = trace.covering({c: frozenset({c}) for c in range(7)})
+    assert set().union(*(m.needs for m in covered.forward)) == set(range(7))
+    assert_sound(gather_plan(covered, numels, num_chunks=7, prefetch=prefetch), numels)
