@@ -356,6 +356,8 @@ def unbuilt_values() -> Iterator[Bad]:
             if row.path == "parallel.tensor.mode":
                 config["parallel"]["tensor"]["size"] = 8
             if row.path == "zero.stage":
+                if any(other.path == "parallel.pipeline.size" for other in NOT_BUILT):
+                    continue  # the pipeline that it does not work with would be a second fault
                 config["parallel"] = {"pipeline": {"size": 2}}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
