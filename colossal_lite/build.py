@@ -74,6 +74,11 @@ def initialize(
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
     _check_optimizer(optimizer, module, parallelized.specs, context)
+    if config.memory.placement != "device" and context.device.type != "cpu":
+        raise ValueError(
+            f"memory.placement={config.memory.placement!r} on {context.device.type} is not built yet (a device tier is "
+            f"emulated on the cpu); legal: 'device'"
+        )
     chunks = _build_chunks(module, originals, recipes, parallelized.specs, context)
     buffers_to_device(module, context.device)
     return Engine(module, context, parallelized, streams, chunks, criterion, optimizer)

@@ -278,7 +278,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "sharded weights under a pipeline",
         lambda c: c.parallel.pipeline.size > 1,
     ),
-    NotBuilt("memory.placement", ("device",), "chunks on host and disk"),
+    NotBuilt("memory.placement", ("device", "host"), "weights on the host, and the disk"),
     NotBuilt("memory.device_budget", (None,), "planning under a budget"),
     NotBuilt("memory.host_budget", (None,), "planning under a budget"),
     NotBuilt("precision.master", ("auto", "fp32", "none"), "split master weights"),

@@ -118,7 +118,10 @@ class Engine:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
-            self._optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), parallelized.ops, shapes)
+            self._optimizer = ChunkOptimizer(
+                chunks, groups_of(config.optimizer), parallelized.ops, shapes,
+                placement=config.memory.placement, timeout_s=config.timeout_s,
+            )  # fmt: skip
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
@@ -176,8 +179,11 @@ class Engine:
             self._optimizer.changed = False
             scale = totals.weight / self._clip_factor(totals.grad_norm)
             runtime.run(
-                (a for a in serial_plan(1, len(self._chunks)).ranks[0] if a.kind is Kind.UPDATE),
-                {Kind.UPDATE: lambda action: self._update(_chunk_of(action), totals, factor, scale)},
+                self._optimizer.plan[0],
+                {
+                    Kind.UPDATE: lambda action: self._update(_chunk_of(action), totals, factor, scale),
+                    **self._optimizer.moves,
+                },
             )
             self._optimizer.finish(factor)
             self._warn_if_unchanged(factor)
@@ -367,7 +373,13 @@ class Engine:
         if isinstance(self._weights, ShardedWeights):
             kinds["gathered"] = self._weights.arena_bytes
             foreseen["gathered"] = self._weights.forecast_bytes
-        return tuple(MemoryRow(kind, device, now, now, foreseen[kind]) for kind, now in kinds.items())
+        rests = dict.fromkeys(("masters", "optimizer"), "host") if self._optimizer.tiers else {}
+        if self._optimizer.tiers:
+            kinds["visiting"] = self._optimizer.tiers.device_bytes
+            foreseen["visiting"] = self._optimizer.visiting_bytes
+        return tuple(
+            MemoryRow(kind, rests.get(kind, device), now, now, foreseen[kind]) for kind, now in kinds.items()
+        )
 
     def on_step(self, callback: Callable[[StepResult], None]) -> None:
         """Call `callback` with the result of every step from now on."""
@@ -389,6 +401,7 @@ class Engine:
         self._hooks.remove()
         restore(self.model)
         self._weights.remove()
+        self._optimizer.close()
 
     # ---- what the actions do ----
 

@@ -48,7 +48,7 @@ from colossal_lite.zero.build import build_chunks, slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded import ShardedWeights, plan_of, units_of
+from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
 
@@ -66,11 +66,12 @@ ALLOCATOR_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one kind on this rank at the worst moment of a step, and what they are made of."""
+    """Bytes of one kind on this rank at the worst moment of a step, what they are made of, and on which tier."""
 
     kind: str
     bytes: int
     origin: str
+    tier: str = "device"
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,24 @@ class RunPlan:
 
     @property
     def peak_bytes(self) -> int:
-        return sum(row.bytes for row in self.memory)
+        """On the device."""
+        return sum(row.bytes for row in self.memory if row.tier == "device")
+
+    @property
+    def host_bytes(self) -> int:
+        """State that rests in host memory."""
+        return sum(row.bytes for row in self.memory if row.tier == "host")
 
     @property
     def state_bytes(self) -> int:
-        """Allocated from the first step to the last."""
-        return sum(row.bytes for row in self.memory if row.kind in STATE)
+        """Allocated on the device from the first step to the last."""
+        return sum(row.bytes for row in self.memory if row.kind in STATE and row.tier == "device")
 
     @property
     def process_bytes(self) -> int:
         """What a process on a CPU holds at the most, less what importing torch takes."""
         freed_in_step = self.peak_bytes - self.state_bytes
-        return self.peak_bytes + LIBRARIES_BYTES + round(ALLOCATOR_SHARE * freed_in_step)
+        return self.peak_bytes + self.host_bytes + LIBRARIES_BYTES + round(ALLOCATOR_SHARE * freed_in_step)
 
     @property
     def payload_bytes(self) -> int:
@@ -133,7 +140,7 @@ class RunPlan:
                 f"rank {self.rank} of {self.world_size}: {self.layout}",
                 f"parameters {self.parameters:,}, here {self.local_parameters:,}",
                 *(f"  {term.name:<18} {term.value:>12,}  {term.origin}" for term in self.batch),
-                *(f"  {row.kind:<18} {size(row.bytes):>12}  {row.origin}" for row in self.memory),
+                *(f"  {row.kind:<18} {size(row.bytes):>12}  {_told(row)}" for row in self.memory),
                 f"  {'peak':<18} {size(self.peak_bytes):>12}  {self.verdict}",
                 *(
                     f"  {f'{row.operation} on {row.axis}':<30} {row.calls:>6} x {size(row.payload_bytes):>12}"
@@ -149,7 +156,7 @@ class RunPlan:
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
 
 
-STATE = ("weights", "gathered", "masters", "gradients", "optimizer", "staging", "frozen")
+STATE = ("weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "frozen")
 
 
 def plan(
@@ -437,7 +444,7 @@ def _gathers(
     order = range(blocks - 1, len(whole.blocks))
     stretch = Trace(tuple(stretched(trace.forward, order)), tuple(stretched(trace.backward, order[::-1])))
     return plan_of(
-        stretch.covering(units_of(chunks)), chunks,
+        stretch.covering(contexts_of(chunks), units_of(chunks)), chunks,
         prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
     )  # fmt: skip
 
@@ -496,7 +503,9 @@ def _memory(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost
 ) -> tuple[Held, ...]:
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {})
+    placement = config.memory.placement
+    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
+    rests = "host" if optimizer.tiers else "device"
     masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
     update = max(
         (_bytes(chunk.master) for chunk in chunks), default=0
@@ -511,10 +520,11 @@ def _memory(
              f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
         Held("gathered", gathers.arena_numel * precision.compute.itemsize,
              f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
-        Held("masters", sum(map(_bytes, masters)), str(precision.master).removeprefix("torch.")),
+        Held("masters", sum(map(_bytes, masters)), str(precision.master).removeprefix("torch."), rests),
         Held("gradients", sum(_bytes(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
-        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}"),
+        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),
+        Held("visiting", optimizer.visiting_bytes, "slots of state that has come from the host for its update"),
         Held("frozen", sum(whole.frozen.values()) * precision.compute.itemsize, compute),
         Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
         Held("logits", cost.logits, compute),
@@ -644,7 +654,7 @@ def table(made: RunPlan) -> Any:
             out.add_row(*map(Text, row))
         return out
 
-    memory = [(row.kind, size(row.bytes), row.origin) for row in made.memory]
+    memory = [(row.kind, size(row.bytes), _told(row)) for row in made.memory]
     memory.append(("peak", size(made.peak_bytes), made.verdict))
     memory.append(("on a CPU", size(made.process_bytes), "with libraries and allocator, less torch's import"))
     traffic = [(r.operation, r.axis, f"{r.calls:,}", size(r.payload_bytes)) for r in made.traffic]
@@ -658,6 +668,10 @@ def table(made: RunPlan) -> Any:
             traffic or [("none", "", "0", "0 B")], (2, 3),
         ),
     )  # fmt: skip
+
+
+def _told(row: Held) -> str:
+    return row.origin if row.tier == "device" else f"on the {row.tier}: {row.origin}"
 
 
 def size(number: int) -> str:

@@ -4,7 +4,7 @@ Note: slots.
 A slot holds one chunk's gathered weights, its gradient while that fills, or what other ranks sent of it.  How many are
 needed at once is planned, and these are one allocation.  A model that does not keep to the plan (parameters that no
 backward reaches hold their chunk open) gets further slots, which are kept and counted: a wrong forecast shows in
-`memory_report`, a wrong number never.
+`memory_report`, a wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Slots:
         self._dtype, self._device = dtype, device
         slots = torch.zeros(planned if numel else 0, max(numel, 1), dtype=dtype, device=device)
         self._free: list[Tensor] = list(slots)
+        self._storage = slots.untyped_storage()._cdata
         self._count, self._taken, self._most = len(self._free), 0, 0
 
     def take(self, numel: int) -> Tensor:
@@ -39,6 +40,12 @@ class Slots:
         self._free.append(slot)
         self._taken -= 1
         assert self._taken >= 0, "a slot was given back twice"
+
+    def shrink(self) -> None:
+        """Let go of the slots beyond the planned ones; none may be taken."""
+        assert self._taken == 0, f"{self._taken} slots are in use"
+        self._free = [slot for slot in self._free if slot.untyped_storage()._cdata == self._storage]
+        self._count = len(self._free)
 
     @property
     def most_taken(self) -> int:

@@ -60,6 +60,14 @@ class GradientHooks:
         """Chunks, counted from the last, whose sums have begun in this backward."""
         return len(self._chunks) - 1 - self._next
 
+    @property
+    def ready(self) -> int:
+        """Chunks, counted from the last, of which every gradient has come in this backward."""
+        complete = self._next
+        while complete >= 0 and self._missing[complete] == 0:
+            complete -= 1
+        return len(self._chunks) - 1 - complete
+
     def launch(self, count: int) -> None:
         """Launch until `count` chunks, from the last, are on their way; absent gradients are zero. Collective."""
         while self.launched < count:

@@ -7,11 +7,12 @@ step count; when all are, which is the rule, that is one call for the whole chun
 tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
 alone (`master="none"`) are widened for the update of one range and rounded back.  A rank that owns a shard of
 a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
+State may rest on the host and visit the device chunk by chunk (zero/tiers.py): the plan says when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,6 +23,9 @@ from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.optim import Group, Rule, rule_of
+from colossal_lite.plan import Action, Kind
+from colossal_lite.zero.interleave import update_plan
+from colossal_lite.zero.tiers import AHEAD, SLOTS, HostStates
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,21 @@ class ChunkOptimizer:
     """State tensors and step counts of every chunk, and the update of one chunk at a time."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size]
-    ) -> None:
+        self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
+        placement: str = "device", timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
+        """`placement`: the tier on which state, and masters that are apart from the weights, rest."""
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
-        self._state = [
-            {name: torch.zeros_like(chunk.gradient) for name in rule.states}
-            for chunk, rule in zip(self._chunks, self._rules, strict=True)
+        names = [rule.states for rule in self._rules]
+        self.tiers = HostStates(self._chunks, names, timeout_s) if placement == "host" else None
+        """Copies to and from the host; None if state rests on the device."""
+        self.plan = update_plan(len(self._chunks), ahead=AHEAD if self.tiers else None)
+        self._state: list[dict[str, Tensor]] = [
+            self.tiers.at_rest(index)
+            if self.tiers
+            else {name: torch.zeros_like(chunk.gradient) for name in some}
+            for index, (chunk, some) in enumerate(zip(self._chunks, names, strict=True))
         ]
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self.changed = False
@@ -84,6 +96,7 @@ class ChunkOptimizer:
         schedule's share of the peak learning rate; the gradient is divided by `grad_scale` and consumed."""
         assert chunk.state is GradientState.REDUCED
         index, group, rule = chunk.spec.id, self.group_of(chunk), self._rules[chunk.spec.id]
+        here = self.tiers.here(index) if self.tiers else self._state[index]
         before = None if self.changed else chunk.master.clone()  # as a rule the first chunk says it for all
         for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
             entry = chunk.spec.entries[span.first]
@@ -91,7 +104,7 @@ class ChunkOptimizer:
             stored = chunk.master[span.start : span.stop].view(shape)
             gradient = chunk.gradient[span.start : span.stop].view(shape)
             weight = stored.to(gradient.dtype)
-            state = {n: flat[span.start : span.stop].view(shape) for n, flat in self._state[index].items()}
+            state = {n: flat[span.start : span.stop].view(shape) for n, flat in here.items()}
             rule.update(
                 self._ops, group, weight, gradient, state,
                 step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale,
@@ -103,7 +116,24 @@ class ChunkOptimizer:
         self.changed = before is None or not torch.equal(before, chunk.master)
 
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: nothing is left to do."""
+        """After the update of the last chunk of a step: all state is back where it rests."""
+        if self.tiers:
+            self.tiers.flush()
+
+    @property
+    def moves(self) -> dict[Kind, Callable[[Action], None]]:
+        """What the actions of the plan beside UPDATE do."""
+        if self.tiers is None:
+            return {}
+        tiers = self.tiers
+        return {
+            Kind.FETCH: lambda a: tiers.fetch(a.chunk or 0),
+            Kind.EVICT: lambda a: tiers.evict(a.chunk or 0),
+        }
+
+    def close(self) -> None:
+        if self.tiers:
+            self.tiers.close()
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
@@ -133,6 +163,17 @@ class ChunkOptimizer:
     def state_bytes(self) -> int:
         """Held now."""
         return sum(t.numel() * t.element_size() for state in self._state for t in state.values())
+
+    @property
+    def visiting_bytes(self) -> int:
+        """By the formula: slots on the device, each for the largest state and master of a chunk; 0 without tiers."""
+        if self.tiers is None:
+            return 0
+        records = [
+            (chunk.owned[1] - chunk.owned[0]) * (len(rule.states) + (chunk.master is not chunk.own_value))
+            for chunk, rule in zip(self._chunks, self._rules, strict=True)
+        ]
+        return SLOTS * max(records) * self._chunks[0].gradient.element_size()
 
     @property
     def forecast_bytes(self) -> int:

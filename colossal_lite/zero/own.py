@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.plan import Action, Kind
+from colossal_lite.zero.interleave import update_plan
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -41,6 +43,10 @@ class OwnOptimizer:
         given = {name: self._of[name] for name in shapes if name in self._of}
         self._optimizer = factory(list(given.values()))
         _check(self._optimizer, given)
+        self.plan = update_plan(len(self._chunks))
+        self.tiers = None
+        self.moves: dict[Kind, Callable[[Action], None]] = {}
+        self.visiting_bytes = 0
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.changed = False
 
@@ -69,6 +75,9 @@ class OwnOptimizer:
             chunk.publish(0, chunk.spec.numel)
         self._optimizer.zero_grad(set_to_none=True)
         self.changed = any(_bits(c.master) != bits for c, bits in zip(self._chunks, before, strict=True))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk whatever tensors the optimizer keeps for it."""

@@ -7,9 +7,9 @@ that has the weight are executed, in order, so that every rank makes the same ga
 whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
 behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
 
-The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many sums
-of gradients they have begun, begin those that others have, gather all that any of them wants, and note it: that is the
-trace.  The arena is allocated when it ends; from then on nothing is.
+The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
+gradients are complete, sum those that are so on any of them (where they are not, nothing will come), gather all that
+any of them wants, and note it: that is the trace.  The arena is allocated when it ends; from then on nothing is.
 
 Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
 tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
@@ -35,6 +35,7 @@ from colossal_lite.memory.chunk import Chunk, SavedView
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
+from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.unshard import GatherPlan, Moment, Needs, Step, Trace, gather_plan
 from colossal_lite.zero.weights import Weights
@@ -71,6 +72,7 @@ class ShardedWeights(Weights):
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._seen: list[Moment] = []
         self._forward_seen: tuple[Moment, ...] = ()
+        self._learnt = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
         self._names_only = False
         super().__init__(module, chunks)
@@ -207,8 +209,13 @@ class ShardedWeights(Weights):
     def _begin(self, phase: Phase) -> None:
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
         self._open.clear()
+        self._hooks.limit = 0  # until a step, or the other ranks, say more
         if self.plan is None or phase is Phase.FORWARD:
             self._bring({})
+        if phase is Phase.FORWARD and self._learnt:
+            for slots in slots_of(self._chunks):
+                slots.shrink()
+            self._learnt = False
         if self.plan is not None:
             self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
             if phase is Phase.BACKWARD:
@@ -278,11 +285,12 @@ class ShardedWeights(Weights):
     def _round(self, needs: Needs | None) -> bool:
         """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
         have."""
-        launched = self._hooks.launched if self._phase is Phase.BACKWARD else 0
+        ready = self._hooks.ready if self._phase is Phase.BACKWARD else 0
         with self._world.ledger.paused():
-            rows = self._world.gather_json([None if needs is None else sorted(needs), launched])
+            rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
         launched = max(row[1] for row in rows)
         self._hooks.launch(launched)
+        self._hooks.limit = launched
         wanted = [row[0] for row in rows if row[0] is not None]
         if not wanted:
             return False
@@ -299,9 +307,10 @@ class ShardedWeights(Weights):
             self._forward_seen = tuple(self._seen)
         elif self._forward_seen:
             self._bring({})
+            self._learnt = True
             self.trace = Trace(self._forward_seen, tuple(self._seen))
             self.plan = plan_of(
-                self.trace.covering(self._units),
+                self.trace.covering(contexts_of(self._chunks), self._units),
                 self._chunks,
                 prefetch=self._prefetch,
                 reshard_after_forward=self._reshard_after_forward,
@@ -326,6 +335,26 @@ def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
         chunk.spec.id: frozenset(blocks.get(chunk.spec.key.unit, {chunk.spec.id}))
         for chunk in chunks
         if chunk.is_sharded and isinstance(chunk.spec.key, ChunkKey)
+    }
+
+
+def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
+    """For each sharded chunk what a forward of its modules needs: its unit, and what the modules around them own."""
+    units = units_of(chunks)
+    owned: dict[str, set[int]] = {}
+    for chunk in chunks:
+        for entry in chunk.spec.entries:
+            owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
+
+    def around(name: str) -> Iterator[int]:
+        owner = name.rpartition(".")[0]
+        while owner:
+            owner = owner.rpartition(".")[0]
+            yield from owned.get(owner, ())
+
+    return {
+        index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))
+        for index, needs in units.items()
     }
 
 

@@ -41,9 +41,10 @@ class Trace:
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
 
-    def covering(self, units: Mapping[int, Needs]) -> Trace:
-        """With moments for the chunks of `units` that were not read at all (a branch that was not taken): in forward
-        behind those before them in the model's order, in backward behind those after them."""
+    def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
+        """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
+        before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
+        modules need in forward, `units` what is gathered with it in backward."""
         forward, backward = list(self.forward), list(self.backward)
         for chunk in sorted(units):
             first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
@@ -51,7 +52,7 @@ class Trace:
                 continue
             last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
             at = 1 + max((i for c, i in first.items() if c < chunk), default=-1)
-            forward.insert(at, Moment(units[chunk]))
+            forward.insert(at, Moment(contexts[chunk]))
             at = 1 + max((i for c, i in last.items() if c > chunk), default=-1)
             backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
         return Trace(tuple(forward), tuple(backward))

@@ -98,7 +98,7 @@ def test_chunks_that_the_first_step_left_out_are_put_where_the_model_has_them() 
         (Moment(frozenset({0})), Moment(frozenset({1})), Moment(frozenset({3})), Moment(frozenset({0}))),
         (Moment(frozenset({0})), Moment(frozenset({3}), 1), Moment(frozenset({1}), 1)),
     )
-    covered = seen.covering(units)
+    covered = seen.covering(units, units)
     assert [set(m.needs) for m in covered.forward] == [{0}, {1}, {2}, {3}, {0}]
     assert [(set(m.needs), m.launched) for m in covered.backward] == [({0}, 0), ({3}, 1), ({2}, 1), ({1}, 1)]
 
@@ -139,6 +139,7 @@ def test_any_trace_makes_a_sound_plan(
     numels = {c: 64 * (1 + c % 3) for c in range(7)}
     plan = gather_plan(trace, numels, num_chunks=7, prefetch=prefetch, reshard_after_forward=reshard)
     assert_sound(plan, numels)
-    covered = trace.covering({c: frozenset({c}) for c in range(7)})
+    alone = {c: frozenset({c}) for c in range(7)}
+    covered = trace.covering(alone, alone)
     assert set().union(*(m.needs for m in covered.forward)) == set(range(7))
     assert_sound(gather_plan(covered, numels, num_chunks=7, prefetch=prefetch), numels)

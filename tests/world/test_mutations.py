@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from colossal_lite import conjugate, engine, kernels, zero
 from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
 from colossal_lite.parallel import blockwise, parallelize, tensor_1d, tensor_2d
@@ -29,6 +31,7 @@ from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
+from colossal_lite.zero.tiers import HostStates
 from tests.parity import Case, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 
@@ -468,6 +471,44 @@ FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_WEIGHTS
 
 
+# ---- state on the host ----
+
+
+def _refilled_before_it_is_empty(original: Any, self: Link, target: Any, source: Any, **more: Any) -> Any:
+    if self.name == "d2h":
+        self._thread.submit(time.sleep, 0.005)  # what is copied out is what is there by then
+    return original(self, target, source)
+
+
+def _not_taken_back(original: Any, self: HostStates, index: int) -> None:
+    record = self._records[index]
+    before = record.host.clone()
+    original(self, index)
+    if index == len(self._records) - 1:
+        self.flush()
+        record.host.copy_(before)
+
+
+def _read_before_it_came(original: Any, self: HostStates, index: int) -> Any:
+    self._incoming[index].wait()
+    self._here[index].fill_(0.1)
+    return original(self, index)
+
+
+HOST = replace(
+    SHARDED,
+    chunk_bytes=8 * 1500,
+    config=CASE.config
+    | dict(memory=dict(placement="host"), optimizer=dict(type="adamw", lr=0.01, weight_decay=0.1)),
+)
+FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a slot is refilled before it is empty": (HOST, Link, "copy", _refilled_before_it_is_empty),
+    "the last state is not taken back": (HOST, HostStates, "evict", _not_taken_back),
+    "state is read before it has come": (HOST, HostStates, "here", _read_before_it_came),
+}
+ALL |= FAULTS_HOST
+
+
 # ---- sequence parallelism ----
 
 
@@ -582,6 +623,7 @@ CASES = {
     "data": CASE,
     "sharded": SHARDED,
     "sharded weights": WEIGHTS,
+    "state on the host": HOST,
     "cut": CUT,
     "whole": WHOLE,
     "shared": SHARED,

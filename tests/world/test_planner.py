@@ -80,6 +80,12 @@ DATA = {
     "ZeRO-3, gathered once": Case(
         world_size=2, layers=4, config=dict(zero=dict(stage=3, reshard_after_forward=False))
     ),
+    "ZeRO-1, state on the host": Case(
+        world_size=2,
+        config=dict(
+            zero=dict(stage=1), memory=dict(placement="host"), precision="bf16", optimizer=dict(type="adamw")
+        ),
+    ),
     "bf16, groups, frozen": Case(
         world_size=2,
         frozen=("blocks.0.mlp.up.weight", "position.weight"),

@@ -1,0 +1,65 @@
+"""The order of updates and of the copies around them: all once, within its slots, nothing read before it is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from colossal_lite.plan import Action, Kind, Memory, Plan, PlanError, check
+from colossal_lite.simulate import simulate
+from colossal_lite.zero.interleave import update_plan
+
+
+def memory(num_chunks: int, slots: int) -> Memory:
+    chunks = [(0, c) for c in range(num_chunks)]
+    return Memory(
+        dict.fromkeys(chunks, "host"),
+        {},
+        sizes_bytes=dict.fromkeys(chunks, 1),
+        budget_bytes={"device": slots},
+    )
+
+
+def test_the_plan_reads_as_it_runs() -> None:
+    assert str(update_plan(3, ahead=1)) == (
+        "0FETCH#0 0FETCH#1 0UPDATE#0 0EVICT#0 0FETCH#2 0UPDATE#1 0EVICT#1 0UPDATE#2 0EVICT#2"
+    )
+    assert str(update_plan(2)) == "0UPDATE#0 0UPDATE#1"
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5, 6, 9, 12])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_every_chunk_is_updated_once_and_is_back_on_the_host_in_its_newest_version(
+    num_chunks: int, ahead: int
+) -> None:
+    found = check(update_plan(num_chunks, ahead=ahead), memory=memory(num_chunks, ahead + 2))
+    assert found.bytes[0]["device"] == min(num_chunks, ahead + 1)
+
+
+def test_a_plan_that_forgets_to_take_the_last_chunk_back_is_refused() -> None:
+    (actions,) = update_plan(4, ahead=1)
+    with pytest.raises(PlanError, match="must end on host"):
+        check(Plan((actions[:-1],)), memory=memory(4, 3))
+
+
+def test_a_plan_that_updates_before_the_state_is_there_is_refused() -> None:
+    (actions,) = update_plan(4, ahead=1)
+    without = tuple(a for a in actions if (a.kind, a.chunk) != (Kind.FETCH, 2))
+    with pytest.raises(PlanError):
+        check(Plan((without,)), memory=memory(4, 3))
+
+
+@pytest.mark.parametrize(("copy_s", "update_s"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)])
+def test_a_step_takes_what_the_slower_of_link_and_update_takes_and_one_fill_and_drain(
+    copy_s: float, update_s: float
+) -> None:
+    """Both directions of the link at once: the bound is max(n copies, n updates), plus the first copy and the last."""
+
+    def seconds(action: Action) -> float:
+        return update_s if action.kind is Kind.UPDATE else copy_s
+
+    n = 10
+    makespan_s = simulate(update_plan(n, ahead=1), seconds, memory=memory(n, 3)).makespan_s
+    slower, faster = max(copy_s, update_s), min(copy_s, update_s)
+    assert (
+        n * slower + 2 * copy_s - copy_s * (copy_s > update_s) <= makespan_s <= (n + 2) * slower + 2 * faster
+    )

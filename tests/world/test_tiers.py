@@ -1,0 +1,102 @@
+"""State that rests on the host and visits the device gives the bits of state that stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from colossal_lite.memory.mover import Link, LinkSpeed
+from colossal_lite.zero import tiers
+from tests.parity import Case, chunk_numel, initial_values, start
+from tests.pool import RankEnv, run_world
+from tests.world.test_zero import BITS, SMALL, assert_same_bits, bits, loads, saves
+
+HOST = dict(memory=dict(placement="host"))
+ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
+# Of optimizers that keep no state, one that does, and one that keeps whole tensors.
+MIXED = dict(
+    type="adamw", lr=1e-2, groups=[dict(match="*.bias", type="sgd"), dict(match="*norm*", type="lion")]
+)
+COMBINATIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank, float32": (1, {}, {}),
+    "ZeRO-1, bf16, masters on the host too": (2, dict(zero=dict(stage=1), precision="bf16"), {}),
+    "ZeRO-3, bf16, ordered": (
+        2,
+        dict(zero=dict(stage=3, reduction="ordered"), precision="bf16"),
+        dict(layers=3, chunk_bytes=SMALL),
+    ),
+    "ZeRO-2, groups of other optimizers": (2, dict(zero=dict(stage=2), optimizer=MIXED), {}),
+    "one chunk": (1, dict(precision="bf16"), dict(chunk_bytes=None)),
+    "fp16, steps that overflow": (2, dict(precision="fp16"), {}),
+}
+
+
+def slow(env: RankEnv, case: Case, up: LinkSpeed, down: LinkSpeed) -> Any:
+    speeds, make = {"h2d": up, "d2h": down}, Link.__init__
+
+    def of_its_own(self: Link, name: str, speed: LinkSpeed, **more: Any) -> None:
+        make(self, name, speeds[name], **more)
+
+    with patch.object(Link, "__init__", of_its_own):
+        return bits(env, case)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_host_gives_the_bits_of_the_device(name: str) -> None:
+    ranks, config, change = COMBINATIONS[name]
+    case = replace(BITS, world_size=ranks, config=BITS.config | config, **change)
+    expected = run_world(bits, ranks, case)
+    assert_same_bits(run_world(bits, ranks, replace(case, config=case.config | HOST)), expected)
+
+
+@pytest.mark.parametrize(("up_s", "down_s"), [(0.003, 0.0), (0.0, 0.003), (0.002, 0.002)])
+def test_bits_do_not_depend_on_the_speed_of_the_link(up_s: float, down_s: float) -> None:
+    case = replace(BITS, config=BITS.config | dict(precision="bf16"))
+    expected = run_world(bits, 1, case)
+    links = LinkSpeed(latency_s=up_s), LinkSpeed(latency_s=down_s)
+    assert_same_bits(run_world(slow, 1, replace(case, config=case.config | HOST), *links), expected)
+
+
+def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        inputs, labels = case.batch(0)
+        engine.train_step((inputs[cut], labels[cut]))
+        moved = engine._optimizer.tiers
+        assert isinstance(moved, tiers.HostStates)
+        rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
+        assert moved.up.moved_bytes == moved.down.moved_bytes == moved.host_bytes
+        assert all(torch.isfinite(chunk.master).all() for chunk in engine._chunks)
+        return rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_and_bytes_over_the_link_are_the_formula(world_size: int) -> None:
+    """(m + 2 g) P / W on the host, three slots of the largest on the device, all of it up and down once a step."""
+    case = Case(
+        config=HOST | dict(zero=dict(stage=1), precision="bf16", optimizer=ADAMW), world_size=world_size
+    )
+    owned = chunk_numel([v.numel() for v in initial_values(case).values()], world_size) // world_size
+    for rows in run_world(report, world_size, case):
+        assert rows["masters"][:2] == ("host", 4 * owned) and rows["optimizer"][:2] == ("host", 8 * owned)
+        assert rows["visiting"] == ("cpu", 3 * 12 * owned, 3 * 12 * owned)
+        assert all(peak == forecast for _, peak, forecast in rows.values())
+        assert {kind for kind, (tier, _, _) in rows.items() if tier == "host"} == {"masters", "optimizer"}
+
+
+def test_a_checkpoint_of_one_placement_is_the_same_on_the_other(tmp_path: Any) -> None:
+    device = Case(config=dict(precision="bf16", optimizer=ADAMW), chunk_bytes=SMALL // 2)
+    host = replace(device, config=device.config | HOST | dict(zero=dict(stage=3)))
+    for number, (here, there) in enumerate(((device, host), (host, device))):
+        weights, state = run_world(saves, 2, here, str(tmp_path / str(number)))[0]
+        for other_weights, other_state in run_world(loads, 2, there, str(tmp_path / str(number))):
+            assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+            for name, values in state.items():
+                assert all(torch.equal(value, other_state[name][kind]) for kind, value in values.items()), (
+                    name
+                )
