@@ -249,9 +249,10 @@ class Chunk:
         offset = start_bytes // tensor.itemsize
         return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)
 
-    def is_placeholder(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is what parameters show while the weights are not here."""
-        return bool(tensor.untyped_storage()._cdata == self._nowhere.untyped_storage()._cdata)
+    @property
+    def placeholder(self) -> int:
+        """Identity of the storage that parameters show while the weights are not here."""
+        return int(self._nowhere.untyped_storage()._cdata)
 
     def _show(self) -> None:
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):

@@ -59,6 +59,7 @@ class ShardedWeights(Weights):
         self._hooks, self._world = hooks, world
         self._prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
         self._units = units_of(chunks)
+        self._placeholders = {chunk.placeholder: chunk for chunk in chunks if chunk.is_sharded}
         self.trace: Trace | None = None
         """The order in which the first micro-batch read the weights; None until its end."""
         self.plan: GatherPlan | None = None
@@ -147,16 +148,17 @@ class ShardedWeights(Weights):
         return self._open[-1] if self._open else NOTHING
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedView:
-        for index in self._resident:
-            if (view := self._chunks[index].saved(tensor)) is not None:
-                return view
-        for chunk in self._chunks:
-            if chunk.is_sharded and chunk.is_placeholder(tensor):
-                names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
-                raise ValueError(
-                    f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
-                    f"calling the module that owns it; or use zero.stage=2"
-                )
+        storage = tensor.untyped_storage()._cdata
+        if self._arena is None or storage == self._arena.untyped_storage()._cdata:
+            for index in self._resident:
+                if (view := self._chunks[index].saved(tensor)) is not None:
+                    return view
+        if (chunk := self._placeholders.get(storage)) is not None:
+            names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
+            raise ValueError(
+                f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
+                f"calling the module that owns it; or use zero.stage=2"
+            )
         return tensor
 
     def _unpack(self, saved: Tensor | SavedView) -> Tensor:

@@ -77,6 +77,12 @@ def zero3(steps: int = 600) -> Recipe:
     return _zero(steps, stage=3)
 
 
+def zero3_host(steps: int = 600) -> Recipe:
+    """`zero3` with the optimizer's state resting in host memory."""
+    recipe = zero3(steps)
+    return recipe | dict(config=recipe["config"] | dict(memory=dict(placement="host")))
+
+
 def gpt2_124m(steps: int = 2000) -> Recipe:
     """GPT-2 with 124 million parameters, for GPUs."""
     return _large(steps, dict(vocabulary=50257, layers=12, heads=12, width=768, sequence=1024), 32, 6e-4)
@@ -126,6 +132,6 @@ CONFIGS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
     for function in (
         *(small, small_llama, small_fp64, small_tensor, small_2d, small_ring),
-        *(zero1, zero2, zero3, gpt2_124m, gpt2_355m),
+        *(zero1, zero2, zero3, zero3_host, gpt2_124m, gpt2_355m),
     )
 }
