@@ -41,7 +41,7 @@ from colossal_lite.precision import LossScale, Precision
 from colossal_lite.recompute import restore
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.whole import WholeState
-from colossal_lite.zero.build import slots_of
+from colossal_lite.zero.build import num_kinds, slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -369,7 +369,10 @@ class Engine:
             "staging": sum(slots.bytes for slots in slots_of(self._chunks)),
         }
         extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in self._chunks]
-        foreseen = forecast(self._sharding, extents, widths) | {"optimizer": self._optimizer.forecast_bytes}
+        kinds_of_chunks = num_kinds(chunk.spec for chunk in self._chunks)
+        foreseen = forecast(self._sharding, extents, widths, kinds_of_chunks) | {
+            "optimizer": self._optimizer.forecast_bytes
+        }
         if isinstance(self._weights, ShardedWeights):
             kinds["gathered"] = self._weights.arena_bytes
             foreseen["gathered"] = self._weights.forecast_bytes

@@ -19,7 +19,7 @@ from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.stages import GRADIENT_SLOTS, IN_FLIGHT, Sharding
+from colossal_lite.zero.stages import IN_FLIGHT, Sharding, gradient_slots
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config
@@ -78,6 +78,11 @@ def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:
     return tuple({id(slots): slots for slots in found}.values())
 
 
+def num_kinds(packed: Iterable[ChunkSpec]) -> int:
+    """Packing keys, whatever the unit."""
+    return len({spec.key.kind for spec in packed if isinstance(spec.key, ChunkKey)})
+
+
 def _slots(
     sharding: Sharding,
     packed: Sequence[ChunkSpec],
@@ -92,7 +97,7 @@ def _slots(
         for spec, comm in zip(packed, comms, strict=True)
     )
     return (
-        Slots(largest if sharding.by_micro_batch else 0, GRADIENT_SLOTS, dtype, device),
+        Slots(largest if sharding.by_micro_batch else 0, gradient_slots(num_kinds(packed)), dtype, device),
         Slots(received if sharding.state or sharding.by_micro_batch else 0, IN_FLIGHT, dtype, device),
     )
 

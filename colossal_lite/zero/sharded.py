@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.comm import AxisComm
 from colossal_lite.memory.chunk import Chunk, SavedView
@@ -188,6 +189,10 @@ class ShardedWeights(Weights):
                 "model: at zero.stage=3 a forward gathers weights; call engine(inputs), train_step or eval_step in the "
                 "place of the model, on every rank"
             )
+        with _disable_current_modes():  # selective recomputation would take our operations for the block's
+            self._bring_whole(needs)
+
+    def _bring_whole(self, needs: Needs) -> None:
         if self.plan is None:
             self._round(needs)
             return
@@ -341,7 +346,8 @@ def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
 
 
 def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
-    """For each sharded chunk what a forward of its modules needs: its unit, and what the modules around them own."""
+    """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
+    the modules around them own."""
     units = units_of(chunks)
     owned: dict[str, set[int]] = {}
     for chunk in chunks:
@@ -349,10 +355,9 @@ def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
             owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
 
     def around(name: str) -> Iterator[int]:
-        owner = name.rpartition(".")[0]
-        while owner:
-            owner = owner.rpartition(".")[0]
-            yield from owned.get(owner, ())
+        while name:
+            name = name.rpartition(".")[0]
+            yield from owned.get(name, ())
 
     return {
         index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))

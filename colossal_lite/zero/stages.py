@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from colossal_lite.settings import ZeroConfig
 
-# One fills while one is on its way and one more straddles the boundary between two blocks.
-GRADIENT_SLOTS = 3
+# Gradients that are on their way while others fill, one of them across the boundary between two blocks.
+GRADIENT_SLOTS = 2
 # Reductions on their way at once; a third waits for the first.
 IN_FLIGHT = 2
 
@@ -74,7 +74,14 @@ class Widths:
     gradient: int
 
 
-def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> dict[str, int]:
+def gradient_slots(num_keys: int) -> int:
+    """Slots for gradients that are reduced by micro-batch: of each packing key one chunk fills at a time."""
+    return GRADIENT_SLOTS + num_keys
+
+
+def forecast(
+    sharding: Sharding, chunks: Sequence[Extent], widths: Widths, num_keys: int = 1
+) -> dict[str, int]:
     """Bytes of model state on one rank, by kind, at their most, alignment included; what an optimizer keeps beside
     the masters, only its rule knows."""
     whole = sum(chunk.numel for chunk in chunks)
@@ -83,7 +90,8 @@ def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> di
     largest = max(chunk.numel for chunk in chunks)
     reduces_shards = sharding.state or sharding.by_micro_batch
     received = max(chunk.numel - chunk.shard for chunk in chunks)
-    staging = GRADIENT_SLOTS * largest * sharding.by_micro_batch + IN_FLIGHT * received * reduces_shards
+    filling = gradient_slots(num_keys) * largest * sharding.by_micro_batch
+    staging = filling + IN_FLIGHT * received * reduces_shards
     return {
         "weights": widths.weight * (shards if sharding.weight else whole),
         "masters": widths.master * owned,

@@ -46,15 +46,16 @@ class Trace:
         before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
         modules need in forward, `units` what is gathered with it in backward."""
         forward, backward = list(self.forward), list(self.backward)
-        for chunk in sorted(units):
+        seen: Needs = frozenset(chunk for moment in self.forward for chunk in moment.needs)
+        for chunk in sorted(units.keys() - seen):
             first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
-            if chunk in first:
-                continue
+            if chunk not in first:
+                at = 1 + max((i for c, i in first.items() if c < chunk), default=-1)
+                forward.insert(at, Moment(contexts[chunk]))
             last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
-            at = 1 + max((i for c, i in first.items() if c < chunk), default=-1)
-            forward.insert(at, Moment(contexts[chunk]))
-            at = 1 + max((i for c, i in last.items() if c > chunk), default=-1)
-            backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
+            if chunk not in last:
+                at = 1 + max((i for c, i in last.items() if c > chunk), default=-1)
+                backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
         return Trace(tuple(forward), tuple(backward))
 
 
