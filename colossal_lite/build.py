@@ -67,6 +67,7 @@ def initialize(
         sequence_parallel=config.parallel.tensor.sequence_parallel,
         sequence_mode=config.parallel.sequence.mode,
         kernels=config.kernels,
+        compiled=config.compile == "block",
         device_type=context.device.type,
         streams=streams,
     )

@@ -85,7 +85,7 @@ class Config(Section):
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """Activations dropped in forward and computed again in backward."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """Fused kernels; auto: Triton where it runs, else torch."""
+    """Fused kernels; auto: Triton where it runs, else torch; triton: nothing else, or an error."""
     compile: Literal["none", "block"] = "none"
     """torch.compile of each block."""
     checkpoint: CheckpointConfig = CheckpointConfig()

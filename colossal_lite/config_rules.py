@@ -288,7 +288,12 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "kept products under tensor and sequence parallelism",
         when=lambda config: config.parallel.tensor.size * config.parallel.sequence.size > 1,
     ),
-    NotBuilt("kernels", ("auto", "torch"), "the Triton kernels"),
+    NotBuilt(
+        "kernels",
+        ("auto", "torch"),
+        "Triton kernels in float64, which take their torch path",
+        when=lambda config: config.precision.dtype == "fp64",
+    ),
     NotBuilt("compile", ("none",), "compilation of recomputed and of cut blocks", when=lambda c: _is_cut(c)),
 )
 

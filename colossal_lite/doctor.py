@@ -166,6 +166,10 @@ def kernel_paths() -> Iterator[Row]:
     """Where each op leads on the devices that are there."""
     types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device_type in types:
+        why = kernels.why_not_triton(device_type)
+        fault = why is not None and device_type == "cuda"
+        value = "can run" if why is None else "cannot run"
+        yield Row("kernels", f"triton ({device_type})", value, "note" if fault else "ok", why or "")
         for choice in kernels.select("auto", device_type).describe():
             fell_back = device_type == "cuda" and choice.path == "torch"
             name = f"{choice.op} on {device_type}"

@@ -111,9 +111,10 @@ class Rule(Protocol):
         step: int,
         lr: float,
         grad_scale: float,
+        low: Tensor | None = None,
     ) -> None:
         """Update `weight` and `state` in place; all are of one shape and dtype; `step` counts from 1; the
-        gradient is consumed."""
+        gradient is consumed.  `low` takes the new weights in its own dtype."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class AdamW:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
     ) -> None:  # fmt: skip
         decay = group.weight_decay
         if decay and not self.is_decoupled:
@@ -144,6 +145,7 @@ class AdamW:
             eps=group.eps,
             weight_decay=decay,
             grad_scale=grad_scale,
+            low=low,
         )
 
 
@@ -157,7 +159,7 @@ class SGD:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
     ) -> None:  # fmt: skip
         ops.sgd_(
             weight,
@@ -169,6 +171,7 @@ class SGD:
             nesterov=group.nesterov,
             grad_scale=grad_scale,
             first=step == 1,
+            low=low,
         )
 
 
@@ -181,7 +184,7 @@ class Lion:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
     ) -> None:  # fmt: skip
         ops.lion_(
             weight,
@@ -192,6 +195,7 @@ class Lion:
             beta2=group.betas[1],
             weight_decay=group.weight_decay,
             grad_scale=grad_scale,
+            low=low,
         )
 
 
@@ -205,7 +209,7 @@ class LAMB:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
     ) -> None:  # fmt: skip
         (beta1, beta2), mean, square = group.betas, state["exp_avg"], state["exp_avg_sq"]
         gradient.div_(grad_scale)
@@ -217,6 +221,8 @@ class LAMB:
         ratio = weight.norm() / direction.norm()
         ratio = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)  # stays on the device
         weight.sub_(direction.mul_(ratio), alpha=lr)
+        if low is not None:
+            low.copy_(weight)
 
 
 # Of the quintic that has the steepest slope at zero (Jordan et al., "Muon", 2024): torch's own figures.
@@ -238,7 +244,7 @@ class Muon:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
     ) -> None:  # fmt: skip
         buffer = state["momentum_buffer"]
         gradient.div_(grad_scale)
@@ -248,6 +254,8 @@ class Muon:
         rows, columns = weight.shape
         weight.mul_(1.0 - lr * group.weight_decay)
         weight.add_(direction, alpha=-lr * math.sqrt(max(1.0, rows / columns)))
+        if low is not None:
+            low.copy_(weight)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ if __name__ == "kernels":
     raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -37,7 +38,18 @@ from . import softmax as _softmax
 from .attention import CAUSAL, FULL, Mask
 from .philox import Rows
 
-__all__ = ["CAUSAL", "FULL", "TORCH", "Dropout", "Mask", "OpChoice", "Ops", "Rows", "select"]
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "TORCH",
+    "Dropout",
+    "Mask",
+    "OpChoice",
+    "Ops",
+    "Rows",
+    "select",
+    "why_not_triton",
+]
 
 Choice = Literal["auto", "torch", "triton"]
 Op = Callable[..., Any]
@@ -109,35 +121,44 @@ _FILES = (
 
 
 def select(
-    choice: Choice = "auto", device_type: str = "cpu", strict: bool = False, compiled: bool = False
+    choice: Choice = "auto", device_type: str = "cpu", *, strict: bool | None = None, compiled: bool = False
 ) -> Ops:
     """The ops for one kind of device.
 
-    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere.  strict raises where a Triton op
-    would hand a call to its torch path.  Raises ValueError for a choice that this device or installation has
-    not; the interpreter serves "triton" on the CPU, only if a person switched it on.
+    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere; what a kernel cannot do (float64,
+    heads beyond 256) goes to torch.  "triton" is strict: such a call raises.  `strict` says otherwise for either.
+    compiled: torch.compile works here, and makes AdamW on the CPU.  Raises ValueError for a choice that this device
+    or installation has not; the interpreter serves "triton" on the CPU, only if a person switched it on.
     """
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels: {choice!r}; legal are 'auto', 'torch' and 'triton'")
-    if choice == "torch" or (choice == "auto" and device_type != "cuda"):
+    if choice == "torch" or (choice == "auto" and device_type != "cuda") or device_type == "meta":
         if not compiled or device_type != "cpu":
             return TORCH
         reason = OpChoice("adamw_", "torch", "one pass, by torch.compile")
         return replace(TORCH, adamw_=_optimizer.compiled_adamw_(), choices=(reason,))
+    why = why_not_triton(device_type)
+    if why is None:
+        return _triton_ops(choice, device_type, choice == "triton" if strict is None else strict)
+    if choice == "auto" and not strict:
+        return replace(TORCH, choices=tuple(OpChoice(op, "torch", why) for op in TORCH.names()))
+    raise ValueError(f"kernels: {choice!r} cannot be: {why}; legal are {LEGAL_WITHOUT}")
+
+
+LEGAL_WITHOUT = "'auto', 'torch' (or a CUDA device, or TRITON_INTERPRET=1 to test kernels on a CPU)"
+
+
+def why_not_triton(device_type: str) -> str | None:
+    """Why the Triton kernels cannot run on a kind of device; None if they can."""
+    if device_type not in ("cpu", "cuda"):
+        return f"triton has no kernels for device {device_type!r}"
     try:
         launch.load()
     except ImportError as error:
-        if choice == "auto":
-            return replace(TORCH, choices=tuple(OpChoice(op, "torch", str(error)) for op in TORCH.names()))
-        raise ValueError(f"kernels: 'triton' needs triton ({error}); legal are 'auto' and 'torch'") from error
-    if device_type == "meta":
-        return TORCH
-    if device_type != "cuda" and not (device_type == "cpu" and launch.interpreting()):
-        raise ValueError(
-            f"kernels: 'triton' has no kernels for device {device_type!r}; legal are 'auto' and 'torch' "
-            "(or TRITON_INTERPRET=1, to test kernels on a CPU)"
-        )
-    return _triton_ops(choice, device_type, strict)
+        return f"triton is not installed ({error})"
+    if device_type == "cpu" and not launch.interpreting():
+        return "triton has no kernels for device 'cpu'"
+    return None
 
 
 def triton_paths() -> dict[str, launch.TritonOp]:
@@ -147,11 +168,13 @@ def triton_paths() -> dict[str, launch.TritonOp]:
 
 def _triton_ops(choice: Choice, device_type: str, strict: bool) -> Ops:
     paths = triton_paths()
+    reasons = dict.fromkeys(paths, "in the interpreter" if device_type == "cpu" else f"on {device_type}")
     if choice == "auto":
         paths["attend"] = replace(paths["attend"], run=_attention.attend_best)
-    where = "in the interpreter" if device_type == "cpu" else f"on {device_type}"
+        reasons["attend"] += ": torch's flash or cuDNN for causal and full masks, Triton for the others"
+    rest = "refused" if strict else "torch"
     choices = tuple(
-        OpChoice(op, "triton", f"{where}; torch for float64")
+        OpChoice(op, "triton", f"{reasons[op]}; float64: {rest}")
         if op in paths
         else OpChoice(op, "torch", "has no kernel")
         for op in TORCH.names()
@@ -161,29 +184,51 @@ def _triton_ops(choice: Choice, device_type: str, strict: bool) -> Ops:
 
 
 def _guarded(op: str, path: launch.TritonOp, plain: Op, device_type: str, strict: bool) -> Op:
-    """The Triton path, with tensors of another kind of device refused and what it cannot do handed to
-    torch."""
+    """The Triton path behind its checks; what it cannot do is handed to torch, or refused if strict.
+
+    Raises ValueError, naming op, argument, what was given and what is legal, for a tensor on another device, of a
+    dtype or with strides that the kernel would misread.  Calls on meta tensors alone take the torch path.
+    """
     names = list(inspect.signature(plain).parameters)
 
     def call(*args: Any, **named: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | named
+        found = list(_tensors(given))
+        devices = {x.device for _, _, x in found}
+        if "device" in names:
+            devices.add(torch.device(given.get("device", "cpu")))
+        if {device.type for device in devices} == {"meta"}:
+            return plain(*args, **named)
         reason = None
-        for name, x in (*zip(names, args, strict=False), *named.items()):
-            if not isinstance(x, Tensor):
-                continue
-            if x.device.type == "meta":
-                return plain(*args, **named)
-            if x.device.type != device_type:
-                raise ValueError(f"{op}: {name} is on {x.device}; legal is a {device_type} tensor")
+        for label, _, x in found:
+            if x.device.type != device_type or x.device != found[0][2].device:
+                legal = f"a {device_type} tensor" if x.device.type != device_type else f"{found[0][2].device}"
+                raise ValueError(f"{op}: {label} is on {x.device}; legal is {legal}")
             if x.dtype == torch.float64 and x.dim():
-                reason = f"{name} is torch.float64"
+                reason = f"{label} is torch.float64"
+        if wrong := {device.type for device in devices} - {device_type}:
+            raise ValueError(f"{op}: device is {wrong.pop()}; legal is {device_type}")
         reason = reason or path.refuses(*args, **named)
-        if reason is None:
-            return path.run(*args, **named)
-        if strict:
-            raise ValueError(f"{op}: {reason}, which strict kernels do not hand to torch")
-        return plain(*args, **named)
+        if reason is not None:
+            if strict:
+                raise ValueError(f"{op}: {reason}, which strict kernels do not hand to torch")
+            return plain(*args, **named)
+        for label, name, x in found:
+            takes = path.takes[name]
+            takes.check(op, label, x, given.get(takes.like))
+        return path.run(*args, **named)
 
     return call
+
+
+def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """(how people call it, its parameter, the tensor) of each tensor that an op was given, alone or in a list."""
+    for name, value in given.items():
+        plain = re.sub("_[A-Z]+$", "", name)  # q_BTHK is q to people
+        if isinstance(value, Tensor):
+            yield plain, name, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{plain}[{i}]", name, x) for i, x in enumerate(value) if isinstance(x, Tensor))
 
 
 class Dropout(nn.Module):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, matrix, programs, tile, tl
+from .launch import FLAT, ROWS, Takes, TritonOp, architecture, jit, launch, matrix, programs, tile, tl
 
 Approximate = Literal["tanh", "none"]
 
@@ -235,7 +235,10 @@ def _triton_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return y
 
 
-TRITON = {"gelu": TritonOp(_triton_gelu), "swiglu": TritonOp(_triton_swiglu)}
+TRITON = {
+    "gelu": TritonOp(_triton_gelu, {"x": ROWS, "bias": FLAT}),
+    "swiglu": TritonOp(_triton_swiglu, {"gate": ROWS, "up": Takes(layout="rows", like="gate")}),
+}
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "tanh") -> Tensor:

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, power_of_2, tile, tl
+from .launch import DENSE, Takes, TritonOp, architecture, jit, launch, power_of_2, tile, tl
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +158,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of these keys, given out and lse over *all* keys (those of a ring after its last step)."""
     check("attend_backward", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    _check_backward(dout_BTHK, q_BTHK, out_BTHK, lse_BHT, dlse)
     shape = _shape_of_mask(q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
     if shape == "nothing" or 0 in (q_BTHK.numel(), k_BSGK.numel()):
         return torch.zeros_like(q_BTHK), torch.zeros_like(k_BSGK), torch.zeros_like(v_BSGK)
@@ -225,7 +225,7 @@ def _acc(x: Tensor) -> torch.dtype:
 def _scores(q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """Scaled scores [B, G, R, T, S] with R = H / G, and the scale."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    q5 = rearrange(q.to(_acc(q)), "b t (g r) k -> b t g r k", g=k.shape[2])
+    q5 = q.to(_acc(q)).unflatten(2, (k.shape[2], -1))  # [B, T, G, R, K]
     return torch.einsum("btgrk,bsgk->bgrts", q5, k.to(q5.dtype)) * factor, factor
 
 
@@ -250,8 +250,8 @@ def _backward_plain(
     delta = torch.einsum("bthk,bthk->bht", dout.to(acc), out.to(acc))
     if dlse is not None:
         delta = delta - dlse
-    lse5, delta5 = (rearrange(x, "b (g r) t -> b g r t 1", g=k.shape[2]) for x in (lse, delta))
-    dout5, q5 = (rearrange(x.to(acc), "b t (g r) k -> b t g r k", g=k.shape[2]) for x in (dout, q))
+    lse5, delta5 = (x.unflatten(1, (k.shape[2], -1))[..., None] for x in (lse, delta))  # [B, G, R, T, 1]
+    dout5, q5 = (x.to(acc).unflatten(2, (k.shape[2], -1)) for x in (dout, q))  # [B, T, G, R, K]
     p = torch.where(visible, (scores - lse5).exp(), 0.0)
     ds = p * (torch.einsum("btgrk,bsgk->bgrts", dout5, v.to(acc)) - delta5) * factor
     dq = torch.einsum("bgrts,bsgk->btgrk", ds, k.to(acc)).flatten(2, 3)
@@ -282,11 +282,28 @@ def check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | No
     if pair is None:
         return
     for name, documents, x in (("queries", pair[0], q), ("keys", pair[1], k)):
+        if documents.is_floating_point() or documents.is_complex() or documents.device != x.device:
+            raise ValueError(
+                f"{op}: documents of the {name} are {documents.dtype} on {documents.device}; "
+                f"legal are integers on {x.device}, as q"
+            )
         if documents.shape != x.shape[:2]:
             raise ValueError(
                 f"{op}: documents of the {name} have shape {tuple(documents.shape)}; "
                 f"legal is {tuple(x.shape[:2])}"
             )
+
+
+def _check_backward(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    for name, x, legal in (
+        ("dout", dout, q.shape),
+        ("out", out, q.shape),
+        ("lse", lse, rows),
+        ("dlse", dlse, rows),
+    ):
+        if x is not None and x.shape != legal:
+            raise ValueError(f"attend_backward: {name} has shape {tuple(x.shape)}; legal is {tuple(legal)}")
 
 
 # -------------------------------------------------------------------------------------------------------- triton
@@ -648,19 +665,23 @@ def _call(
     window: int | None,
 ) -> _Call:
     check(op, q, k, v, mask, window)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(-1) != 1:
-            raise ValueError(f"{op}: {name} has strides {x.stride()}; legal is a dense last dimension")
     pair = mask.document_pair()
     natural = q.shape[-1] ** -0.5 if scale is None else scale
     head, per_key = q.shape[-1], q.shape[2] // k.shape[2]
     flags = dict(
         CAUSAL=mask.causal, WINDOW=window is not None, DOCUMENTS=pair is not None, HEAD=head,
-        WIDTH=max(16, power_of_2(head)), PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        WIDTH=max(16, power_of_2(head)), PRECISION=_precision(q),
     )  # fmt: skip
     numbers = (q.shape[1], k.shape[1], q.shape[2], per_key, offsets[0] - offsets[1], window or 0)
     documents = (q, q) if pair is None else (pair[0].contiguous(), pair[1].contiguous())
     return _Call((*numbers, natural * math.log2(math.e)), flags, natural, documents, q.shape[0])
+
+
+def _precision(q: Tensor) -> str:
+    """Of products: float32 by three of TF32 where the device has that, exact elsewhere; 16 bits are as they are."""
+    if not architecture(q.device).startswith("sm_"):
+        return "ieee"
+    return "tf32x3" if q.dtype == torch.float32 else "tf32"
 
 
 def _tile(kernel: str, q: Tensor) -> dict[str, Any]:
@@ -697,6 +718,7 @@ def _triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, out, lse = q_BTHK, k_BSGK, v_BSGK, out_BTHK.contiguous(), lse_BHT.contiguous()
     call = _call("attend_backward", q, k, v, mask, offsets, scale, window)
+    _check_backward(dout_BTHK, q, out, lse, dlse)
     dout = dout_BTHK if dout_BTHK.stride(-1) == 1 else dout_BTHK.contiguous()
     b, t, h, head = q.shape
     s, g = k.shape[1:3]
@@ -723,14 +745,24 @@ def _triton_backward(
     return dq, dk, dv
 
 
-def _triton_attend_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _triton_attend_lse(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
+    scale: float | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check("attend_lse", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    options = dict(mask=mask, offsets=offsets, scale=scale, window=window)
     result: tuple[Tensor, Tensor] = _AttendLse.apply(  # type: ignore[no-untyped-call]
-        q, k, v, _triton_forward, _triton_backward, options
+        q_BTHK, k_BSGK, v_BSGK, _triton_forward, _triton_backward, options
     )
     return result
 
 
-def _triton_attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, **options: Any) -> Tensor:
+def _triton_attend(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
+    scale: float | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    check("attend", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window)
     return _triton_attend_lse(q_BTHK, k_BSGK, v_BSGK, **options)[0]
 
 
@@ -751,11 +783,16 @@ def _refuses(*args: Any, **named: Any) -> str | None:
     return None if k.shape[-1] <= widest else f"a head width of {k.shape[-1]} is beyond {widest} in {k.dtype}"
 
 
+_LIKE_Q = Takes(layout="any", like="q_BTHK")
+_SUMS = Takes((torch.float32,), "any")
+_TAKES = {"q_BTHK": DENSE} | dict.fromkeys(("k_BSGK", "v_BSGK"), Takes(layout="dense", like="q_BTHK"))
+_TAKES_BACKWARD = {"dout_BTHK": _LIKE_Q, "out_BTHK": _LIKE_Q, "lse_BHT": _SUMS, "dlse": _SUMS}
+
 TRITON = {
-    "attend": TritonOp(_triton_attend, _refuses),
-    "attend_lse": TritonOp(_triton_attend_lse, _refuses),
-    "attend_forward": TritonOp(_triton_forward, _refuses),
-    "attend_backward": TritonOp(_triton_backward, _refuses),
+    "attend": TritonOp(_triton_attend, _TAKES, _refuses),
+    "attend_lse": TritonOp(_triton_attend_lse, _TAKES, _refuses),
+    "attend_forward": TritonOp(_triton_forward, _TAKES, _refuses),
+    "attend_backward": TritonOp(_triton_backward, _TAKES | _TAKES_BACKWARD, _refuses),
 }
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, matrix, tile, tl
+from .launch import INDEX, ROWS, SCALAR, Takes, TritonOp, architecture, jit, launch, matrix, tile, tl
 
 _BLOCK_ELEMENTS = 1 << 17
 
@@ -37,8 +37,8 @@ def cross_entropy(
     logits [..., V], labels [...] int64.  Raises ValueError for labels outside [0, V) other than ignore_index
     (on the CPU; elsewhere the check would stall the device).
     """
-    _check("cross_entropy", logits, labels, smoothing)
-    _check_range("cross_entropy", labels, logits.shape[-1], ignore_index)
+    check_labels("cross_entropy", logits, labels, smoothing)
+    check_range("cross_entropy", labels, logits.shape[-1], ignore_index)
     flat = labels.reshape(-1)
     total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, logits.shape[-1]), flat, ignore_index, smoothing, z_loss
@@ -99,6 +99,7 @@ def partial(logits: Tensor, labels: Tensor, start: int, vocabulary: int | None =
     logits [N, V_local] holds columns [start, start + V_local); those from `vocabulary` on are padding and count for
     nothing, whatever they hold.  Float32 or better.
     """
+    check_rows("cross_entropy_partial", logits, labels)
     stats = torch.zeros(logits.shape[0], 3, dtype=_acc(logits), device=logits.device)
     logits = logits[:, : _columns(logits, start, vocabulary)]
     if logits.shape[1] == 0:
@@ -156,6 +157,7 @@ def gradient(
 
     `out` may be the logits themselves, if the caller owns them and needs them no more.
     """
+    check_rows("cross_entropy_gradient", logits, labels, lse, out)
     result = torch.empty_like(logits) if out is None else out
     columns = _columns(logits, start, vocabulary)
     result[:, columns:] = 0.0
@@ -193,7 +195,7 @@ def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _check(op: str, logits: Tensor, labels: Tensor, smoothing: float) -> None:
+def check_labels(op: str, logits: Tensor, labels: Tensor, smoothing: float) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"{op}: labels has shape {tuple(labels.shape)}; "
@@ -205,7 +207,23 @@ def _check(op: str, logits: Tensor, labels: Tensor, smoothing: float) -> None:
         raise ValueError(f"{op}: smoothing={smoothing}; legal is 0 <= smoothing < 1")
 
 
-def _check_range(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+def check_rows(
+    op: str, logits: Tensor, labels: Tensor, lse: Tensor | None = None, out: Tensor | None = None
+) -> None:
+    """Raises ValueError unless logits [N, V_local], labels [N], lse [N] and out [N, V_local] fit."""
+    if logits.dim() != 2:
+        raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; legal is [N, V]")
+    rows, legal = logits.shape[:1], {"labels": labels, "lse": lse}
+    for name, x in legal.items():
+        if x is not None and x.shape != rows:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(x.shape)}; legal is {tuple(rows)}, the rows of logits"
+            )
+    if out is not None and out.shape != logits.shape:
+        raise ValueError(f"{op}: out has shape {tuple(out.shape)}; legal is {tuple(logits.shape)}, as logits")
+
+
+def check_range(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
     if labels.device.type != "cpu" or labels.numel() == 0:
         return
     bad = labels[((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)]
@@ -260,11 +278,11 @@ def _gradient_kernel(
 
 
 def _triton_partial(logits: Tensor, labels: Tensor, start: int, vocabulary: int | None = None) -> Tensor:
-    logits = matrix("cross_entropy_partial", "logits", logits)
+    check_rows("cross_entropy_partial", logits, labels)
     columns = _columns(logits, start, vocabulary)
     stats = torch.empty(logits.shape[0], 3, dtype=torch.float32, device=logits.device)
     launch(
-        _partial_kernel, (len(logits),), logits, labels, stats, columns, start, logits.stride(0),
+        _partial_kernel, (len(logits),), logits, labels.contiguous(), stats, columns, start, logits.stride(0),
         **tile("cross_entropy", logits.shape[1], architecture(logits.device)),
     )  # fmt: skip
     return stats
@@ -282,14 +300,13 @@ def _triton_gradient(
     z_loss: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    flat = matrix("cross_entropy_gradient", "logits", logits)
-    out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) if out is None else out
-    target = matrix("cross_entropy_gradient", "out", out)
-    options = tile("cross_entropy_gradient", flat.shape[1], architecture(flat.device))
+    check_rows("cross_entropy_gradient", logits, labels, lse, out)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    options = tile("cross_entropy_gradient", logits.shape[1], architecture(logits.device))
     launch(
-        _gradient_kernel, (len(flat), -(-flat.shape[1] // options["COLUMNS"])),
-        flat, labels, lse, d_total, target, flat.shape[1], _columns(flat, start, vocabulary), start,
-        flat.stride(0), target.stride(0), ignore_index, smoothing / vocabulary, smoothing, z_loss, **options,
+        _gradient_kernel, (len(logits), -(-logits.shape[1] // options["COLUMNS"])),
+        logits, labels.contiguous(), lse, d_total, out, logits.shape[1], _columns(logits, start, vocabulary), start,
+        logits.stride(0), out.stride(0), ignore_index, smoothing / vocabulary, smoothing, z_loss, **options,
     )  # fmt: skip
     return out
 
@@ -314,7 +331,7 @@ class _TritonCrossEntropy(torch.autograd.Function):
 def _triton(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    _check("cross_entropy", logits, labels, smoothing)
+    check_labels("cross_entropy", logits, labels, smoothing)
     flat = labels.reshape(-1)
     total: Tensor = _TritonCrossEntropy.apply(  # type: ignore[no-untyped-call]
         matrix("cross_entropy", "logits", logits), flat, ignore_index, smoothing, z_loss
@@ -322,10 +339,16 @@ def _triton(
     return total, (flat != ignore_index).sum()
 
 
+_TAKES = {"logits": ROWS, "labels": INDEX}
+
 TRITON = {
-    "cross_entropy": TritonOp(_triton),
-    "cross_entropy_partial": TritonOp(_triton_partial),
-    "cross_entropy_gradient": TritonOp(_triton_gradient),
+    "cross_entropy": TritonOp(_triton, _TAKES),
+    "cross_entropy_partial": TritonOp(_triton_partial, _TAKES),
+    "cross_entropy_gradient": TritonOp(
+        _triton_gradient,
+        _TAKES
+        | {"d_total": SCALAR, "lse": Takes((torch.float32,)), "out": Takes(layout="apart", like="logits")},
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, matrix, signed32, tile, tl
+from .launch import ROWS, Takes, TritonOp, architecture, jit, launch, matrix, signed32, tile, tl
 from .philox import Rows, keep_mask, keep_tile, threshold
 
 
@@ -85,8 +85,9 @@ def _launch(x: Tensor, residual: Tensor | None, p: float, rows: Rows) -> Tensor:
     r, c = options["ROWS"], options["COLUMNS"]
     launch(
         _dropout_kernel, (-(-len(flat) // r), -(-flat.shape[1] // c)),
-        flat, added, y, rows.sample, rows.position, len(flat), rows.position.numel(), flat.shape[1],
-        rows.feature, flat.stride(0), added.stride(0), *rows.words(), signed32(threshold(p)), 1.0 / (1.0 - p),
+        flat, added, y, rows.sample.contiguous(), rows.position.contiguous(), len(flat), rows.position.numel(),
+        flat.shape[1], rows.feature, flat.stride(0), added.stride(0), *rows.words(), signed32(threshold(p)),
+        1.0 / (1.0 - p),
         HAS_RESIDUAL=residual is not None, fuse=False, **options,
     )  # fmt: skip
     return y
@@ -124,12 +125,20 @@ def _triton_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
     return y
 
 
-def _refuses(*args: Any) -> str | None:
-    rows: Rows = args[-1]
-    return None if rows.feature % 4 == 0 else f"rows.feature={rows.feature} is no multiple of 4"
+def refuses(*args: Any, **named: Any) -> str | None:
+    """Four features share a counter, and a kernel draws all four."""
+    for rows in (*args, *named.values()):
+        if isinstance(rows, Rows) and rows.feature % 4:
+            return f"rows.feature={rows.feature} is no multiple of 4"
+    return None
 
 
-TRITON = {"dropout": TritonOp(_triton, _refuses), "dropout_add": TritonOp(_triton_add, _refuses)}
+_TAKES = {"x": ROWS, "residual": Takes(layout="rows", like="x")}
+
+TRITON = {
+    "dropout": TritonOp(_triton, _TAKES, refuses),
+    "dropout_add": TritonOp(_triton_add, _TAKES, refuses),
+}
 
 
 def reference(x: Tensor, p: float, rows: Rows) -> Tensor:

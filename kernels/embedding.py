@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import TritonOp, architecture, jit, launch, matrix, tile, tl
+from .launch import INDEX, ROWS, Takes, TritonOp, architecture, jit, launch, matrix, tile, tl
 
 
 def embedding_grad_(grad: Tensor, dy: Tensor, ids: Tensor, start: int = 0) -> None:
@@ -73,7 +73,7 @@ def _triton(grad: Tensor, dy: Tensor, ids: Tensor, start: int = 0) -> None:
     )  # fmt: skip
 
 
-TRITON = {"embedding_grad_": TritonOp(_triton)}
+TRITON = {"embedding_grad_": TritonOp(_triton, {"grad": Takes(layout="apart"), "dy": ROWS, "ids": INDEX})}
 
 
 def reference(grad: Tensor, dy: Tensor, ids: Tensor, start: int = 0) -> Tensor:

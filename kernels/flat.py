@@ -9,12 +9,11 @@ overflow to a loss scaler too).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import TritonOp, architecture, jit, launch, tile, tl
+from .launch import FLAT, SCALAR, TritonOp, architecture, jit, launch, tile, tl
 
 _BLOCK = 1 << 16
 
@@ -46,12 +45,12 @@ def _total(sums: Tensor) -> Tensor:
 
 def pack_(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """flat = all tensors one behind the other, cast to its dtype."""
-    torch._foreach_copy_(_views("pack", flat, tensors), list(tensors))
+    torch._foreach_copy_(_views("pack_", flat, tensors), list(tensors))
 
 
 def unpack_(tensors: Sequence[Tensor], flat: Tensor) -> None:
     """The reverse of `pack_`: each tensor takes its piece of flat, cast to its own dtype."""
-    torch._foreach_copy_(list(tensors), _views("unpack", flat, tensors))
+    torch._foreach_copy_(list(tensors), _views("unpack_", flat, tensors))
 
 
 def _views(op: str, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -112,10 +111,6 @@ def _triton_square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0)
     blocks = [-(-x.numel() // options["BLOCK"]) for x in tensors]
     sums = torch.empty(sum(blocks), dtype=torch.float32, device=device)
     pointer = unscale if isinstance(unscale, Tensor) else None
-    if pointer is not None and pointer.device != device:
-        raise ValueError(
-            f"square_sum: unscale is on {pointer.device}; legal is {device}, where the tensors are"
-        )
     scale = 1.0 if isinstance(unscale, Tensor) else float(unscale)
     first = 0
     for x, count in zip(tensors, blocks, strict=True):
@@ -147,13 +142,16 @@ def _copies(op: str, flat: Tensor, tensors: Sequence[Tensor], into_flat: bool) -
         start += x.numel()
 
 
-def _refuses(*args: Any) -> str | None:
-    listed = [x for a in args if isinstance(a, list | tuple) for x in a]
-    return "a tensor of the list is torch.float64" if any(x.dtype == torch.float64 for x in listed) else None
+def _triton_pack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    _copies("pack_", flat, tensors, True)
+
+
+def _triton_unpack(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    _copies("unpack_", flat, tensors, False)
 
 
 TRITON = {
-    "square_sum": TritonOp(_triton_square_sum, _refuses),
-    "pack_": TritonOp(lambda flat, tensors: _copies("pack", flat, tensors, True), _refuses),
-    "unpack_": TritonOp(lambda tensors, flat: _copies("unpack", flat, tensors, False), _refuses),
+    "square_sum": TritonOp(_triton_square_sum, {"tensors": FLAT, "unscale": SCALAR}),
+    "pack_": TritonOp(_triton_pack, {"flat": FLAT, "tensors": FLAT}),
+    "unpack_": TritonOp(_triton_unpack, {"flat": FLAT, "tensors": FLAT}),
 }

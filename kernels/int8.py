@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import TritonOp, architecture, jit, launch, tile, tl
+from .launch import FLAT, Takes, TritonOp, architecture, jit, launch, tile, tl
 
 GROUP = 256
 
@@ -32,13 +32,14 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """q * scale, in dtype."""
-    _check_pair("dequantise", q, scale)
+    _check_pair("dequantise", q, scale, dtype)
     return (_groups(q.view(-1)) * scale[:, None]).view(-1)[: q.numel()].view(q.shape).to(dtype)
 
 
 def dequantise_add_(total: Tensor, q: Tensor, scale: Tensor) -> None:
     """total (float32) += q * scale."""
     _check_total(total, q)
+    _check_pair("dequantise_add_", q, scale)
     total += dequantise(q, scale)
 
 
@@ -51,7 +52,9 @@ def _check(op: str, x: Tensor) -> None:
         raise ValueError(f"{op}: x is {x.dtype} with strides {x.stride()}; legal is floating and contiguous")
 
 
-def _check_pair(op: str, q: Tensor, scale: Tensor) -> None:
+def _check_pair(op: str, q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    if not dtype.is_floating_point:
+        raise ValueError(f"{op}: dtype={dtype}; legal is a floating one")
     groups = -(-q.numel() // GROUP)
     if q.dtype != torch.int8 or not q.is_contiguous():
         raise ValueError(f"{op}: q is {q.dtype} with strides {q.stride()}; legal is contiguous torch.int8")
@@ -108,13 +111,13 @@ def _triton_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise_into(out: Tensor, q: Tensor, scale: Tensor, add: bool) -> None:
-    _check_pair("dequantise", q, scale)
     options = tile("int8", 1, architecture(q.device))
     grid = (-(-scale.numel() // options["GROUPS"]),)
     launch(_dequantise_kernel, grid, q, scale, out, q.numel(), ADD=add, GROUP=GROUP, fuse=False, **options)
 
 
 def _triton_dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    _check_pair("dequantise", q, scale, dtype)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     _dequantise_into(out, q, scale, add=False)
     return out
@@ -122,11 +125,14 @@ def _triton_dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.floa
 
 def _triton_add(total: Tensor, q: Tensor, scale: Tensor) -> None:
     _check_total(total, q)
+    _check_pair("dequantise_add_", q, scale)
     _dequantise_into(total, q, scale, add=True)
 
 
+_TAKES = {"q": Takes((torch.int8,)), "scale": Takes((torch.float32,)), "total": Takes((torch.float32,))}
+
 TRITON = {
-    "quantise": TritonOp(_triton_quantise),
-    "dequantise": TritonOp(_triton_dequantise),
-    "dequantise_add_": TritonOp(_triton_add),
+    "quantise": TritonOp(_triton_quantise, {"x": FLAT}),
+    "dequantise": TritonOp(_triton_dequantise, _TAKES),
+    "dequantise_add_": TritonOp(_triton_add, _TAKES),
 }

@@ -12,11 +12,11 @@ tuned at run time, where ranks would disagree (NVIDIA/Megatron-LM #6966).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ tl: Any = None
 """triton.language once `load` has run; kernels import the name."""
 
 _declared: list[_Declared] = []
+
+
+__all__ = [
+    "DENSE", "FLAT", "FLOATS", "INDEX", "ROWS", "SCALAR", "WHOLE", "Takes", "TritonOp", "architecture", "interpreting",
+    "jit", "launch", "load", "matrix", "power_of_2", "programs", "signed32", "tile", "tl",
+]  # fmt: skip
 
 
 class _Declared:
@@ -38,8 +44,6 @@ class _Declared:
     def plain_parameters(self) -> list[str]:
         return [name for name, kind in self.fn.__annotations__.items() if "constexpr" not in str(kind)]
 
-
-__all__ = ["TritonOp", "architecture", "jit", "launch", "load", "matrix", "same", "signed32", "tile", "tl"]
 
 if TYPE_CHECKING:  # a kernel's body is no Python that a type checker could read
     from typing import no_type_check as jit
@@ -94,11 +98,59 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What a tensor argument of a Triton path may be.  `like`: the argument whose dtype it must have.
+
+    Layouts: any; rows (one stride between rows, the last dimension dense); apart (rows that do not overlap, to be
+    written); dense (the last dimension alone); contiguous; scalar (one element).
+    """
+
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    layout: Literal["any", "rows", "apart", "dense", "contiguous", "scalar"] = "contiguous"
+    like: str = ""
+
+    def check(self, op: str, name: str, x: Tensor, like: Tensor | None = None) -> None:
+        """Raises ValueError for a dtype or strides that the kernel would misread."""
+        dtypes = self.dtypes if like is None else (like.dtype,)
+        if x.dtype not in dtypes:
+            legal = " or ".join(str(d) for d in dtypes)
+            as_other = f", as {self.like}" if like is not None else ""
+            raise ValueError(f"{op}: {name} is {x.dtype}; legal is {legal}{as_other}")
+        if self.layout in ("rows", "apart"):
+            flat = matrix(op, name, x)
+            if self.layout == "apart" and len(flat) > 1 and flat.stride(0) < flat.shape[1]:
+                strides = f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}"
+                raise ValueError(f"{strides}; legal are rows that do not overlap, as it is written")
+        elif self.layout == "dense" and not (x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1)):
+            raise ValueError(
+                f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; legal is a dense last dimension"
+            )
+        elif self.layout == "contiguous" and not x.is_contiguous():
+            raise ValueError(f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; legal is contiguous")
+        elif self.layout == "scalar" and x.numel() != 1:
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; legal is one element")
+
+
+ROWS = Takes(layout="rows")
+DENSE = Takes(layout="dense")
+FLAT = Takes()
+SCALAR = Takes((*FLOATS, torch.float64), "scalar")
+INDEX = Takes((torch.int64,), "any")
+
+
 @dataclass(frozen=True)
 class TritonOp:
-    """The Triton path of an op, with its torch path's signature; `refuses` says why a call cannot take it."""
+    """The Triton path of an op, with its torch path's signature; `refuses` says why a call cannot take it, and
+    `takes` what each tensor argument may be."""
 
     run: Callable[..., Any]
+    takes: Mapping[str, Takes]
     refuses: Callable[..., str | None] = lambda *args, **named: None
 
 
@@ -143,9 +195,6 @@ def programs(device: torch.device) -> int:
 
 # ----------------------------------------------------------------------------------------------------- checks
 
-HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (torch.float32, *HALVES)
-
 
 def matrix(op: str, name: str, x: Tensor) -> Tensor:
     """x [..., D] as rows [N, D] without a copy; a ValueError if its strides have no row stride or D is not
@@ -159,13 +208,6 @@ def matrix(op: str, name: str, x: Tensor) -> Tensor:
         f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; "
         "legal are rows of one stride, dense in the last dimension"
     )
-
-
-def same(op: str, like: Tensor, **others: Tensor | None) -> None:
-    """Raises ValueError unless all have the device of `like`."""
-    for name, x in others.items():
-        if x is not None and x.device != like.device:
-            raise ValueError(f"{op}: {name} is on {x.device}; legal is {like.device}, as the first argument")
 
 
 def power_of_2(n: int) -> int:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import cross_entropy as parts
-from .launch import TritonOp
+from .cross_entropy import TRITON as PARTS
+from .cross_entropy import check_labels, check_range, combine, gradient, partial
+from .cross_entropy import reference as whole_reference
+from .launch import INDEX, Takes, TritonOp
 
 LOGITS_BYTES = 512 << 20
 MINIMUM_ROWS = 2048  # fewer rows a product leave a GPU's matrix units waiting
@@ -44,8 +46,8 @@ def linear_cross_entropy(
     vocabulary.
     """
     return _run(
-        parts.partial,
-        parts.gradient,
+        partial,
+        gradient,
         x,
         weight,
         labels,
@@ -60,8 +62,8 @@ def linear_cross_entropy(
 
 
 def _run(
-    partial: Callable[..., Tensor],
-    gradient: Callable[..., Tensor],
+    partial_of: Callable[..., Tensor],
+    gradient_of: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -79,13 +81,13 @@ def _run(
             f"linear_cross_entropy: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; "
             "legal are [..., D] and [V, D]"
         )
-    parts._check("linear_cross_entropy", x, labels, smoothing)
-    parts._check_range("linear_cross_entropy", labels, vocabulary, ignore_index)
+    check_labels("linear_cross_entropy", x, labels, smoothing)
+    check_range("linear_cross_entropy", labels, vocabulary, ignore_index)
     flat = labels.reshape(-1)
     rows = chunk_rows(weight.shape[0], x.element_size()) if rows is None else rows
     options = (start, vocabulary, ignore_index, smoothing, z_loss)
     total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]), weight, flat, options, gather, rows, partial, gradient
+        x.reshape(-1, x.shape[-1]), weight, flat, options, gather, rows, partial_of, gradient_of
     )
     return total, (flat != ignore_index).sum()
 
@@ -99,8 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: tuple[Any, ...],
-        gather: Callable[[Tensor], Tensor] | None, rows: int, partial: Callable[..., Tensor],
-        gradient: Callable[..., Tensor],
+        gather: Callable[[Tensor], Tensor] | None, rows: int, partial_of: Callable[..., Tensor],
+        gradient_of: Callable[..., Tensor],
     ) -> Tensor:  # fmt: skip
         acc = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=x.device)
@@ -110,13 +112,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
             logits = x[part] @ weight.T
-            stats = partial(logits, labels[part], *options[:2])
+            stats = partial_of(logits, labels[part], *options[:2])
             stats = stats[None] if gather is None else gather(stats)
-            loss, _, lse = parts.combine(stats, labels[part], *options[1:])
+            loss, _, lse = combine(stats, labels[part], *options[1:])
             total += loss
             if dx is None and dweight is None:
                 continue
-            d_logits = gradient(one, logits, labels[part], lse, *options, out=logits)
+            d_logits = gradient_of(one, logits, labels[part], lse, *options, out=logits)
             if dx is not None:
                 torch.mm(d_logits, weight, out=dx[part])
             if dweight is not None:
@@ -143,14 +145,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _triton(x: Tensor, weight: Tensor, labels: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
     return _run(
-        parts.TRITON["cross_entropy_partial"].run, parts.TRITON["cross_entropy_gradient"].run,
+        PARTS["cross_entropy_partial"].run, PARTS["cross_entropy_gradient"].run,
         x, weight, labels, *args, **named,
     )  # fmt: skip
 
 
-TRITON = {"linear_cross_entropy": TritonOp(_triton)}
+_TAKES = {"x": Takes(layout="any"), "weight": Takes(layout="any", like="x"), "labels": INDEX}
+
+TRITON = {"linear_cross_entropy": TritonOp(_triton, _TAKES)}
 
 
 def reference(x: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Tensor:
     """The sum, from all logits in float64."""
-    return parts.reference(x.double() @ weight.double().T, labels, *args)
+    return whole_reference(x.double() @ weight.double().T, labels, *args)

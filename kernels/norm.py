@@ -23,8 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dropout import dropout_add
-from .launch import TritonOp, architecture, jit, launch, matrix, programs, signed32, tile, tl
+from .dropout import dropout_add, refuses
+from .launch import (
+    FLAT,
+    ROWS,
+    Takes,
+    TritonOp,
+    architecture,
+    jit,
+    launch,
+    matrix,
+    programs,
+    signed32,
+    tile,
+    tl,
+)
 from .philox import Rows, keep_tile, threshold
 
 
@@ -377,8 +390,8 @@ def _drop(p: float, rows: Rows | None, x: Tensor) -> tuple[Any, ...]:
     words = rows.words()
     return (
         True,
-        rows.sample,
-        rows.position,
+        rows.sample.contiguous(),
+        rows.position.contiguous(),
         positions,
         rows.feature,
         *words,
@@ -406,28 +419,37 @@ def _apply(
     return result
 
 
-def _refuses(*args: Any, **named: Any) -> str | None:
-    for rows in (*args, *named.values()):
-        if isinstance(rows, Rows) and rows.feature % 4:
-            return f"rows.feature={rows.feature} is no multiple of 4"
-    return None
+_TAKES = {
+    "x": ROWS, "residual": Takes(layout="rows", like="x"), "weight": FLAT, "bias": Takes(like="weight"),
+}  # fmt: skip
+
+
+def _triton_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return _apply("layer_norm", x, None, weight, bias, eps, 0.0, None)[0]
+
+
+def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _apply("rms_norm", x, None, weight, None, eps, 0.0, None)[0]
+
+
+def _triton_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float = 0.0,
+    rows: Rows | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _apply("add_layer_norm", x, residual, weight, bias, eps, p, rows)
+
+
+def _triton_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float = 0.0, rows: Rows | None = None
+) -> tuple[Tensor, Tensor]:
+    return _apply("add_rms_norm", x, residual, weight, None, eps, p, rows)
 
 
 TRITON = {
-    "layer_norm": TritonOp(lambda x, w, b, eps: _apply("layer_norm", x, None, w, b, eps, 0.0, None)[0]),
-    "rms_norm": TritonOp(lambda x, w, eps: _apply("rms_norm", x, None, w, None, eps, 0.0, None)[0]),
-    "add_layer_norm": TritonOp(
-        lambda x, residual, w, b, eps, p=0.0, rows=None: _apply(
-            "add_layer_norm", x, residual, w, b, eps, p, rows
-        ),
-        _refuses,
-    ),
-    "add_rms_norm": TritonOp(
-        lambda x, residual, w, eps, p=0.0, rows=None: _apply(
-            "add_rms_norm", x, residual, w, None, eps, p, rows
-        ),
-        _refuses,
-    ),
+    "layer_norm": TritonOp(_triton_layer_norm, _TAKES),
+    "rms_norm": TritonOp(_triton_rms_norm, _TAKES),
+    "add_layer_norm": TritonOp(_triton_add_layer_norm, _TAKES, refuses),
+    "add_rms_norm": TritonOp(_triton_add_rms_norm, _TAKES, refuses),
 }
 
 

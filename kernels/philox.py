@@ -335,11 +335,12 @@ def _draw_on(device: torch.device, key: Key, start: int, stop: int, as_normal: b
     return out
 
 
-TRITON = {
-    "normal": TritonOp(
-        lambda key, start, stop, device="cpu": _draw_on(torch.device(device), key, start, stop, True)
-    ),
-    "uniform": TritonOp(
-        lambda key, start, stop, device="cpu": _draw_on(torch.device(device), key, start, stop, False)
-    ),
-}
+def _triton_normal(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
+    return _draw_on(torch.device(device), key, start, stop, as_normal=True)
+
+
+def _triton_uniform(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
+    return _draw_on(torch.device(device), key, start, stop, as_normal=False)
+
+
+TRITON = {"normal": TritonOp(_triton_normal, {}), "uniform": TritonOp(_triton_uniform, {})}

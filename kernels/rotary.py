@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, power_of_2, tile, tl
+from .launch import DENSE, WHOLE, Takes, TritonOp, architecture, jit, launch, power_of_2, tile, tl
 
 
 def rotary(x_BTHK: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -41,6 +41,8 @@ def _table(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tup
 def _check(x_BTHK: Tensor, positions: Tensor) -> None:
     if x_BTHK.dim() != 4 or x_BTHK.shape[-1] % 2:
         raise ValueError(f"rotary: x has shape {tuple(x_BTHK.shape)}; legal is [B, T, H, K] with an even K")
+    if positions.is_floating_point():
+        raise ValueError(f"rotary: positions is {positions.dtype}; legal are integers")
     if positions.shape not in (x_BTHK.shape[1:2], x_BTHK.shape[:2]):
         raise ValueError(
             f"rotary: positions has shape {tuple(positions.shape)}; legal is {tuple(x_BTHK.shape[1:2])} "
@@ -98,13 +100,11 @@ class _Rotary(torch.autograd.Function):
 
 def _triton(x_BTHK: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     _check(x_BTHK, positions)
-    if x_BTHK.stride(-1) != 1:
-        raise ValueError(f"rotary: x has strides {x_BTHK.stride()}; legal is a dense last dimension")
-    y: Tensor = _Rotary.apply(x_BTHK, positions, base)  # type: ignore[no-untyped-call]
+    y: Tensor = _Rotary.apply(x_BTHK, positions.contiguous(), base)  # type: ignore[no-untyped-call]
     return y
 
 
-TRITON = {"rotary": TritonOp(_triton)}
+TRITON = {"rotary": TritonOp(_triton, {"x_BTHK": DENSE, "positions": Takes(WHOLE, "any")})}
 
 
 def reference(x_BTHK: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:

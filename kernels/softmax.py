@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import TritonOp, architecture, jit, launch, matrix, tile, tl
+from .launch import ROWS, Takes, TritonOp, architecture, jit, launch, matrix, tile, tl
 
 
 def softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
@@ -142,4 +142,4 @@ def _triton(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: b
     return y
 
 
-TRITON = {"softmax": TritonOp(_triton)}
+TRITON = {"softmax": TritonOp(_triton, {"x": ROWS, "mask": Takes((torch.bool,), "any")})}

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from colossal_lite import kernels
 from colossal_lite.comm import CommError
 from colossal_lite.config import Config, ConfigError, Problem
 from colossal_lite.context import Context, LastWords, StopSignals
@@ -77,6 +78,7 @@ def launch(
     if model_facts is not None:
         checked.check_model(model_facts)
     device = _device(checked.backend, place)
+    _check_kernels(checked.kernels, device)
     if place.rank == 0:
         for line in filter(None, (place.note, *checked.notices, *checked.warnings())):
             warnings.warn(line, stacklevel=2)
@@ -161,6 +163,13 @@ def _device(backend: str, place: Launch) -> torch.device:
         raise ConfigError([Problem("backend", backend, seen, f"'gloo', or at most {count} ranks a node")])
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _check_kernels(choice: str, device: torch.device) -> None:
+    """Kernels that somebody asked for by name have to run here: nothing falls back in silence."""
+    why = kernels.why_not_triton(device.type) if choice == "triton" else None
+    if why is not None:
+        raise ConfigError([Problem("kernels", choice, why, kernels.LEGAL_WITHOUT)])
 
 
 # ---------------------------------------------------------------------------------------------- how they meet

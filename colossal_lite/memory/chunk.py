@@ -193,11 +193,17 @@ class Chunk:
                 self.master[local].copy_(own)
         self.version += 1
 
-    def publish(self, start: int, stop: int) -> None:
-        """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
-        if self.master is not self.own_value:
-            self.own_value[start:stop].copy_(self.master[start:stop])
+    def publish(self, start: int, stop: int, *, is_written: bool = False) -> None:
+        """Make the model see master elements [start, stop): of this rank's shard, until the next gather.  `is_written`:
+        the update has written what `seen` gave it."""
+        seen = None if is_written else self.seen(start, stop)
+        if seen is not None:
+            seen.copy_(self.master[start:stop])
         self.version += 1
+
+    def seen(self, start: int, stop: int) -> Tensor | None:
+        """What the model sees of master elements [start, stop), for an update to write; None: the masters."""
+        return None if self.master is self.own_value else self.own_value[start:stop]
 
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.

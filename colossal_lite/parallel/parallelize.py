@@ -72,6 +72,7 @@ def parallelize(
     sequence_parallel: bool = True,
     sequence_mode: str = "ring",
     kernels: Literal["auto", "torch", "triton"] = "auto",
+    compiled: bool = False,
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
 ) -> Parallelized:
@@ -79,7 +80,8 @@ def parallelize(
 
     `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
     engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
-    masks that do not depend on the mesh; without it dropout is torch's own.
+    masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`: torch.compile works here, and
+    ops that gain from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, for a mesh with a pipeline axis, and for a sequence axis under any model but ours.
     """
@@ -92,7 +94,7 @@ def parallelize(
             f"parallelize: sequence parallelism (mode {sequence_mode!r}) of {type(module).__name__} is not built; it "
             f"is of models.GPT, whose attention is an op of the table; use sequence=1"
         )
-    ops = ops_table.select(kernels, device_type=device_type)
+    ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     if mesh.size("tensor") == 1:
         chosen: Mapping[str, str] = {}
         made = _serial(module)

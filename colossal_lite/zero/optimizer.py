@@ -5,7 +5,8 @@ A parameter that no rank used in a step is left alone: no decay, no momentum, it
 torch does with `grad=None`.  So a chunk is updated in maximal ranges of entries that are used and share a
 step count; when all are, which is the rule, that is one call for the whole chunk.  A rule that needs whole
 tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
-alone (`master="none"`) are widened for the update of one range and rounded back.  A rank that owns a shard of
+alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
+masters are written by the update itself, while the new masters are in cache.  A rank that owns a shard of
 a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
 State may rest on the host and visit the device chunk by chunk (zero/tiers.py): the plan says when.
 """
@@ -105,13 +106,13 @@ class ChunkOptimizer:
             gradient = chunk.gradient[span.start : span.stop].view(shape)
             weight = stored.to(gradient.dtype)
             state = {n: flat[span.start : span.stop].view(shape) for n, flat in here.items()}
+            seen = chunk.seen(span.start, span.stop)
+            low = stored if weight is not stored else None if seen is None else seen.view(shape)
             rule.update(
                 self._ops, group, weight, gradient, state,
-                step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale,
+                step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, low=low,
             )  # fmt: skip
-            if weight is not stored:
-                stored.copy_(weight)
-            chunk.publish(span.start, span.stop)
+            chunk.publish(span.start, span.stop, is_written=True)
         self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
         self.changed = before is None or not torch.equal(before, chunk.master)
 

@@ -361,6 +361,8 @@ def unbuilt_values() -> Iterator[Bad]:
                 config["parallel"] = {"pipeline": {"size": 2}}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
+            if row.path == "kernels":
+                config["precision"] = "fp64"
             if row.path in ("activation_checkpoint", "compile"):
                 config["parallel"] = {"tensor": 2}
             run = lambda c=config: Config.load(c).check_built()  # noqa: E731

@@ -83,6 +83,11 @@ def test_every_kernel_says_which_path_it_takes_and_why() -> None:
     assert [(r.name, r.value, r.why) for r in rows] == [(f"{c.op} on cpu", c.path, c.reason) for c in choices]
 
 
+def test_it_says_whether_the_triton_kernels_can_run_and_why_not() -> None:
+    row = find(report(), "kernels", "triton (cpu)")
+    assert (row.value, row.why) == ("cannot run", "triton has no kernels for device 'cpu'")
+
+
 def test_a_kernel_that_falls_back_on_a_device_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = [row for row in report() if row.group == "kernels" and row.name.endswith(" on cuda")]

@@ -222,7 +222,7 @@ def test_attention_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="window=0; legal is 1 or more"):
         TORCH.attend(q, k, v, window=0)
     with pytest.raises(ValueError, match=r"documents of the keys have shape \(1, 2\); legal is \(1, 3\)"):
-        TORCH.attend(q, k, v, mask=Mask(True, (torch.zeros(1, 3), torch.zeros(1, 2))))
+        TORCH.attend(q, k, v, mask=Mask(True, (torch.zeros(1, 3).long(), torch.zeros(1, 2).long())))
 
 
 # ---------------------------------------------------------------------------------------------- cross-entropy

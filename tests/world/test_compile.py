@@ -28,7 +28,7 @@ def test_every_gradient_is_the_serial_one(family: str) -> None:
 
 
 def refused(env: RankEnv, what: str) -> None:
-    def compile_nothing(line: Any) -> Any:
+    def compile_nothing(line: Any, **options: Any) -> Any:
         def run(x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no working C++ compiler found\nand more")
 

@@ -212,6 +212,7 @@ def refused(env: RankEnv, config: dict[str, Any], **more: Any) -> str:
         ({"parallel": {"data": 0}}, ["parallel.data = 0", "legal"]),
         ({"backend": "nccl"}, ["backend = 'nccl'", "no CUDA device is visible", "'auto', 'gloo'"]),
         ({"zero": {"stage": 9}}, ["zero.stage = 9", "out of range"]),
+        ({"kernels": "triton"}, ["kernels = 'triton'", "no kernels for device 'cpu'", "'auto', 'torch'"]),
     ],
 )
 def test_a_world_that_cannot_be_is_refused_before_the_ranks_meet(

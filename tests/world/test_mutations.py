@@ -264,9 +264,9 @@ def _one_seed_for_all_parts(original: Any, self: GradientHooks, *, is_last: bool
     original(self, is_last=is_last, seed=2.0**16 / 32)
 
 
-def _not_published(original: Any, self: Chunk, start: int, stop: int) -> None:
-    if self.state is not GradientState.REDUCED:
-        original(self, start, stop)
+def _not_published(original: Any, self: Chunk, start: int, stop: int) -> torch.Tensor | None:
+    seen: torch.Tensor | None = original(self, start, stop)
+    return None if self.state is GradientState.REDUCED else seen
 
 
 def _own(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -301,7 +301,7 @@ FAULTS_STEP: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "own optimizer not clipped": (OWN, OwnOptimizer, "update", _not_clipped),
     "loss scale not removed": (HALF, Chunk, "accept", _scale_kept),
     "one seed for parts of all sizes": (HALF, GradientHooks, "begin", _one_seed_for_all_parts),
-    "weights in 16 bits not renewed": (HALF, Chunk, "publish", _not_published),
+    "weights in 16 bits not renewed": (HALF, Chunk, "seen", _not_published),
 }
 
 
