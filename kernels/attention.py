@@ -6,10 +6,12 @@ generation.
 Note: tensors are [B, T, H, K]; k and v have G heads, G divides H, and query head h reads key head h // (H /
 G).  The sums run over visible keys: with p_i = offset_q + i and p_j = offset_k + j, causal hides p_j > p_i, a
 window of w hides p_j <= p_i - w (and, unless causal, p_j >= p_i + w), and documents hide keys of another
-document.  The mask is data, never a [T, S] tensor in the interface, so ring steps, token slices, packed
-documents and generation are calls of one op. lse is natural, [B, H, T], float32 or better; a query that sees
-nothing has out 0 and lse -inf (torch's CPU kernel says 0.0 there, which would spoil a merge, so it is
-rewritten).  Backward of one ring step needs the *global* out and lse: D_i = dout_i . out_i - dlse_i, dS = P
+document.  A softcap c bends the scaled scores to c tanh(s / c) (Gemma 2, arXiv 2408.00118, 2.3), a bias is added
+to them then (ALiBi, arXiv 2108.12409; T5), and keys of kv_prefix, which have no positions, are seen by every
+query (prefix tuning, arXiv 2101.00190).  The mask is data, never a [T, S] tensor in the interface, so ring steps,
+token slices, packed documents and generation are calls of one op. lse is natural, [B, H, T], float32 or better; a
+query that sees nothing has out 0 and lse -inf (torch's CPU kernel says 0.0 there, which would spoil a merge, so
+it is rewritten).  Backward of one ring step needs the *global* out and lse: D_i = dout_i . out_i - dlse_i, dS = P
 (dout_i . v_j - D_i) scale.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,23 +57,81 @@ def attend(
     offsets: Offsets = (0, 0),
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    kv_prefix: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """out [B, T, H, K].  scale defaults to 1 / sqrt(K).  Raises ValueError for shapes that do not fit."""
-    check("attend", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    """out [B, T, H, K].  scale defaults to 1 / sqrt(K); bias expands to [B, H, T, S]; kv_prefix is a pair [B, P, G, K].
+
+    softcap and bias hold the scores [B, H, T, S] in memory.  Raises ValueError for shapes that do not fit.
+    """
+    check("attend", q_BTHK, k_BSGK, v_BSGK, mask, window, softcap, bias, kv_prefix)
+    options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window)
+    if kv_prefix is not None:
+        return _with_prefix(attend_lse, q_BTHK, k_BSGK, v_BSGK, kv_prefix, options, softcap, bias)
+    if softcap is not None or bias is not None:
+        return _attend_scores(q_BTHK, k_BSGK, v_BSGK, softcap, bias, **options)[0]
+    path = path_of(q_BTHK.device.type, q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
+    if path == "kernel":
+        return attend_lse(q_BTHK, k_BSGK, v_BSGK, **options)[0]
+    visible = visible_keys(q_BTHK, k_BSGK, mask, offsets, window) if path == "masked" else None
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    grouped = q.shape[1] != k.shape[1]
-    shape = _shape_of_mask(q.shape[2], k.shape[2], mask, offsets, window)
-    if shape in ("full", "causal"):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=shape == "causal", scale=scale, enable_gqa=grouped
-        )
-    elif q_BTHK.device.type == "cpu":
-        visible = visible_keys(q_BTHK, k_BSGK, mask, offsets, window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    else:  # never a mask tensor there: cuDNN's backward gives NaN with one (pytorch #196678)
-        out, _ = attend_lse(q_BTHK, k_BSGK, v_BSGK, mask=mask, offsets=offsets, scale=scale, window=window)
-        return out
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=path == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def path_of(
+    device_type: str, queries: int, keys: int, mask: Mask, offsets: Offsets, window: int | None
+) -> Literal["full", "causal", "masked", "kernel"]:
+    """How an attention is computed: by torch's own (flash or cuDNN on a GPU) with nothing hidden, with is_causal, or,
+    on a CPU only, with a mask tensor; else by a kernel that takes the mask as data.
+
+    On a GPU torch is never handed a mask tensor: cuDNN's backward gives NaN with one (pytorch #196678).
+    """
+    shape = _shape_of_mask(queries, keys, mask, offsets, window)
+    if shape == "full":
+        return "full"
+    if shape == "causal":
+        return "causal"
+    return "masked" if device_type == "cpu" else "kernel"
+
+
+def _with_prefix(
+    lse_of: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor],
+    options: dict[str, Any], softcap: float | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention over the prefix and over the rest, merged by their lse."""
+    more: dict[str, Any] = {}
+    if softcap is not None or bias is not None:
+        lse_of, more = _attend_scores, dict(softcap=softcap)
+    scale = options["scale"]
+    before = lse_of(q, *prefix, mask=FULL, scale=scale, **more, **({"bias": None} if more else {}))
+    rest = lse_of(q, k, v, **options, **more, **({"bias": bias} if more else {}))
+    return merge([before, rest])[0].to(q.dtype)
+
+
+def _attend_scores(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float | None, bias: Tensor | None, *, mask: Mask = CAUSAL,
+    offsets: Offsets = (0, 0), scale: float | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) with the scores in memory, for autograd to differentiate."""
+    scores, _ = _scores(q, k, scale)  # [B, G, R, T, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        heads = bias.to(scores.dtype).expand(*bias.shape[:-3], q.shape[2], *bias.shape[-2:])
+        scores = scores + heads.unflatten(-3, (k.shape[2], -1))
+    visible = visible_keys(q, k, mask, offsets, window)[:, :, None]
+    nothing = ~visible.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(
+        ~visible & ~nothing, -math.inf
+    )  # an emptied row would have NaN for a gradient
+    p = scores.softmax(dim=-1).masked_fill(nothing, 0.0)
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(nothing[..., 0], -math.inf)
+    out = torch.einsum("bgrts,bsgk->btgrk", p, v.to(p.dtype)).flatten(2, 3)
+    return out.to(q.dtype), lse.flatten(1, 2)
 
 
 def attend_lse(
@@ -260,8 +320,11 @@ def _backward_plain(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> None:
-    """Raises ValueError unless q [B, T, H, K], k and v [B, S, G, K], G divides H, and the documents fit."""
+def check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, softcap: float | None = None,
+    bias: Tensor | None = None, kv_prefix: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless q [B, T, H, K], k and v [B, S, G, K], G divides H, and the rest fits them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; legal is [B, T, H, K]")
@@ -278,6 +341,34 @@ def check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | No
         raise ValueError(f"{op}: {q.shape[2]} query heads over {k.shape[2]} key heads; legal is a multiple")
     if window is not None and window < 1:
         raise ValueError(f"{op}: window={window}; legal is 1 or more, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap={softcap}; legal is a number > 0, or None")
+    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias is not None:
+        fits = bias.dim() in (3, 4) and all(
+            n in (1, m) for n, m in zip(bias.shape[-3:], scores[1:], strict=True)
+        )
+        if (
+            not fits
+            or bias.shape[-2:] != scores[-2:]
+            or (bias.dim() == 4 and bias.shape[0] not in (1, scores[0]))
+        ):
+            raise ValueError(
+                f"{op}: bias has shape {tuple(bias.shape)}; legal is {scores}, with 1 for samples or heads alike"
+            )
+        if not bias.is_floating_point() or bias.device != q.device:
+            raise ValueError(
+                f"{op}: bias is {bias.dtype} on {bias.device}; legal is floating on {q.device}, as q"
+            )
+    for name, x in zip(("keys", "values"), kv_prefix or (), strict=False):
+        if x.dim() != 4 or x.shape[:1] + x.shape[2:] != k.shape[:1] + k.shape[2:] or not x.shape[1]:
+            legal = f"({k.shape[0]}, P >= 1, {k.shape[2]}, {k.shape[3]})"
+            raise ValueError(f"{op}: {name} of kv_prefix have shape {tuple(x.shape)}; legal is {legal}")
+        if x.dtype != q.dtype or x.device != q.device or x.shape != kv_prefix[0].shape:  # type: ignore[index]
+            raise ValueError(
+                f"{op}: {name} of kv_prefix are {x.dtype} {tuple(x.shape)} on {x.device}; "
+                f"legal is {q.dtype} on {q.device}, as q, and one shape for both"
+            )
     pair = mask.document_pair()
     if pair is None:
         return
@@ -759,26 +850,33 @@ def _triton_attend_lse(
 
 def _triton_attend(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
-    scale: float | None = None, window: int | None = None,
+    scale: float | None = None, window: int | None = None, softcap: None = None, bias: None = None,
+    kv_prefix: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    check("attend", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    check("attend", q_BTHK, k_BSGK, v_BSGK, mask, window, kv_prefix=kv_prefix)
     options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window)
+    if kv_prefix is not None:
+        return _with_prefix(_triton_attend_lse, q_BTHK, k_BSGK, v_BSGK, kv_prefix, options, None, None)
     return _triton_attend_lse(q_BTHK, k_BSGK, v_BSGK, **options)[0]
 
 
 def attend_best(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
-    scale: float | None = None, window: int | None = None,
+    scale: float | None = None, window: int | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
     """On a GPU: torch's flash or cuDNN attention where is_causal or no mask says it all, else the Triton kernels."""
-    options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window)
-    if _shape_of_mask(q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window) in ("full", "causal"):
-        return attend(q_BTHK, k_BSGK, v_BSGK, **options)
-    return _triton_attend(q_BTHK, k_BSGK, v_BSGK, **options)
+    options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window, **more)
+    path = path_of("cuda", q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
+    if path == "kernel" or more.get("kv_prefix") is not None:
+        return _triton_attend(q_BTHK, k_BSGK, v_BSGK, **options)
+    return attend(q_BTHK, k_BSGK, v_BSGK, **options)
 
 
 def _refuses(*args: Any, **named: Any) -> str | None:
     k = [x for x in (*args, *named.values()) if isinstance(x, Tensor) and x.dim() == 4][0]
+    for name in ("softcap", "bias"):
+        if named.get(name) is not None:
+            return f"{name} has no kernel"
     widest = 128 if k.dtype == torch.float32 else 256
     return None if k.shape[-1] <= widest else f"a head width of {k.shape[-1]} is beyond {widest} in {k.dtype}"
 
@@ -786,10 +884,11 @@ def _refuses(*args: Any, **named: Any) -> str | None:
 _LIKE_Q = Takes(layout="any", like="q_BTHK")
 _SUMS = Takes((torch.float32,), "any")
 _TAKES = {"q_BTHK": DENSE} | dict.fromkeys(("k_BSGK", "v_BSGK"), Takes(layout="dense", like="q_BTHK"))
+_TAKES_MORE = {"kv_prefix": Takes(layout="dense", like="q_BTHK"), "bias": Takes(layout="any")}
 _TAKES_BACKWARD = {"dout_BTHK": _LIKE_Q, "out_BTHK": _LIKE_Q, "lse_BHT": _SUMS, "dlse": _SUMS}
 
 TRITON = {
-    "attend": TritonOp(_triton_attend, _TAKES, _refuses),
+    "attend": TritonOp(_triton_attend, _TAKES | _TAKES_MORE, _refuses),
     "attend_lse": TritonOp(_triton_attend_lse, _TAKES, _refuses),
     "attend_forward": TritonOp(_triton_forward, _TAKES, _refuses),
     "attend_backward": TritonOp(_triton_backward, _TAKES | _TAKES_BACKWARD, _refuses),
@@ -805,15 +904,27 @@ def reference(
     offsets: Offsets = (0, 0),
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    kv_prefix: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) from first principles in float64, one query head at a time; differentiable."""
     q, k, v = (x.double().transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     visible = visible_keys(q_BTHK, k_BSGK, mask, offsets, window)[:, 0]
     per_key = q.shape[1] // k.shape[1]
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.double()
+    added = added.expand(shape)
+    if kv_prefix is not None:
+        k, v = (torch.cat([p.double().transpose(1, 2), x], 2) for p, x in zip(kv_prefix, (k, v), strict=True))
+        visible = F.pad(visible, (kv_prefix[0].shape[1], 0), value=True)
+        added = F.pad(added, (kv_prefix[0].shape[1], 0))
     outs, lses = [], []
     for h in range(q.shape[1]):
         s = q[:, h] @ k[:, h // per_key].transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        e = torch.where(visible, s.exp(), 0.0)
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        e = torch.where(visible, (s + added[:, h]).exp(), 0.0)
         total = e.sum(-1, keepdim=True)
         outs.append((e / torch.where(total == 0, 1.0, total)) @ v[:, h // per_key])
         lses.append(total[..., 0].log())

@@ -317,7 +317,9 @@ def attention_cases() -> list[Case]:
         shapes = ((2, t, h, k), (2, s, g, k), (2, s, g, k))
         found.append(Case(f"attend {name}", finite, partial(finite, None), shapes))
         found.append(Case(f"attend {name}, lse", call, partial(call, None), shapes, backward=False))
-    return found
+    prefix = lambda o, q, k, v, a, b: o.attend(q, k, v, kv_prefix=(a, b))  # noqa: E731
+    shapes = ((2, 20, 2, 16), (2, 20, 1, 16), (2, 20, 1, 16), (2, 3, 1, 16), (2, 3, 1, 16))
+    return [*found, against_torch("attend after a prefix", prefix, *shapes)]
 
 
 def flat_cases() -> list[Case]:

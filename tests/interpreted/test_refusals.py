@@ -47,7 +47,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "gelu": dict(x=x, bias=w),
         "swiglu": dict(gate=x, up=x + 1),
         "rotary": dict(x_BTHK=f(2, 3, 4, 8), positions=i(2, 3)),
-        "attend": attention(mask=Mask(documents=i(2, 3, high=2))),
+        "attend": attention(mask=Mask(documents=i(2, 3, high=2)), kv_prefix=[f(2, 4, 2, 8), f(2, 4, 2, 8, seed=1)]),
         "attend_lse": attention(mask=Mask(documents=i(2, 3, high=2))),
         "attend_forward": attention(),
         "attend_backward": attention(dout_BTHK=out + 1, out_BTHK=out, lse_BHT=lse, dlse=lse + 1),
@@ -122,7 +122,9 @@ def test_a_tensor_of_a_wrong_dtype_is_refused(op: str, name: str, kind: str) -> 
 @pytest.mark.parametrize(("op", "name"), tensors())
 def test_a_tensor_on_another_device_is_refused(op: str, name: str) -> None:
     made = changed(op, name, lambda x: x.to("meta"))
-    if sum(isinstance(x, Tensor | list) for x in made.values()) > 1:  # on meta tensors alone every op tells shapes
+    if (
+        sum(isinstance(x, Tensor | list) for x in made.values()) > 1
+    ):  # on meta tensors alone every op tells shapes
         with pytest.raises(ValueError, match=f"^{op}: .* is on .*; legal is "):
             getattr(OPS, op)(**made)
     with pytest.raises(ValueError, match=rf"^{op}: .* on cpu; legal is {GPU}"):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossal_lite.kernels import (
+    CAUSAL,
     FULL,
     TORCH,
     Dropout,
@@ -207,6 +208,83 @@ def test_ring_steps_merge_into_whole_attention_and_their_gradients_add_up(
             total[2][:, c:d] += dv
     tol = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(total, list(want), rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("options", [{}, dict(mask=FULL), dict(window=2), dict(offsets=(0, 2))], ids=str)
+@pytest.mark.parametrize("extra", ["softcap", "bias", "shared bias", "kv_prefix", "all of them"])
+def test_a_softcap_a_bias_and_a_prefix_are_their_reference(extra: str, options: dict[str, Any]) -> None:
+    """At offsets (0, 2) the first two queries see nothing, or the prefix alone."""
+    q, k, v = attention_inputs(2, 5, 6, 4, 2, 4)
+    prefix = (f64(2, 3, 2, 4, seed=4), f64(2, 3, 2, 4, seed=5))
+    more: dict[str, Any] = {
+        "softcap": dict(softcap=0.7), "bias": dict(bias=f64(2, 4, 5, 6, seed=6)),
+        "shared bias": dict(bias=f64(1, 5, 6, seed=6)), "kv_prefix": dict(kv_prefix=prefix),
+        "all of them": dict(softcap=0.7, bias=f64(1, 4, 5, 6, seed=6), kv_prefix=prefix),
+    }[extra]  # fmt: skip
+    wanted = [q, k, v, *more.get("kv_prefix", ()), *([more["bias"]] if "bias" in more else [])]
+    got, want = TORCH.attend(q, k, v, **options, **more), attention.reference(q, k, v, **options, **more)[0]
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    direction = f64(*got.shape, seed=7)
+    gradients = (torch.autograd.grad(out, wanted, direction) for out in (got, want))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(softcap=0.0), "softcap=0.0; legal is a number > 0"),
+        (dict(bias=torch.zeros(3, 5, 6)), r"bias has shape \(3, 5, 6\); legal is \(2, 4, 5, 6\)"),
+        (dict(bias=torch.zeros(1, 5, 6).long()), "bias is torch.int64"),
+        (dict(kv_prefix=(torch.zeros(2, 3, 2, 4),) * 2), "keys of kv_prefix are torch.float32"),
+        (dict(kv_prefix=(torch.zeros(2, 0, 2, 4),) * 2), r"keys of kv_prefix have shape \(2, 0, 2, 4\)"),
+    ],
+    ids=str,
+)
+def test_extras_of_attention_that_do_not_fit_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"attend: {message}"):
+        TORCH.attend(*attention_inputs(2, 5, 6, 4, 2, 4), **more)
+
+
+GPU_PATHS = [
+    # queries, keys, mask, offsets, window: path on a CPU, on a GPU
+    ((9, 9, CAUSAL, (0, 0), None), "causal", "causal"),
+    ((9, 9, FULL, (0, 0), None), "full", "full"),
+    ((4, 9, CAUSAL, (30, 0), None), "full", "full"),  # a ring step that sees all
+    ((4, 9, CAUSAL, (3, 0), None), "masked", "kernel"),
+    ((4, 9, CAUSAL, (0, 30), None), "masked", "kernel"),  # sees nothing
+    ((9, 9, CAUSAL, (0, 0), 3), "masked", "kernel"),
+    ((9, 9, Mask(documents=torch.zeros(1, 9).long()), (0, 0), None), "masked", "kernel"),
+    ((9, 9, Mask(False, torch.zeros(1, 9).long()), (0, 0), None), "masked", "kernel"),
+]
+
+
+@pytest.mark.parametrize(("call", "on_cpu", "on_gpu"), GPU_PATHS)
+def test_primary_attention_on_a_gpu_is_torchs_with_is_causal_and_never_a_mask_tensor(
+    call: Any, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention.path_of("cpu", *call) == on_cpu and attention.path_of("cuda", *call) == on_gpu
+    queries, keys, mask, offsets, window = call
+    handed: list[dict[str, Any]] = []
+    whole = F.scaled_dot_product_attention
+
+    def recorded(*args: Tensor, **named: Any) -> Tensor:
+        handed.append(named)
+        return whole(*args, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    kernel = [object()]
+    monkeypatch.setattr(attention, "_triton_attend", lambda *args, **named: kernel[0])
+    q, k, v = attention_inputs(1, queries, keys, 2, 2, 4)
+    options = dict(mask=mask, offsets=offsets, window=window)
+    out = attention.attend_best(q, k, v, **options)
+    if on_gpu == "kernel":
+        assert out is kernel[0] and not handed
+    else:
+        assert [(h["is_causal"], h["attn_mask"]) for h in handed] == [(on_gpu == "causal", None)]
+    documents = None if mask.documents is None else mask.documents.to("meta")
+    TORCH.attend(*(x.to("meta") for x in (q, k, v)), **options | dict(mask=Mask(mask.causal, documents)))
+    assert all(h["attn_mask"] is None for h in handed), "a device that is no CPU was handed a mask tensor"
 
 
 def test_attention_refuses_what_does_not_fit() -> None:
