@@ -12,6 +12,7 @@ from __future__ import annotations
 if __name__ == "kernels":
     raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -127,8 +128,10 @@ def select(
 
     "auto" takes Triton on CUDA, where it is installed, and torch elsewhere; what a kernel cannot do (float64,
     heads beyond 256) goes to torch.  "triton" is strict: such a call raises.  `strict` says otherwise for either.
-    compiled: torch.compile works here, and makes AdamW on the CPU.  Raises ValueError for a choice that this device
-    or installation has not; the interpreter serves "triton" on the CPU, only if a person switched it on.
+    compiled: torch.compile works here and compiles the model: it makes AdamW on the CPU, and on CUDA "auto" leaves it
+    the ops that it fuses with their neighbours (FUSED); other Triton ops are called from between the compiled parts.
+    Raises ValueError for a choice that this device or installation has not; the interpreter serves "triton" on the
+    CPU, only if a person switched it on.
     """
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels: {choice!r}; legal are 'auto', 'torch' and 'triton'")
@@ -139,12 +142,14 @@ def select(
         return replace(TORCH, adamw_=_optimizer.compiled_adamw_(), choices=(reason,))
     why = why_not_triton(device_type)
     if why is None:
-        return _triton_ops(choice, device_type, choice == "triton" if strict is None else strict)
+        return _triton_ops(choice, device_type, choice == "triton" if strict is None else strict, compiled)
     if choice == "auto" and not strict:
         return replace(TORCH, choices=tuple(OpChoice(op, "torch", why) for op in TORCH.names()))
     raise ValueError(f"kernels: {choice!r} cannot be: {why}; legal are {LEGAL_WITHOUT}")
 
 
+FUSED = ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary", "softmax")
+"""Ops of a block that torch.compile fuses with what stands beside them."""
 LEGAL_WITHOUT = "'auto', 'torch' (or a CUDA device, or TRITON_INTERPRET=1 to test kernels on a CPU)"
 
 
@@ -166,17 +171,22 @@ def triton_paths() -> dict[str, launch.TritonOp]:
     return {op: path for file in _FILES for op, path in getattr(file, "TRITON", {}).items()}
 
 
-def _triton_ops(choice: Choice, device_type: str, strict: bool) -> Ops:
-    paths = triton_paths()
+def _triton_ops(choice: Choice, device_type: str, strict: bool, compiled: bool) -> Ops:
+    paths, left = triton_paths(), {}
+    if compiled:  # torch.compile would trace into a launch, and through the checks before it
+        paths = {op: replace(path, run=torch.compiler.disable(path.run)) for op, path in paths.items()}
+        left = dict.fromkeys(FUSED if choice == "auto" else (), "left to torch.compile, which fuses it")
+        paths = {op: path for op, path in paths.items() if op not in left}
     reasons = dict.fromkeys(paths, "in the interpreter" if device_type == "cpu" else f"on {device_type}")
     if choice == "auto":
-        paths["attend"] = replace(paths["attend"], run=_attention.attend_best)
+        best = functools.partial(_attention.attend_best, paths["attend"].run)
+        paths["attend"] = replace(paths["attend"], run=best)
         reasons["attend"] += ": torch's flash or cuDNN for causal and full masks, Triton for the others"
     rest = "refused" if strict else "torch"
     choices = tuple(
         OpChoice(op, "triton", f"{reasons[op]}; float64: {rest}")
         if op in paths
-        else OpChoice(op, "torch", "has no kernel")
+        else OpChoice(op, "torch", left.get(op, "has no kernel"))
         for op in TORCH.names()
     )
     table = {op: _guarded(op, path, getattr(TORCH, op), device_type, strict) for op, path in paths.items()}

@@ -861,14 +861,14 @@ def _triton_attend(
 
 
 def attend_best(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
-    scale: float | None = None, window: int | None = None, **more: Any,
+    kernel: Callable[..., Tensor], q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL,
+    offsets: Offsets = (0, 0), scale: float | None = None, window: int | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
-    """On a GPU: torch's flash or cuDNN attention where is_causal or no mask says it all, else the Triton kernels."""
+    """On a GPU: torch's flash or cuDNN attention where is_causal or no mask says it all, else the Triton `kernel`."""
     options: dict[str, Any] = dict(mask=mask, offsets=offsets, scale=scale, window=window, **more)
     path = path_of("cuda", q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
     if path == "kernel" or more.get("kv_prefix") is not None:
-        return _triton_attend(q_BTHK, k_BSGK, v_BSGK, **options)
+        return kernel(q_BTHK, k_BSGK, v_BSGK, **options)
     return attend(q_BTHK, k_BSGK, v_BSGK, **options)
 
 

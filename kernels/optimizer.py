@@ -113,7 +113,9 @@ def compiled_adamw_() -> Callable[..., None]:
     compiler; about 1.8 times the speed of cast, fused step and cast.  Its bits are its own, and as independent of cuts.
     """
 
-    def formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, low: Tensor, numbers: Tensor) -> None:
+    def formula(
+        numbers: Tensor, p: Tensor, g: Tensor, m: Tensor, v: Tensor, low: Tensor | None = None
+    ) -> None:
         scale, lr, decay, one_beta1, beta2, one_beta2, eps, correction1, correction2 = numbers.unbind()
         g = g.to(p.dtype) / scale
         new_m = m + one_beta1 * (g - m)
@@ -122,9 +124,10 @@ def compiled_adamw_() -> Callable[..., None]:
         m.copy_(new_m)
         v.copy_(new_v)
         p.copy_(new_p)
-        low.copy_(new_p)
+        if low is not None:
+            low.copy_(new_p)
 
-    run = torch.compile(formula, dynamic=True, fullgraph=True)
+    run: Callable[..., None] = torch.compile(formula, dynamic=True, fullgraph=True)
 
     def step_(
         param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
@@ -132,18 +135,11 @@ def compiled_adamw_() -> Callable[..., None]:
     ) -> None:  # fmt: skip
         _check("adamw_", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
-        numbers = (
-            float(grad_scale),
-            lr,
-            lr * weight_decay,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            eps,
-            *corrections,
-        )
-        flat = (t.view(-1) for t in (param, grad, exp_avg, exp_avg_sq, param if low is None else low))
-        run(*flat, torch.tensor(numbers, dtype=param.dtype))  # type: ignore[call-arg]  # what torch.compile returns keeps no arity
+        rates = (lr, lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+        numbers = torch.tensor((float(grad_scale), *rates, *corrections), dtype=param.dtype)
+        buffers = (param, grad, exp_avg, exp_avg_sq, *(() if low is None else (low,)))
+        for pieces in _whole_vectors(*(t.view(-1) for t in buffers)):
+            run(numbers, *pieces)
 
     return step_
 

@@ -7,8 +7,8 @@ Note: each case calls an op of the table, forward and backward, on meta tensors 
 launches are noted instead of run, so what is compiled is what a GPU would be given: types, divisibility,
 tiles.  (It also shows that no op waits for the device: meta tensors have no values.)  Triton's wheel holds
 ptxas, cuobjdump and nvdisasm.  A row fails if it spills, exceeds the shared memory of an architecture,
-streams without 128-bit loads, multiplies without tensor cores, or multiplies a stride in 32 bits.  gfx942 is
-reported only.  Exit status 1 if a row fails.
+streams without 128-bit loads, multiplies without tensor cores, or multiplies sizes in 32 bits (which 2**31 elements
+overflow).  gfx942 has to compile; the rest of its rows is reported only.  Exit status 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -188,22 +188,42 @@ def faults(row: Row, ttir: str) -> list[str]:
         found.append("no 128-bit load")
     if row.launch.kernel in MULTIPLIES and not row.tensor_core:
         found.append("no tensor-core instruction")
-    return found + [f"a stride is multiplied in 32 bits: {line}" for line in narrow_strides(ttir)]
+    narrow = narrow_products(ttir, tokens_only=row.launch.kernel in TOKENS)
+    return found + [f"a product of sizes in 32 bits: {line}" for line in narrow]
 
 
-def narrow_strides(ttir: str) -> list[str]:
-    """32-bit products with an argument whose name says stride."""
-    alias = {name: name for name in re.findall(r"(%\w*stride\w*)", ttir)}
+def narrow_products(ttir: str, *, tokens_only: bool = False) -> list[str]:
+    """Products in 32 bits that sizes beyond 2**31 would overflow: of two numbers known at run time only, or of the
+    program's index and a tile; the latter is right where it counts the tokens of one sequence (`tokens_only`)."""
+    made: dict[str, tuple[str, list[str]]] = {}
     found = []
     for line in ttir.splitlines():
-        if cast := re.match(r"\s*(%\S+) = tt\.splat (%\S+) : i32", line):
-            if cast[2] in alias:
-                alias[cast[1]] = cast[2]
-        elif (product := re.search(r"arith\.muli (%\S+), (%\S+?)[ :].*i32>?( loc.*)?$", line)) and (
-            product[1] in alias or product[2] in alias
-        ):
-            found.append(line.strip()[:100])
+        match = re.match(r"\s*(%\S+?)(?::\d+)? = (\S+) ?(.*)", line)
+        if match is None:
+            continue
+        name, op, rest = match[1], match[2], match[3]
+        made[name] = (rest if op == "tt.get_program_id" else op, re.findall(r"%[\w#]+", rest))
+        if op == "arith.muli" and re.search(r": (tensor<\S+xi32>|i32)( loc|$)", line):
+            kinds = sorted(_kind(operand, made) for operand in made[name][1][:2])
+            if kinds == ["runtime", "runtime"] or ("index" in kinds and "runtime" in kinds):
+                found.append(line.strip()[:100])
+            elif "index" in kinds and not tokens_only:
+                found.append(line.strip()[:100])
     return found
+
+
+def _kind(name: str, made: dict[str, tuple[str, list[str]]]) -> str:
+    """What a value is: constant, the program's first index, or known at run time only."""
+    op, operands = made.get(name, ("argument", []))
+    if op in ("arith.constant", "tt.make_range"):
+        return "constant"
+    if op.startswith("x "):
+        return "index"
+    if op in ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.extsi"):
+        return _kind(operands[0], made)
+    if op in ("arith.addi", "arith.subi") and all(_kind(x, made) == "constant" for x in operands[:2]):
+        return "constant"
+    return "runtime"
 
 
 def amd_row(launch: Launch, arch: str, made: Any) -> Row:
@@ -224,6 +244,8 @@ def amd_row(launch: Launch, arch: str, made: Any) -> Row:
 GATHERS = {"_draw_kernel"}
 """Kernels that load next to nothing."""
 MULTIPLIES = {"_attend_forward_kernel", "_attend_keys_kernel", "_attend_queries_kernel"}
+TOKENS = {*MULTIPLIES, "_delta_kernel"}
+"""Kernels whose first program index counts tiles of the tokens of one sequence, of which there are less than 2**31."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
@@ -316,6 +338,17 @@ def production_cases() -> dict[str, Callable[[], None]]:
         cases[f"attend float32 {head}"] = lambda q=wide[0], k=wide[1]: both(op["attend_lse"](q, k, k))
     widest = meta(2, 4096, 8, 256)
     cases["attend causal 256"] = lambda: both(op["attend_lse"](widest, widest, widest))
+    huge = functools.partial(meta, (1 << 32) + 1024, grad=False)  # sizes that need 64 bits are other types
+    wide = functools.partial(meta, (1 << 32) + 1024, dtype=torch.float32, grad=False)
+    cases["adamw_ beyond 2**31"] = lambda: op["adamw_"](wide(), huge(), wide(), wide(), low=huge(), **adamw)
+    cases["square_sum beyond 2**31"] = lambda: op["square_sum"]([huge()])
+    cases["pack_ beyond 2**31"] = lambda: op["pack_"](wide(), [huge()])
+    cases["quantise beyond 2**31"] = lambda: op["quantise"](huge())
+    cases["gelu beyond 2**31"] = lambda: both(op["gelu"](meta(1 << 20, 4096)))
+    cases["rms_norm beyond 2**31"] = lambda: both(op["rms_norm"](meta(1 << 20, 4096), meta(4096), 1e-5))
+    cases["cross_entropy beyond 2**31"] = lambda: both(
+        op["cross_entropy"](meta(20000, 128256), meta(20000, dtype=torch.int64))
+    )
     for draw in ("normal", "uniform"):
         cases[draw] = lambda d=draw: op[d]((1, 2), 0, 1 << 28, device="meta")
     return cases

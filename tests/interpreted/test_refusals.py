@@ -233,7 +233,7 @@ def test_a_number_or_a_mask_that_is_none_is_refused(op: str, change: dict[str, A
         ("dropout", dict(rows=Rows((1, 2), 3, torch.arange(2), torch.arange(3), 6)), "rows.feature=6"),
         (
             "attend",
-            attention() | {n: f(2, 3, 4, 264) for n in ("q_BTHK", "k_BSGK", "v_BSGK")},
+            attention(kv_prefix=None) | {n: f(2, 3, 4, 264) for n in ("q_BTHK", "k_BSGK", "v_BSGK")},
             "a head width of 264",
         ),
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from colossal_lite import kernels
 from colossal_lite.kernels import TORCH, Dropout, Ops, Rows, select
 from colossal_lite.models import GPT, GPTConfig
 from tests import interpreter  # noqa: F401  (repairs bf16)
@@ -19,10 +22,12 @@ LLAMA = replace(
 )  # fmt: skip
 
 
-def trained(ops: Ops, config: GPTConfig, steps: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+def trained(
+    ops: Ops, config: GPTConfig, steps: int = 2, prepared: Callable[[GPT], GPT] = lambda model: model
+) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and weights of a few steps of AdamW."""
     torch.manual_seed(0)
-    model = GPT(config)
+    model = prepared(GPT(config))
     for index, module in enumerate(model.modules()):
         if hasattr(module, "ops"):
             module.ops = ops
@@ -81,4 +86,26 @@ def test_a_step_with_one_kernel_is_a_step_without(family: str, op: str) -> None:
 
     got = trained(replace(TORCH, **{op: counted}), config, steps=1)
     assert calls
+    torch.testing.assert_close(got, trained(TORCH, config, steps=1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.campaign  # half a minute of tracing
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+def test_a_compiled_step_calls_the_kernels_from_between_its_parts(choice: Literal["auto", "triton"]) -> None:
+    """Dynamo alone, without inductor: what it traces, and where it lets go.  Quoted: 2 passed, 2026-11-21."""
+    table = kernels._triton_ops(choice, "cpu", strict=False, compiled=True)
+    by_op = {c.op: (c.path, c.reason) for c in table.describe()}
+    fused = ("torch", "left to torch.compile, which fuses it")
+    assert (by_op["rms_norm"] == fused) is (choice == "auto") and by_op["cross_entropy"][0] == "triton"
+    blocks = []
+
+    def compiled(model: GPT) -> GPT:
+        for block in model.blocks:
+            block.compile(backend="eager")
+            blocks.append(block)
+        return model
+
+    config = replace(LLAMA, dropout=0.0)
+    got = trained(table, config, steps=1, prepared=compiled)
+    assert blocks
     torch.testing.assert_close(got, trained(TORCH, config, steps=1), rtol=1e-4, atol=1e-5)

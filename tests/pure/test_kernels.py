@@ -273,13 +273,12 @@ def test_primary_attention_on_a_gpu_is_torchs_with_is_causal_and_never_a_mask_te
         return whole(*args, **named)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    kernel = [object()]
-    monkeypatch.setattr(attention, "_triton_attend", lambda *args, **named: kernel[0])
+    kernel: Any = object()
     q, k, v = attention_inputs(1, queries, keys, 2, 2, 4)
     options = dict(mask=mask, offsets=offsets, window=window)
-    out = attention.attend_best(q, k, v, **options)
+    out = attention.attend_best(lambda *args, **named: kernel, q, k, v, **options)
     if on_gpu == "kernel":
-        assert out is kernel[0] and not handed
+        assert out is kernel and not handed
     else:
         assert [(h["is_causal"], h["attn_mask"]) for h in handed] == [(on_gpu == "causal", None)]
     documents = None if mask.documents is None else mask.documents.to("meta")
@@ -450,6 +449,18 @@ def test_cutting_a_buffer_changes_no_bit_of_the_step(cuts: list[int], scale: flo
     for a, b in zip(whole, pieces, strict=True):
         if a is not whole[1]:  # the gradient is consumed
             assert torch.equal(a, b)
+
+
+def test_a_step_made_by_the_compiler_has_the_same_bits_however_a_buffer_is_cut() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    step = select("torch", compiled=True).adamw_
+    whole, pieces = state(100_003), state(100_003)
+    step(*whole, step=2, grad_scale=3.7, **ADAMW)
+    for a, b in ((0, 1), (1, 1000), (1000, 4097), (4097, 100_003)):
+        step(*(x[a:b] for x in pieces), step=2, grad_scale=3.7, **ADAMW)
+    for index, (a, b) in enumerate(zip(whole, pieces, strict=True)):
+        assert index == 1 or torch.equal(a, b)  # the gradient is consumed
 
 
 @pytest.mark.parametrize("compiled", [False, True])
