@@ -107,9 +107,14 @@ def _with_prefix(
     if softcap is not None or bias is not None:
         lse_of, more = _attend_scores, dict(softcap=softcap)
     scale = options["scale"]
-    before = lse_of(q, *prefix, mask=FULL, scale=scale, **more, **({"bias": None} if more else {}))
-    rest = lse_of(q, k, v, **options, **more, **({"bias": bias} if more else {}))
-    return merge([before, rest])[0].to(q.dtype)
+    before, before_lse = lse_of(
+        q, *prefix, mask=FULL, scale=scale, **more, **({"bias": None} if more else {})
+    )
+    rest, rest_lse = lse_of(q, k, v, **options, **more, **({"bias": bias} if more else {}))
+    share = (
+        (rest_lse - before_lse).sigmoid().transpose(1, 2)[..., None]
+    )  # the prefix is seen by all: never -inf
+    return torch.lerp(before.to(share.dtype), rest.to(share.dtype), share).to(q.dtype)
 
 
 def _attend_scores(
