@@ -54,6 +54,27 @@ def test_it_is_refused_where_it_cannot_work(what: str, words: str) -> None:
         run_world(refused, 1, what)
 
 
+def adamw_of(env: RankEnv, compile: str) -> str:
+    """Why the engine's AdamW is what it is; its step, run without a compiler, moves the weights."""
+
+    def as_it_is(function: Any, **options: Any) -> Any:
+        return function
+
+    config = dict(compile=compile, precision="bf16", optimizer=dict(type="adamw", lr=1e-2))
+    with env.launch(Case(config=config).full_config) as context, patch.object(torch, "compile", as_it_is):
+        engine = cl.initialize(Case().model, context=context)
+        before = engine.full_state_dict()
+        engine.train_step(Case().batch(0))
+        after = engine.full_state_dict()
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        return {c.op: c.reason for c in engine._parallelized.ops.describe()}["adamw_"]
+
+
+def test_adamw_is_compiled_where_blocks_are() -> None:
+    assert run_world(adamw_of, 1, "block") == ["one pass, by torch.compile"]
+    assert run_world(adamw_of, 1, "none") == ["the default"]
+
+
 @pytest.mark.parametrize(
     "other", [{"activation_checkpoint": "full"}, {"parallel": {"tensor": 2}}, {"zero": {"stage": 3}}]
 )
