@@ -330,18 +330,29 @@ class TokenWindows:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text as bytes, in two parts that share no file."""
+    """Text as bytes, or as ids of a tokenizer, in two parts that share no file."""
 
     name: str
-    train: npt.NDArray[np.uint8]
-    held_out: npt.NDArray[np.uint8]
+    train: npt.NDArray[Any]
+    held_out: npt.NDArray[Any]
     sha256: str
     """of all files in order of path, those of both parts"""
     num_files: int
+    unit: str = "bytes"
+    vocabulary: int | None = 256
+    """ids are below it; None where nobody has said"""
+    bytes_per_token: float = 1.0
+    """of the held-out text; 1 where nobody has said"""
 
     def __str__(self) -> str:
-        parts = f"{len(self.train):,} bytes to train on and {len(self.held_out):,} held out"
+        parts = f"{len(self.train):,} {self.unit} to train on and {len(self.held_out):,} held out"
         return f"{self.name}: {self.num_files} files, {parts}, sha256 {self.sha256}"
+
+    def check(self, vocabulary: int) -> None:
+        """Raises ConfigError where a model of `vocabulary` ids cannot read it."""
+        if self.vocabulary is not None and self.vocabulary > vocabulary:
+            rule = f"its ids go up to {self.vocabulary - 1}, and the model has {vocabulary}"
+            raise _data_error(self.name, rule, f"--vocabulary {self.vocabulary} or more")
 
     def assert_same(self, world: AxisComm) -> None:
         """Raises ConfigError, on every rank alike, where ranks have read different texts."""
@@ -354,7 +365,7 @@ class Corpus:
         """(train, held-out) windows; ConfigError unless there is one global batch and one window held out."""
         need, need_held_out = global_batch * sequence + 1, sequence + 1
         if len(self.train) < need or len(self.held_out) < need_held_out:
-            found = f"{len(self.train):,} bytes found to train on and {len(self.held_out):,} held out"
+            found = f"{len(self.train):,} {self.unit} found to train on and {len(self.held_out):,} held out"
             rule = f"{found}, {need:,} and {need_held_out:,} needed"
             legal = (
                 f"a global_batch (now {global_batch}) and a sequence (now {sequence}) that fit, or more text"

@@ -9,6 +9,7 @@ document, whose successor belongs to another, is not scored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +21,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from colossal_lite.data import BATCH_KEYS, IGNORED, TokenWindows
+from colossal_lite.data import BATCH_KEYS, IGNORED, Corpus, TokenWindows
 
 TokenDtype = Literal["uint16", "uint32"]
+PARTS = ("train.bin", "val.bin")
+HASH_BYTES = 16 * 2**20
 
 
-def write_tokens(path: str | Path, tokens: npt.ArrayLike, vocabulary: int) -> None:
-    """Write ids below `vocabulary` as a token file, in the narrowest dtype. It appears when it is whole."""
+def write_tokens(
+    path: str | Path, tokens: npt.ArrayLike, vocabulary: int, *, text_bytes: int | None = None
+) -> None:
+    """Write ids below `vocabulary` as a token file, in the narrowest dtype. It appears when it is whole.
+
+    `text_bytes`: the length of the text that they stand for, so that losses can be told per byte."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"tokens: shape {ids.shape}, {ids.dtype}; legal: one dim of integers")
@@ -36,6 +43,7 @@ def write_tokens(path: str | Path, tokens: npt.ArrayLike, vocabulary: int) -> No
     target, part = Path(path), Path(f"{path}.part")
     ids.astype(f"<{np.dtype(dtype).str[1:]}").tofile(part)
     sidecar = {"dtype": dtype, "count": int(ids.size), "vocabulary": vocabulary}
+    sidecar |= {} if text_bytes is None else {"text_bytes": text_bytes}
     _sidecar(target).write_text(json.dumps(sidecar))
     os.replace(part, target)
 
@@ -62,6 +70,32 @@ def read_tokens(path: str | Path, dtype: TokenDtype | None = None) -> npt.NDArra
 
 def _sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
+
+
+def is_token_folder(path: str | Path | None) -> bool:
+    """Whether `path` holds train.bin and val.bin, the form that nanoGPT's data has."""
+    return path is not None and all((Path(path) / name).is_file() for name in PARTS)
+
+
+def read_token_corpus(folder: str | Path) -> Corpus:
+    """The corpus of a folder with train.bin and val.bin, mapped. Both are read once, for their hash.
+
+    What their sidecars say of vocabulary and text is taken over. Raises ValueError if a file is none of tokens.
+    """
+    paths = [Path(folder) / name for name in PARTS]
+    train, held_out = (read_tokens(path) for path in paths)
+    stated = [json.loads(_sidecar(p).read_text()) if _sidecar(p).exists() else {} for p in paths]
+    known = [row["vocabulary"] for row in stated if "vocabulary" in row]
+    sha256 = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(HASH_BYTES):
+                sha256.update(block)
+    return Corpus(
+        str(folder), train, held_out, sha256.hexdigest(), len(paths), "tokens",
+        vocabulary=max(known) if len(known) == len(paths) else None,
+        bytes_per_token=stated[1].get("text_bytes", len(held_out)) / len(held_out),
+    )  # fmt: skip
 
 
 class PackedDocuments:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from colossal_lite.config import Config
 from colossal_lite.data import read_corpus
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.tokens import read_token_corpus
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "gpt"
@@ -32,7 +34,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleT
     monkeypatch.syspath_prepend(str(FOLDER))
     before = set(sys.modules)
     yield lambda name: __import__(name)
-    for name in {"train", "generate", "configs"} - before:
+    for name in {"train", "generate", "configs", "describe", "prepare"} - before:
         sys.modules.pop(name, None)
 
 
@@ -124,6 +126,30 @@ def test_torchrun_on_two_ranks_gives_the_numbers_of_one(
     assert facts[0]["parameters"] == facts[1]["parameters"]
 
 
+def test_text_becomes_tokens_that_train_and_read_as_text(
+    example: Callable[[str], ModuleType], train: Train, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    pytest.importorskip("tokenizers")
+    prepare, tokens = example("prepare"), tmp_path / "tokens"
+    assert prepare.main(prepare.Options(tokens, text, vocabulary=300)) == 0
+    few = [*few_steps(tokens, tmp_path / "run"), "--prompt", "return"]
+    assert train(*few) == 2
+    said = capsys.readouterr().err
+    assert "its ids go up to 299, and the model has 256; legal: --vocabulary 300 or more" in said
+    assert train(*few, "--vocabulary", 300) == 0
+    corpus = read_token_corpus(tokens)
+    assert corpus.vocabulary == 300 and corpus.bytes_per_token > 1.5
+    step = rows(tmp_path / "run" / "metrics.jsonl")[0]
+    assert step["bits_per_byte"] == pytest.approx(step["loss"] / math.log(2) / corpus.bytes_per_token)
+    assert "--- sample\nreturn" in capsys.readouterr().out
+    assert example("generate").codec_of(tmp_path / "run").size == 300
+    data = np.frombuffer(text.read_bytes(), np.uint8)
+    joined = "".join(prepare.pieces(data)).encode()
+    assert joined == text.read_bytes()
+    whole = np.concatenate([corpus.train, corpus.held_out]).tolist()
+    assert example("generate").Bpe(tokens / "tokenizer.json").decode(whole).encode() == joined
+
+
 def environment() -> dict[str, str]:
     import os
 
@@ -200,9 +226,10 @@ def test_a_sample_is_drawn_from_the_model_given_the_last_window(example: Callabl
             return 1e3 * torch.nn.functional.one_hot(ids_BT + 1, 300).float()
 
     model = Successor()
-    generate = example("generate").generate
-    assert generate(model, b"abc", 4, window=5) == b"abcdefg" and model.lengths == [3, 4, 5, 5]
-    assert generate(model, b"", 2, window=5, temperature=0) == b"\n\x0b\x0c" and model.training
+    module = example("generate")
+    generate, codec = module.generate, module.Bytes()
+    assert generate(model, codec, "abc", 4, window=5) == "abcdefg" and model.lengths == [3, 4, 5, 5]
+    assert generate(model, codec, "", 2, window=5, temperature=0) == "\n\x0b\x0c" and model.training
 
 
 def test_every_config_can_run_and_decays_matrices_only(example: Callable[[str], ModuleType]) -> None:
