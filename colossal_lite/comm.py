@@ -167,11 +167,13 @@ class AxisComm:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.all_reduce_async(tensor, op).wait()
 
-    def all_gather_async(self, shard: Tensor, out: Tensor | None = None) -> Pending:
-        """Concatenate equal shards along dim 0 in coordinate order. Payload: the gathered output.
+    def all_gather_async(self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Pending:
+        """Concatenate equal shards along `dim` in coordinate order. Payload: the gathered output.
 
-        `shard` is [n, ...], the result [size * n, ...]; `out` may hold `shard` in its own place.
+        `shard` is [n, ...], the result [size * n, ...]; `out`, of dim 0 only, may hold `shard` in its own place.
         """
+        if dim % shard.dim():
+            return self._gather_along(shard.contiguous(), dim)
         if out is None:
             out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
         assert out.numel() == self.size * shard.numel() and out.is_contiguous() and shard.is_contiguous()
@@ -180,17 +182,48 @@ class AxisComm:
             target.copy_(shard)
         return self._run("all_gather", target, target, lambda: self._start_all_gather(shard, target))
 
-    def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.all_gather_async(shard, out).wait()
+    def all_gather(self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
+        return self.all_gather_async(shard, out, dim=dim).wait()
+
+    def _gather_along(self, shard: Tensor, dim: int) -> Pending:
+        """Pieces land one after the other, and are copied to their places: the own one while the others travel."""
+        shape = list(shard.shape)
+        shape[dim] *= self.size
+        whole = shard.new_empty(shape)
+        places = whole.chunk(self.size, dim)
+        others = [j for j in range(self.size) if j != self.coord]
+        landed: list[Tensor] = []
+
+        def start() -> list[Any]:
+            if self._native(shard):
+                flat = shard.new_empty((self.size, *shard.shape))
+                landed.extend(flat)
+                return [_native_all_gather(flat, shard, group=self._group, async_op=True)]
+            landed.extend(shard if j == self.coord else torch.empty_like(shard) for j in range(self.size))
+            works = self._exchange([shard] * self.size, landed)
+            places[self.coord].copy_(shard)
+            return works
+
+        def put_in_place() -> None:
+            for j in range(self.size) if self._native(shard) else others:
+                places[j].copy_(landed[j])
+
+        if self.size == 1:
+            whole.copy_(shard)
+        return self._run("all_gather", whole, whole, start, put_in_place)
 
     def reduce_scatter_async(
-        self, full: Tensor, out: Tensor | None = None, *, ordered: bool = False, scratch: Tensor | None = None
-    ) -> Pending:
-        """Sum over the axis; this rank keeps its 1/size of dim 0. Payload: the unreduced input.
+        self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
+        scratch: Tensor | None = None,
+    ) -> Pending:  # fmt: skip
+        """Sum over the axis; this rank keeps its 1/size of `dim`. Payload: the unreduced input.
 
         `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n, ...].
         `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be overwritten.
+        `out`, `ordered` and `scratch` are for dim 0.
         """
+        if dim % full.dim():
+            return self._scatter_along(full, dim)
         assert full.shape[0] % self.size == 0 and full.is_contiguous()
         if out is None:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
@@ -239,8 +272,37 @@ class AxisComm:
             return 0
         return numel if native else numel - numel // self.size
 
-    def reduce_scatter(self, full: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.reduce_scatter_async(full, out).wait()
+    def reduce_scatter(self, full: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
+        return self.reduce_scatter_async(full, out, dim=dim).wait()
+
+    def _scatter_along(self, full: Tensor, dim: int) -> Pending:
+        """Only the pieces that leave are copied; the own one is added where it lies, in rank order."""
+        assert full.shape[dim] % self.size == 0
+        parts = full.chunk(self.size, dim)
+        own = parts[self.coord]
+        result = torch.empty_like(own, memory_format=torch.contiguous_format)
+        kept: list[Tensor] = []  # alive until they are sent, or received
+        native = self._native(full)
+
+        def start() -> list[Any]:
+            if native:
+                kept.append(torch.stack(parts))
+                return [_native_reduce_scatter(result, kept[0], group=self._group, async_op=True)]
+            outgoing = [own if j == self.coord else part.contiguous() for j, part in enumerate(parts)]
+            kept.extend(own if j == self.coord else torch.empty_like(result) for j in range(self.size))
+            works = self._exchange(outgoing, kept)
+            kept.extend(outgoing)
+            return works
+
+        def add_in_rank_order() -> None:
+            if not native:
+                torch.add(kept[0], kept[1], out=result)
+                for piece in kept[2 : self.size]:
+                    result.add_(piece)
+
+        if self.size == 1:
+            result.copy_(own)
+        return self._run("reduce_scatter", full, result, start, add_in_rank_order)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Copy `tensor` of coordinate `source` to all, in place. Payload: the buffer."""

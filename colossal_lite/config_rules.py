@@ -285,8 +285,10 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
         "activation_checkpoint",
         ("none", "full"),
-        "kept products under tensor and sequence parallelism",
-        when=lambda config: config.parallel.tensor.size * config.parallel.sequence.size > 1,
+        "kept products under sequence parallelism and tensor modes but 1d",
+        when=lambda c: (
+            c.parallel.sequence.size > 1 or (c.parallel.tensor.size > 1 and c.parallel.tensor.mode != "1d")
+        ),
     ),
     NotBuilt(
         "kernels",

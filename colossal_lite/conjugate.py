@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colossal_lite.comm import AxisComm
+from colossal_lite.keep import keep
 
 
 def copy(x: Tensor, comm: AxisComm) -> Tensor:
@@ -105,13 +106,11 @@ def _sum(x: Tensor, comm: AxisComm) -> Tensor:
 
 
 def _concat(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
-    parts = comm.all_gather(x.unsqueeze(0).contiguous())
-    return torch.cat(parts.unbind(0), dim) if dim % x.dim() else rearrange(parts, "r n ... -> (r n) ...")
+    return comm.all_gather(x.contiguous(), dim=dim)
 
 
 def _sum_part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
-    parts = torch.stack(x.chunk(comm.size, dim))
-    return comm.reduce_scatter(parts)[0]
+    return comm.reduce_scatter(x if dim % x.dim() else x.contiguous(), dim=dim)
 
 
 def _part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
@@ -163,7 +162,7 @@ class _Copy(Function):
 class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        return _sum(x, comm)
+        return keep(lambda: _sum(x, comm), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -185,7 +184,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
-        return _sum_part(x, comm, dim)
+        return keep(lambda: _sum_part(x, comm, dim), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:

@@ -4,7 +4,9 @@ Note: what is kept.  B batch, T tokens, D width, H heads, G key heads, K head wi
 - `full` (1604.06174): of each block its input alone, B T D elements; backward runs the block's forward again.
 - `selective`: also the outputs of matrix products and of attention, which are the costly part to compute and the cheap
   part to keep: norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone,
-  2205.05198, section 5, has no point where attention keeps no T x T matrix.)
+  2205.05198, section 5, has no point where attention keeps no T x T matrix.)  A product whose terms are summed over
+  tensor ranks is kept after the sum (`keep`), so that its elements are those of the residual stream and the sum does
+  not run again; neither does the gather before a first linear, unless several share one.
 `kept_numel` has the formulas; what lies outside the blocks (embeddings, head, logits) is as without checkpointing.
 
 The second forward gives the same bits as the first: it reads the same weights, and dropout counts its calls from where
@@ -25,8 +27,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from colossal_lite.keep import Kept
 from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.rng import DropoutStreams, Place
 
@@ -115,12 +118,9 @@ class Recomputed:
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self.mode == "selective":
-            first, again = create_selective_checkpoint_contexts(_policy)
+            kept = Kept(KEPT)
+            first, again = kept.first(), kept.again()
         return first, _Again(self.streams, self.streams.place(), again)
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Again:

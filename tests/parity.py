@@ -28,6 +28,7 @@ import colossal_lite as cl
 from colossal_lite.engine import Engine
 from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.recompute import blocks_of
 from colossal_lite.rng import DropoutStreams, build_on_meta, replay
 from colossal_lite.zero import build
 from colossal_lite.zero.own import Factory
@@ -71,6 +72,8 @@ class Case:
     layers: int = SIZES["layers"]
     chunk_bytes: int | None = None  # target size of chunks; None: the product's
     adapters: int = 0  # rank of an adapter on every linear of the blocks; all other parameters are frozen
+    adapter_kind: Callable[[nn.Module, int], nn.Module] | None = None
+    kv_heads: int | None = None  # of our models; None: the family's
     own: Factory | None = None  # an optimizer in the place of config's
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None  # config's lr_scheduler for the plain loop
 
@@ -108,9 +111,10 @@ class Case:
         else:
             own = dict(sequence=self.tokens, vocabulary=self.vocabulary, layers=self.layers)
             options = SIZES | own | FAMILIES[self.family]
+            options |= dict(kv_heads=self.kv_heads) if self.kv_heads else {}
             model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout, causal=self.causal))
         if self.adapters:
-            adapt(model, self.adapters)
+            adapt(model, self.adapters, self.adapter_kind)
         for name, parameter in model.named_parameters():
             if name in self.frozen:
                 parameter.requires_grad_(False)
@@ -368,22 +372,47 @@ def distance(steps: list[Step], truth: list[Step], kind: str) -> float:
 class Adapter(nn.Module):
     """A low-rank adapter (2106.09685) on a linear layer of any kind: base(x) + up(down(x))."""
 
-    def __init__(self, base: nn.Linear, rank: int) -> None:
+    def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(torch.empty(rank, base.in_features).normal_(0.0, 0.1))
-        self.up = nn.Parameter(torch.empty(base.out_features, rank).normal_(0.0, 0.1))
+        outputs, inputs = features_of(base)
+        self.down = nn.Parameter(torch.empty(rank, inputs).normal_(0.0, 0.1))
+        self.up = nn.Parameter(torch.empty(outputs, rank).normal_(0.0, 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
         return y
 
 
-def adapt(model: nn.Module, rank: int) -> None:
+class ModularAdapter(nn.Module):
+    """The same in the form that peft gives it: factors are linears in dictionaries, dropout before them, a scale."""
+
+    def __init__(self, base: nn.Module, rank: int, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.base_layer = base
+        outputs, inputs = features_of(base)
+        self.lora_dropout = nn.Dropout(dropout)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, outputs, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        low: Tensor = self.lora_B["default"](self.lora_A["default"](self.lora_dropout(x)))
+        y: Tensor = self.base_layer(x) + 2.0 * low
+        return y
+
+
+def features_of(linear: Any) -> tuple[int, int]:
+    """(outputs, inputs); Conv1D of Hugging Face's GPT-2 stores its weight the other way round."""
+    outputs, inputs = linear.weight.shape
+    return (inputs, outputs) if type(linear).__name__ == "Conv1D" else (outputs, inputs)
+
+
+def adapt(model: nn.Module, rank: int, kind: Callable[[nn.Module, int], nn.Module] | None = None) -> None:
     """Freeze a model and put an adapter on every linear layer of its blocks."""
     model.requires_grad_(False)
-    for block in model.get_submodule("blocks"):
+    for block in blocks_of(model).values():
         for owner in list(block.modules()):
             for name, child in list(owner.named_children()):
-                if isinstance(child, nn.Linear) and not isinstance(owner, Adapter):
-                    setattr(owner, name, Adapter(child, rank))
+                is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
+                if is_linear and not isinstance(owner, (Adapter, ModularAdapter, nn.ModuleDict)):
+                    setattr(owner, name, (kind or Adapter)(child, rank))

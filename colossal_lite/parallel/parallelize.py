@@ -20,6 +20,7 @@ from colossal_lite.batch import Batch
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT
+from colossal_lite.parallel.adapter import with_adapters
 from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
 from colossal_lite.parallel.sequence import OnSequence, SequenceParallel
 from colossal_lite.parallel.serial import Serial
@@ -129,8 +130,7 @@ def _tensor_1d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequenc
     swap = Swap1D(module, mesh.layout, roles, mode=strategy)
 
     def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
-        mode = swap.mode_at(name)
-        return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
+        return swap.local_rows(name, rows)
 
     return strategy, swap.run(), local_rows
 
@@ -171,7 +171,7 @@ def _auto_plan(module: nn.Module) -> Mapping[str, str]:
             f"plan='auto': the module names of {type(module).__name__} are not those of a model that is known "
             f"({', '.join(PLANS)}); give a dict from name patterns to roles: {', '.join(ROLES)}"
         )
-    return found[1]
+    return with_adapters(found[1], module)
 
 
 def _head(module: nn.Module, roles: Mapping[str, Role]) -> Tensor:

@@ -117,13 +117,14 @@ ROLES = (
     "attention",  # module that holds the number of heads
     "block",  # one transformer block
     "replicate",  # whole on every rank
+    "adapter",  # module around a first or second linear that adds a product of low rank; what it holds needs no role
 )
 DETAILS = {
     "first": ("qkv", "kv", "gate_up"),
     # `embedding:whole`: the model counts on whole sequences outside its blocks, so activations are cut within them only
     "embedding": ("whole",),
 }
-NOT_BUILT_ROLES = ("per_head", "latent", "expert", "adapter")
+NOT_BUILT_ROLES = ("per_head", "latent", "expert")
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ def match_name(pattern: str, name: str) -> bool:
 def assign_roles(plan: Mapping[str, str], modules: Iterable[str], owners: Iterable[str]) -> dict[str, Role]:
     """Module name -> role; the first pattern that fits wins.
 
-    `owners` are the modules that hold parameters of their own: each needs a role.  Raises ValueError listing every
-    one that is left without, and every pattern that fits no module.
+    `owners` are the modules that hold parameters of their own: each needs a role, unless an adapter holds it.  Raises
+    ValueError listing every one that is left without, and every pattern that fits no module.
     """
     parsed = {pattern: Role.parse(text, pattern) for pattern, text in plan.items()}
     names = list(modules)
@@ -182,7 +183,12 @@ def assign_roles(plan: Mapping[str, str], modules: Iterable[str], owners: Iterab
             if match_name(pattern, name):
                 roles[name] = role
                 break
-    faults = [f"no pattern fits {name}, which has parameters" for name in owners if name not in roles]
+    adapters = tuple(f"{name}." for name, role in roles.items() if role.name == "adapter")
+    faults = [
+        f"no pattern fits {name}, which has parameters"
+        for name in owners
+        if name not in roles and not name.startswith(adapters)
+    ]
     faults += [
         f"pattern {pattern!r} fits no module"
         for pattern in parsed
@@ -239,10 +245,24 @@ PLANS: dict[str, dict[str, str]] = {
 }
 
 
+_MAY_BE_WRAPPED = ("first", "second", "lm_head", "embedding")
+
+
 def known_plan(modules: Collection[str], owners: Collection[str]) -> tuple[str, dict[str, str]] | None:
-    """The first known plan that gives every parameter a role, without the patterns this model has no module for."""
+    """The first known plan that gives every parameter a role, without the patterns this model has no module for.
+
+    A linear may have become a module around one: what lies within a module with a role needs none."""
     for title, plan in PLANS.items():
         used = {p: text for p, text in plan.items() if any(match_name(p, name) for name in modules)}
-        if all(any(match_name(p, name) for p in used) for name in owners):
+        linears = [p for p, text in used.items() if Role.parse(text).name in _MAY_BE_WRAPPED]
+
+        def has_role(name: str, used: Collection[str] = used, linears: Collection[str] = linears) -> bool:
+            parts = name.split(".")
+            around = [".".join(parts[:i]) for i in range(1, len(parts))]
+            return any(match_name(p, name) for p in used) or any(
+                match_name(p, outer) for p in linears for outer in around
+            )
+
+        if used and all(has_role(name) for name in owners):
             return title, used
     return None

@@ -56,6 +56,9 @@ class Swap(ABC):
         """The layer that takes the place of `module`; itself where only specs are needed. Calls `parameter` for each
         parameter that the module holds."""
 
+    has_adapters = False
+    """Whether this mode knows the role `adapter`."""
+
     def size_faults(self, name: str, role: Role, module: Any) -> list[str]:
         """What this mode cannot cut in a module."""
         return []
@@ -75,6 +78,9 @@ class Swap(ABC):
         faults += [
             text for name, role in self.roles.items() for text in self.size_faults(name, role, owners[name])
         ]
+        for name, role in self.roles.items():
+            if role.name == "adapter" and not self.has_adapters:
+                faults.append(f"{name}: the role adapter is not built in this tensor mode; legal: mode='1d'")
         if faults:
             raise ValueError("parallelize: " + "; ".join(faults))
         self._names = {id(p): name for name, p in self.module.named_parameters()}

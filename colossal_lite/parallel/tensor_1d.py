@@ -27,19 +27,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from colossal_lite import conjugate
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow, Pending
-from colossal_lite.kernels import Ops
+from colossal_lite.keep import keep
+from colossal_lite.kernels import Dropout, Ops, Rows
+from colossal_lite.parallel.adapter import Adapter, read_adapter, rows_on_features
 from colossal_lite.parallel.roles import ModelFacts, Role
 from colossal_lite.parallel.swap import (
     Heads,
     Swap,
     ancestors,
+    heads_of,
     is_transposed,
     oriented,
     output_rows,
@@ -156,18 +158,25 @@ class SharedKeysLinear(FirstLinear):
 
 
 class SecondLinear(nn.Module):
-    """Linear with its input features cut: x [B, T, D_in / n] -> y [B, T(/n), D_out]. The bias comes last, once."""
+    """Linear with its input features cut: x [B, T, D_in / n] -> y [B, T(/n), D_out]. The bias comes last, once.
+
+    `gives_terms`: whoever holds this layer sums the terms [B, T, D_out] and adds the bias.
+    """
 
     def __init__(
-        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False
-    ) -> None:
+        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
+        gives_terms: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.mode, self.transposed = mode, transposed
+        self.mode, self.transposed, self.gives_terms = mode, transposed, gives_terms
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = leave(F.linear(x, self.weight.t() if self.transposed else self.weight), self.mode)
-        return y if self.bias is None else y + self.bias
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.gives_terms:
+            return F.linear(x, weight)
+        out: Tensor = _SecondLinear.apply(x, weight, self.bias, self.mode)  # type: ignore[no-untyped-call]
+        return out
 
 
 class VocabularyEmbedding(nn.Module):
@@ -229,43 +238,77 @@ class _FirstLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D) -> Tensor:
-        whole = _gathered(_gather_async(x, mode)) if mode.sequence_parallel else x
-        ctx.mode, ctx.has_bias = mode, bias is not None
-        ctx.save_for_backward(x if mode.regather else whole, weight)
+        def product() -> Tensor:
+            return F.linear(_gather_async(x, mode).wait(), weight, bias)
+
+        ctx.mode = mode
+        if mode.sequence_parallel and mode.regather:
+            ctx.save_for_backward(x, weight)
+            return keep(product, x)
+        whole = _gather_async(x, mode).wait() if mode.sequence_parallel else x
+        ctx.save_for_backward(whole, weight)
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         mode: Tensor1D = ctx.mode
         kept, weight = ctx.saved_tensors
-        again = _gather_async(kept, mode) if mode.sequence_parallel and mode.regather else None
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        gathers = needs_dw and mode.sequence_parallel and mode.regather
+        again = _gather_async(kept, mode) if gathers else None
         if again is not None and not mode.overlap:
             again.wait()
-        terms = dy @ weight
-        sum_of_terms = _sum_async(terms, mode)
-        if not mode.overlap:
+        sum_of_terms = _sum_async(dy @ weight, mode) if needs_dx else None
+        if sum_of_terms is not None and not mode.overlap:
             sum_of_terms.wait()
-        whole = _gathered(again) if again is not None else kept
-        dy_rows, x_rows = dy.flatten(0, -2), whole.flatten(0, -2)
-        dw = dy_rows.t() @ x_rows
-        db = dy_rows.sum(0) if ctx.has_bias else None
-        dx = sum_of_terms.wait()
-        return dx[0] if mode.sequence_parallel else dx, dw, db, None
+        whole = again.wait() if again is not None else kept
+        dw = _weight_gradient(dy, whole) if needs_dw else None
+        db = dy.flatten(0, -2).sum(0) if needs_db else None
+        return sum_of_terms.wait() if sum_of_terms is not None else None, dw, db, None
+
+
+class _SecondLinear(Function):
+    """The product, then `leave`, then the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D) -> Tensor:
+        def product() -> Tensor:
+            y = _sum_async(F.linear(x, weight), mode).wait()
+            return y if bias is None else y.add_(bias)
+
+        ctx.mode = mode
+        ctx.save_for_backward(x, weight)
+        return keep(product, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        mode: Tensor1D = ctx.mode
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        gathered = _gather_async(dy, mode) if mode.sequence_parallel else None
+        if gathered is not None and not mode.overlap:
+            gathered.wait()
+        db = dy.flatten(0, -2).sum(0) if needs_db else None
+        whole = gathered.wait() if gathered is not None else dy
+        dx = whole @ weight if needs_dx else None
+        return dx, _weight_gradient(whole, x) if needs_dw else None, db, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """[D_out, D_in] from dy [B, T, D_out] and x [B, T, D_in]."""
+    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def _gather_async(x: Tensor, mode: Tensor1D) -> Pending:
-    return mode.comm.all_gather_async(x.unsqueeze(0).contiguous())
-
-
-def _gathered(pending: Pending) -> Tensor:
-    return rearrange(pending.wait(), "n b t d -> b (n t) d")
+    """All positions of x [B, T / n, D]."""
+    return mode.comm.all_gather_async(x, dim=1)
 
 
 def _sum_async(terms: Tensor, mode: Tensor1D) -> Pending:
-    """The sum over ranks of [B, T, D]; with sequence_parallel this rank's positions of it, as [1, B, T / n, D]."""
+    """The sum over ranks of [B, T, D], in place; with sequence_parallel this rank's positions of it, [B, T / n, D]."""
     if not mode.sequence_parallel:
         return mode.comm.all_reduce_async(terms)
-    return mode.comm.reduce_scatter_async(rearrange(terms, "b (n t) d -> n b t d", n=mode.size).contiguous())
+    return mode.comm.reduce_scatter_async(terms, dim=1)
 
 
 # ---- loss ----
@@ -303,9 +346,13 @@ class _CrossEntropy(Function):
 
 
 def micro_batch_payload(
-    facts: ModelFacts, mode: Tensor1D, *, batch: int, sequence: int, itemsize: int, bias: bool
-) -> tuple[LedgerRow, ...]:
+    facts: ModelFacts, mode: Tensor1D, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    adapted: bool = False,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
     """Calls and payload bytes on the tensor axis of forward and backward of one micro-batch [batch, sequence].
+
+    `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient asks for an
+    input again, and nothing goes back through the first block's input and the embedding.
 
     `itemsize`: bytes of an activation element.  Fused or separate q, k, v move the same: they share one input.
     """
@@ -315,10 +362,11 @@ def micro_batch_payload(
     pairs = 2 * facts.layers + 1  # attention, MLP; embedding and head together
     stats_bytes = mode.size * batch * sequence * 3 * max(itemsize, 4)
     rows = []
-    gathers, reduces = 0, 2 * pairs
+    # Forward sums where a pair ends, backward where one begins; gathers are the conjugates.
+    gathers, reduces = 0, 2 * pairs - adapted
     if mode.sequence_parallel:
-        gathers = pairs * (3 if mode.regather else 2)
-        rows.append(LedgerRow("reduce_scatter", AXIS, 2 * pairs, 2 * pairs * activation_bytes))
+        gathers = pairs * (3 if mode.regather and not adapted else 2) - adapted
+        rows.append(LedgerRow("reduce_scatter", AXIS, reduces, reduces * activation_bytes))
         reduces = 0
     rows.append(LedgerRow("all_gather", AXIS, gathers + 1, gathers * activation_bytes + stats_bytes))
     shared = 0
@@ -340,6 +388,8 @@ class Swap1D(Swap):
 
     mode: Tensor1D = None  # type: ignore[assignment]  # given by keyword: fields of the base have defaults
     _shared: set[str] = field(default_factory=set)
+    _adapters: dict[str, Adapter] = field(default_factory=dict)
+    has_adapters = True
 
     @property
     def head_parts(self) -> int:
@@ -353,6 +403,8 @@ class Swap1D(Swap):
         return replace(self.mode, sequence_parallel=False)
 
     def size_faults(self, name: str, role: Role, module: Any) -> list[str]:
+        if role.name == "adapter":
+            return self._adapter_faults(name, module)
         if role.name not in ("first", "second") or role.detail in ("qkv", "kv"):
             return []
         features = module.weight.shape[int((role.name == "first") == is_transposed(module))]
@@ -366,14 +418,17 @@ class Swap1D(Swap):
         """Inputs that several first linears share are entered once, at their parent; with `embedding:whole` the
         sequence is cut where the first block begins and joined where the last one ends."""
         by_parent: dict[str, list[str]] = {}
+        wrapper_of = {adapter.base: name for name, adapter in self._adapters.items()}
         for name, role in self.roles.items():
             if role.name == "first":
-                by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+                outermost = wrapper_of.get(name, name)
+                by_parent.setdefault(outermost.rpartition(".")[0], []).append(name)
         for parent, sisters in by_parent.items():
-            if len(sisters) > 1:
+            if len(sisters) > 1 or sisters[0] in wrapper_of:
                 self._shared.update(sisters)
-                hook = _on_stream(partial(enter, mode=self.mode_at(parent)))
-                self.module.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
+                door = parent if len(sisters) > 1 else wrapper_of[sisters[0]]
+                hook = _on_stream(partial(enter, mode=self.mode_at(door)))
+                self.module.get_submodule(door).register_forward_pre_hook(hook, with_kwargs=True)
         if self.mode_at("") == self.mode:
             return
         blocks = [name for name, role in self.roles.items() if role.name == "block"]
@@ -387,6 +442,7 @@ class Swap1D(Swap):
     def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         mode = self.mode_at(name)
         per_token: Placements = ((AXIS, Partial),) if mode.sequence_parallel else ()
+        kept: nn.Module = module
         match role.name:
             case "first":
                 return self._first(name, module, mode, role, heads)
@@ -397,7 +453,11 @@ class Swap1D(Swap):
                     module.weight, oriented(plain("out", outputs), plain("in", inputs), transposed), "in"
                 )
                 bias = self.parameter(module.bias, gradient=per_token)
-                return SecondLinear(mode, weight, bias, transposed=transposed)
+                gives_terms = any(adapter.base == name for adapter in self._adapters.values())
+                return SecondLinear(mode, weight, bias, transposed=transposed, gives_terms=gives_terms)
+            case "adapter":
+                self._adapt(self._adapters[name], module, mode)
+                return kept
             case "embedding":
                 return VocabularyEmbedding(mode, self._cut_vocabulary(module.weight))
             case "lm_head":
@@ -410,8 +470,80 @@ class Swap1D(Swap):
                 return PositionEmbedding(mode, self.parameter(module.weight, gradient=per_token))
         for parameter in module.parameters(recurse=False):
             self.parameter(parameter, gradient=per_token if role.name == "norm" else ())
-        kept: nn.Module = module
         return kept
+
+    # ---- adapters ----
+
+    def _adapter_faults(self, name: str, module: nn.Module) -> list[str]:
+        found = read_adapter(name, module, self.roles)
+        if isinstance(found, str):
+            return [found]
+        self._adapters[name] = found
+        base: Any = self.module.get_submodule(found.base)
+        inputs = base.weight.shape[int(not is_transposed(base))]
+        drops = any(isinstance(m, Dropout | nn.Dropout) for m in module.modules())
+        ranks = {self._parameter_at(full).shape[0] for full in found.down}
+        if found.role.name == "second" and drops and inputs // self.mode.size in ranks:
+            return [
+                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}, so that dropout "
+                f"in it could not tell the two apart; legal: another rank, or no dropout"
+            ]
+        heads = self._heads_at(found.base)
+        if found.role.detail in ("qkv", "kv") and heads is not None and heads.key < self.mode.size:
+            return [
+                f"{name}: an adapter on {heads.key} key heads that {self.mode.size} ranks share is not built; "
+                f"legal: tensor up to {heads.key}, or no adapter on keys and values"
+            ]
+        return []
+
+    def _heads_at(self, name: str) -> Heads | None:
+        owners = [a for a in ancestors(name) if self.roles.get(a, Role("")).name == "attention"]
+        return heads_of(self.module.get_submodule(owners[0]), owners[0]) if owners else None
+
+    def _adapt(self, adapter: Adapter, module: nn.Module, mode: Tensor1D) -> None:
+        """Cut the factors as the base is cut; behind a `second`, sum base and pair together."""
+        base: Any = self.module.get_submodule(adapter.base)
+        outputs, inputs = base.weight.shape[::-1] if is_transposed(base) else base.weight.shape
+        cut, whole = (
+            (adapter.up, adapter.down) if adapter.role.name == "first" else (adapter.down, adapter.up)
+        )
+        for full in whole:
+            self.parameter(self._parameter_at(full), gradient=((AXIS, Partial),))
+        for full in cut:
+            factor = self._parameter_at(full)
+            if adapter.role.name == "first":
+                rows, name = output_rows(outputs, adapter.role, self._heads_at(adapter.base), mode.size)
+                assert name is not None, "refused: key heads that ranks share"
+                local = self._cut(factor, (rows, plain("rank", factor.shape[1])), name)
+            else:
+                local = self._cut(factor, (plain("rank", factor.shape[0]), plain("in", inputs)), "in")
+            owner, _, leaf = full.rpartition(".")
+            setattr(self.module.get_submodule(owner), leaf, local)
+        if adapter.role.name == "second":
+            path = adapter.base.removeprefix(f"{adapter.name}.")
+
+            def finish(module: nn.Module, args: Any, terms: Tensor) -> Tensor:
+                inner: Any = module.get_submodule(path)
+                bias: Tensor | None = inner.bias
+                y = leave(terms, mode)
+                return y if bias is None else y + bias
+
+            module.register_forward_hook(finish)
+
+    def _parameter_at(self, full: str) -> nn.Parameter:
+        return self.module.get_parameter(full)
+
+    def local_rows(self, name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
+        """The counters of a dropout: of the tokens, or of the features in an adapter, that it sees here."""
+        adapter = next((self._adapters[a] for a in ancestors(name) if a in self._adapters), None)
+        if adapter is None:
+            mode = self.mode_at(name)
+            return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
+        if adapter.role.name == "first":
+            return rows
+        base: Any = self.module.get_submodule(adapter.base)
+        width = base.weight.shape[int(not base.transposed)]
+        return rows_on_features(self.module.get_submodule(name), rows, width, self.mode.coord)
 
     def _first(self, name: str, module: Any, mode: Tensor1D, role: Role, heads: Heads | None) -> nn.Module:
         transposed = is_transposed(module)

@@ -363,7 +363,9 @@ def unbuilt_values() -> Iterator[Bad]:
                 config["parallel"]["sequence"]["size"] = 2
             if row.path == "kernels":
                 config["precision"] = "fp64"
-            if row.path in ("activation_checkpoint", "compile"):
+            if row.path == "activation_checkpoint":
+                config["parallel"] = {"sequence": 2}
+            if row.path == "compile":
                 config["parallel"] = {"tensor": 2}
             run = lambda c=config: Config.load(c).check_built()  # noqa: E731
             yield Bad(f"not built: {config}", row.path, value, run, repr(row.built[0]))

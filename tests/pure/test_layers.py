@@ -31,6 +31,7 @@ LEVELS: tuple[set[str], ...] = (
     {"kernels", "watch", *PURE},
     {
         "comm",
+        "keep",
         "memory.arena",
         "memory.mover",
         "memory.tracer",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.models import GPT
+from colossal_lite.parallel import alone
+from colossal_lite.shard import ShardSpec
 from tests.parity import Case, relative_error
 from tests.pool import RankEnv, WorldError, run_world
 
@@ -39,8 +43,38 @@ def serial(case: Case) -> list[dict[str, Tensor]]:
     return steps
 
 
-def own_loop(env: RankEnv, case: Case) -> dict[str, Any]:
-    with env.launch(case.full_config) as context:
+def _first_gradient_halved(original: Any, parameters: list[nn.Parameter], *rest: Any) -> None:
+    original(parameters, *rest)
+    assert parameters[0].grad is not None
+    parameters[0].grad.mul_(0.5)
+
+
+# Owner, name of the function, and what takes its place, given the original.
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "gradients not summed": (alone, "_sum", lambda original, *rest: None),
+    "a gradient averaged": (alone, "_sum", _first_gradient_halved),
+    "summed over data only": (
+        ShardSpec, "sync_axes", lambda original, *given: tuple(a for a in original(*given) if a != "tensor")
+    ),
+    "a neighbour's values": (
+        alone, "cut_values",
+        lambda original, spec, layout, coords, fetch: original(
+            spec, layout, {**coords, "tensor": 1 - coords["tensor"]}, fetch
+        ),
+    ),
+}  # fmt: skip
+
+
+def planted(fault: str) -> AbstractContextManager[Any]:
+    if not fault:
+        return nullcontext()
+    owner, name, change = FAULTS[fault]
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *given: change(original, *given))
+
+
+def own_loop(env: RankEnv, case: Case, fault: str = "") -> dict[str, Any]:
+    with planted(fault), env.launch(case.full_config) as context:
         model, mesh = built(case), context.mesh
         layers = cl.parallelize(model, mesh, sequence_parallel=case.sequence_parallel)
         optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -67,8 +101,8 @@ CASES = {
 }
 
 
-def assert_serial(case: Case) -> list[dict[str, Any]]:
-    truth, ranks = serial(case), run_world(own_loop, case.world_size, case)
+def assert_serial(case: Case, fault: str = "") -> list[dict[str, Any]]:
+    truth, ranks = serial(case), run_world(own_loop, case.world_size, case, fault)
     for number, whole in enumerate(truth):
         for name, expected in whole.items():
             full = torch.full_like(expected, math.nan)
@@ -97,6 +131,12 @@ def test_under_data_parallelism_alone_too_in_one_sum() -> None:
 def test_gradients_are_summed_once_for_each_set_of_axes() -> None:
     ranks = assert_serial(CASES["data 2 x tensor 2"])
     assert ranks[0]["sums"] == [("all_reduce", "data", 1), ("all_reduce", "data*tensor", 1)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_parity_goes_red_for(fault: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_serial(CASES["data 2 x tensor 2"], fault)
 
 
 class Two(nn.Module):

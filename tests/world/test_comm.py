@@ -53,6 +53,9 @@ def _collectives(env: RankEnv, mesh: Mesh) -> dict[str, Any]:
     out["reduce"] = reduced if r == 0 else None
     comm.barrier()
     out["rows"] = [(row.operation, row.calls, row.payload_bytes) for row in mesh.ledger.rows()]
+    middle = torch.arange(float(n * 4)).view(2, n, 2)
+    out["along"] = comm.all_gather(middle[:, r : r + 1].transpose(0, 2), dim=1)
+    out["scattered along"] = comm.reduce_scatter(middle.transpose(0, 2) * (r + 1), dim=1)
     in_place = torch.zeros(n, 3)
     in_place[r] = r
     out["in_place"] = comm.all_gather(in_place[r : r + 1], out=in_place)
@@ -74,6 +77,9 @@ def test_collectives_give_what_their_names_say_and_count_the_logical_payload(n: 
         assert out["json"] == [{"rank": r, "text": "x" * r} for r in range(n)]
         if rank == 0:
             assert torch.equal(out["reduce"], base * total)
+        middle = torch.arange(float(n * 4)).view(2, n, 2).transpose(0, 2)
+        assert torch.equal(out["along"], middle) and out["along"].is_contiguous()
+        assert torch.equal(out["scattered along"], middle[:, rank : rank + 1] * total)
         assert torch.equal(out["in_place"], torch.arange(float(n)).view(n, 1).expand(n, 3))
         rows = dict((op, (calls, size)) for op, calls, size in out["rows"])
         full = n * 2 * 4

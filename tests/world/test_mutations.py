@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from colossal_lite import conjugate, engine, kernels, zero
 from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
+from colossal_lite.keep import Kept
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkSpec
@@ -32,7 +34,7 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
 from colossal_lite.zero.tiers import HostStates
-from tests.parity import Case, Step, check_no_further, compare, parallel_run, serial_run
+from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 
 CASE = Case(
@@ -141,9 +143,19 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 def _input_gradient_not_summed(original: Any, terms: torch.Tensor, mode: Tensor1D) -> Any:
     pending = original(terms.clone(), mode)
+    if torch._C._current_graph_task_id() == -1:  # in forward
+        return pending
     pending.wait()
-    part = terms.tensor_split(mode.size, 1)[mode.coord].unsqueeze(0) if mode.sequence_parallel else terms
+    part = terms.tensor_split(mode.size, 1)[mode.coord] if mode.sequence_parallel else terms
     return _Ready(part)
+
+
+def _output_not_summed(original: Any, terms: torch.Tensor, mode: Tensor1D) -> Any:
+    pending = original(terms.clone(), mode)
+    pending.wait()
+    if torch._C._current_graph_task_id() != -1:
+        return pending
+    return _Ready(terms.tensor_split(mode.size, 1)[mode.coord].clone() if mode.sequence_parallel else terms)
 
 
 class _Ready:
@@ -175,8 +187,10 @@ def _key_heads_not_summed(original: Any, x: torch.Tensor, comm: AxisComm) -> tor
     return x
 
 
-def _bias_on_every_rank(original: Any, x: torch.Tensor, mode: Tensor1D) -> torch.Tensor:
-    return original(x + 0.01, mode)
+def _bias_on_every_rank(original: Any, x: torch.Tensor, weight: Any, bias: Any, mode: Tensor1D) -> Any:
+    return original(
+        torch.cat((x, torch.ones_like(x[..., :1])), -1), torch.cat((weight, bias[:, None]), 1), None, mode
+    )
 
 
 def _vocabulary_off_by_one(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +221,7 @@ SHARED = Case(family="llama", world_size=4, tensor=4, config=dict(clip_grad_norm
 FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "input gradient not summed": (CUT, tensor_1d, "_sum_async", _input_gradient_not_summed),
     "input gradient not summed, whole": (WHOLE, tensor_1d, "_sum_async", _input_gradient_not_summed),
+    "output of a pair not summed": (CUT, tensor_1d, "_sum_async", _output_not_summed),
     "norm gradient not summed": (CUT, ShardSpec, "sync_axes", _norm_gradient_not_summed),
     "norm gradient summed where it is whole": (
         WHOLE,
@@ -218,10 +233,30 @@ FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "one shard counts in the norm": (CUT, ShardSpec, "owned", _one_shard_counts),
     "shared key heads not summed": (SHARED, conjugate, "copy", _key_heads_not_summed),
     "shared key heads counted by all": (SHARED, ShardSpec, "owned", _every_copy_counts),
-    "bias before the sum": (CUT, tensor_1d, "leave", _bias_on_every_rank),
+    "bias before the sum": (CUT, tensor_1d._SecondLinear, "apply", _bias_on_every_rank),
     "vocabulary off by one": (CUT, kernels, "select", _vocabulary_off_by_one),
     "same mask on every part": (CUT, DropoutStreams, "rows", _same_mask_on_every_part),
     "loss told by every rank": (CUT, Engine, "_agree", _loss_of_every_rank),
+}
+
+
+# ---- adapters, and products that are kept ----
+
+
+def _offset_forgotten(original: Any, module: Any, rows: Any, width: int, coord: int) -> Any:
+    return rows
+
+
+def _of_other_samples(original: Any, self: Kept, compute: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda kept: kept.roll(1, 0), original(self, compute))
+
+
+ADAPTED = Case(tensor=2, adapters=2, adapter_kind=ModularAdapter, config=dict(clip_grad_norm=0.05), steps=2)
+KEPT_1D = replace(CUT, config=CUT.config | dict(activation_checkpoint="selective"), steps=1)
+FAULTS_1D |= {
+    "whole factors' gradients not summed": (ADAPTED, ShardSpec, "sync_axes", _norm_gradient_not_summed),
+    "an adapter drops other features": (ADAPTED, tensor_1d, "rows_on_features", _offset_forgotten),
+    "kept products of other samples": (KEPT_1D, Kept, "_take", _of_other_samples),
 }
 
 
@@ -627,6 +662,8 @@ CASES = {
     "cut": CUT,
     "whole": WHOLE,
     "shared": SHARED,
+    "adapted": ADAPTED,
+    "kept": KEPT_1D,
     "grid": GRID,
     "deep": DEEP,
     "ring": RING,

@@ -132,6 +132,9 @@ def refused(env: RankEnv, what: str) -> None:
         config = dict(optimizer=dict(type="sgd", lr=0.1, groups=[dict(match="nothing.*", lr=1.0)]))
     if what == "lamb, cut":
         config = dict(optimizer=dict(type="lamb", lr=0.1))
+    if what == "muon, cut":
+        others = [dict(match=match, type="adamw") for match in ("*norm*", "*bias")]
+        config = dict(optimizer=dict(type="muon", lr=0.1, groups=others))
     if what == "own, cut":
         own = _own
     case = Case(config=config, tensor=env.world_size)
@@ -156,6 +159,7 @@ REFUSED = {
     "muon": r"norm.bias \(16,\): muon updates matrices only",
     "group": "no trainable parameter has such a name",
     "lamb, cut": "blocks.0.attention.qkv.weight: lamb needs whole tensors, and each rank holds a part",
+    "muon, cut": "blocks.0.attention.qkv.weight: muon needs whole tensors, and each rank holds a part",
     "own, cut": r"no tensor axis \(now 2\)",
 }
 

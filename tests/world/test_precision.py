@@ -102,9 +102,9 @@ def test_the_scale_is_removed_exactly_where_fp16_would_end() -> None:
     assert torch.equal(chunk.gradient[:64], torch.arange(64) * (2.0**-40 + 2.0**-34))
 
 
-def overflowing(env: RankEnv, manual: bool) -> list[dict[str, Any]]:
+def overflowing(env: RankEnv, manual: bool, tensor: int = 1) -> list[dict[str, Any]]:
     """Four fp16 steps; on the last rank the gradient of the first two overflows, while every loss is finite."""
-    case = Case(config=dict(precision="fp16", gradient_accumulation=1))
+    case = Case(config=dict(precision="fp16", gradient_accumulation=1), tensor=tensor)
     rows = []
     with env.launch(case.full_config) as context:
         number = 0
@@ -114,7 +114,7 @@ def overflowing(env: RankEnv, manual: bool) -> list[dict[str, Any]]:
                 logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
             )
             if number < 2 and env.rank == env.world_size - 1:
-                loss = loss + 1e9 * (logits[0, 0, 0].float() - logits[0, 0, 0].detach().float())
+                loss = loss + 1e9 * (logits[0, 0, -1].float() - logits[0, 0, -1].detach().float())
             return loss, labels.numel()
 
         engine = cl.initialize(case.model, context=context, criterion=criterion)
@@ -135,9 +135,10 @@ def overflowing(env: RankEnv, manual: bool) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_an_overflow_on_one_rank_is_one_decision_of_all(manual: bool) -> None:
-    ranks = run_world(overflowing, 2, manual)
+@pytest.mark.parametrize(("manual", "tensor"), [(False, 1), (True, 1), (False, 2)])
+def test_an_overflow_on_one_rank_is_one_decision_of_all(manual: bool, tensor: int) -> None:
+    """Under tensor parallelism the last logit, and what flows back from it alone, is the last rank's."""
+    ranks = run_world(overflowing, 2, manual, tensor)
     for rows in ranks:
         assert [row["skipped"] for row in rows] == [row["same"] for row in rows] == [True, True, False, False]
         assert [row["scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**14, 2.0**14]

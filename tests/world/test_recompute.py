@@ -52,10 +52,25 @@ def test_a_whole_block_is_exact_on_other_axes(axes: str) -> None:
     assert_parity(HARD, config=HARD.config | dict(activation_checkpoint="full"), **AXES[axes])
 
 
+@pytest.mark.parametrize("axes", ["1d", "1d, whole"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_kept_products_are_exact_under_1d(family: str, axes: str) -> None:
+    """Llama's two key heads are fewer than four ranks."""
+    sizes = AXES[axes] | (dict(tensor=4, world_size=4) if family == "llama" else {})
+    assert_parity(HARD, family=family, config=HARD.config | dict(activation_checkpoint="selective"), **sizes)
+
+
 HUGGING_FACE = {
     "gpt2, full": Case("hf-gpt2", dropout=0.1, config=dict(activation_checkpoint="full")),
     "gpt2, selective": Case("hf-gpt2", dropout=0.1, config=dict(activation_checkpoint="selective")),
     "llama, full": Case("hf-llama", tied=False, config=dict(activation_checkpoint="full")),
+    "llama, selective": Case("hf-llama", tied=False, config=dict(activation_checkpoint="selective")),
+    "llama, tensor, selective": Case(
+        "hf-llama", tied=False, tensor=2, config=dict(activation_checkpoint="selective")
+    ),
+    "gpt2, tensor, selective": Case(
+        "hf-gpt2", dropout=0.1, tensor=2, config=dict(activation_checkpoint="selective")
+    ),
     "llama, tensor": Case("hf-llama", tied=False, tensor=2, config=dict(activation_checkpoint="full")),
 }
 

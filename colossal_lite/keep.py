@@ -1,0 +1,113 @@
+"""What a block that is run twice computes once.
+
+Note: activation checkpointing runs a block again in backward.  A `Kept` holds what its first run shall not repeat: the
+outputs of some operations of torch, and whatever a layer asks for by `keep(compute, like)`, in the order in which they
+were made; the second run takes them in that order, and computes the rest.  A layer asks where the choice by operation
+is too fine: the terms of a sum over ranks would fill, kept before it, what the sum does not, and the sum would run
+again.  It asks in the forward of an autograd function, below the graph; within `compute` no operation is kept.  Outside
+of a `Kept`, `keep` is a call.  The two meet through torch's own stacks of modes, so no layer is handed anything.
+(torch's selective contexts count the calls of an operation, and take the wrong one after some were left out.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+
+def keep(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+    """`compute()`, or what it gave in the first run of a block that is run again. `like`: any tensor it reads."""
+    if has_torch_function((like,)):
+        result: Tensor = handle_torch_function(keep, (like,), compute, like)
+        return result
+    return compute()
+
+
+class Kept:
+    """The results of the first run of one block, each with its version, to see that nobody has changed it since."""
+
+    def __init__(self, operations: Collection[Any]) -> None:
+        self.operations = operations
+        self._results: deque[Any] = deque()
+        self.is_computing = False
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first run."""
+        with _Operations(self, self._remember), _Calls(self._remember):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the second. Raises RuntimeError if it asks for more than the first has left, or if one was changed."""
+        with _Operations(self, self._take), _Calls(self._take):
+            yield
+
+    def _remember(self, compute: Callable[[], Any]) -> Any:
+        self.is_computing = True
+        try:
+            result = compute()
+        finally:
+            self.is_computing = False
+        self._results.append(tree_map_only(Tensor, lambda t: (_alias(t), t._version), result))
+        return result
+
+    def _take(self, compute: Callable[[], Any]) -> Any:
+        if not self._results:
+            raise RuntimeError(
+                "activation_checkpoint='selective': a block's second run does more than its first did; legal: one "
+                "backward, of a block that computes the same each time"
+            )
+        return tree_map_only(tuple, _unchanged, self._results.popleft(), is_leaf=_is_versioned)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, kept: Kept, handle: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._handle = kept, handle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._kept.operations or self._kept.is_computing:
+            return func(*args, **(kwargs or {}))
+        return self._handle(lambda: func(*args, **(kwargs or {})))
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, handle: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is keep:
+            return self._handle(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same elements and version, without the graph that will hang on the tensor."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _is_versioned(node: Any) -> bool:
+    return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], Tensor) and type(node[1]) is int
+
+
+def _unchanged(node: Any) -> Any:
+    if not _is_versioned(node):
+        return node
+    tensor, version = node
+    if tensor._version != version:
+        raise RuntimeError(
+            "activation_checkpoint='selective': a product that was kept for backward has been changed in place; "
+            "change a copy of it, or use 'full'"
+        )
+    return tensor
