@@ -201,8 +201,8 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
         yield f"width {facts.width} does not divide into {hidden} parts"
     if facts.ffn % hidden:
         yield f"ffn {facts.ffn} does not divide into {hidden} parts"
-    if facts.vocabulary < hidden:
-        yield f"a vocabulary of {facts.vocabulary} leaves some of {hidden} parts empty"
+    if facts.vocabulary < edge:
+        yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
     tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
     if tensor.mode == "1d" and tensor.sequence_parallel and not rest and tokens % tensor.size:
         whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
@@ -265,12 +265,6 @@ def _is_cut(config: Config) -> bool:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(
-        "parallel.tensor.mode",
-        ("1d", "2d", "2.5d"),
-        "3D tensor parallelism",
-        lambda c: c.parallel.tensor.size > 1,
-    ),
     NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),
     NotBuilt(
         "zero.stage",

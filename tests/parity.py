@@ -76,6 +76,7 @@ class Case:
     kv_heads: int | None = None  # of our models; None: the family's
     own: Factory | None = None  # an optimizer in the place of config's
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None  # config's lr_scheduler for the plain loop
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # over SIZES and those of the family
 
     @property
     def precision(self) -> str:
@@ -112,6 +113,7 @@ class Case:
             own = dict(sequence=self.tokens, vocabulary=self.vocabulary, layers=self.layers)
             options = SIZES | own | FAMILIES[self.family]
             options |= dict(kv_heads=self.kv_heads) if self.kv_heads else {}
+            options |= dict(self.sizes)
             model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout, causal=self.causal))
         if self.adapters:
             adapt(model, self.adapters, self.adapter_kind)
@@ -290,6 +292,37 @@ def assert_other_ways(case: Case, **changes: Any) -> None:
             assert relative_error(out.gradients[name], expected, whole) < 1e-10, name
         for name, expected in truth.parameters.items():
             assert relative_error(out.own_parameters[name], expected, 1.0) < 1e-10, name
+
+
+def packed(case: Case, positions: bool) -> dict[str, Tensor]:
+    """The first batch as packed documents, two to a sample, cut elsewhere in each; perhaps with their positions."""
+    inputs, labels = case.batch(0)
+    tokens, starts = torch.arange(case.tokens), 3 + 2 * torch.arange(case.global_batch)[:, None] % case.tokens
+    documents = (tokens >= starts).long()
+    batch = dict(input_ids=inputs, labels=labels, attention_mask=documents)
+    return batch | (dict(position_ids=tokens - starts * documents) if positions else {})
+
+
+def with_documents(env: RankEnv, case: Case, positions: bool) -> dict[str, Tensor]:
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        engine.forward_backward(packed(case, positions))
+        return engine.full_gradients()
+
+
+def assert_documents(case: Case, positions: bool = False) -> None:
+    """Packed documents do not see each other: every gradient is that of the serial model under the same mask."""
+    batch, model = packed(case, positions), case.model().double()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in initial_values(case).items():
+            named[name].copy_(value)
+    labels = batch.pop("labels")
+    nn.functional.cross_entropy(model(**batch).flatten(0, 1), labels.flatten()).backward()
+    for gradients in run_world(with_documents, case.world_size, case, positions):
+        for name, parameter in named.items():
+            assert parameter.grad is not None
+            assert relative_error(gradients[name], parameter.grad, 1.0) < 1e-10, name
 
 
 def assert_parity(case: Case, **changes: Any) -> float:

@@ -21,11 +21,13 @@ from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT
 from colossal_lite.parallel.adapter import with_adapters
+from colossal_lite.parallel.grid import features_of
 from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
 from colossal_lite.parallel.sequence import OnSequence, SequenceParallel
 from colossal_lite.parallel.serial import Serial
 from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
-from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D, features_of
+from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D
+from colossal_lite.parallel.tensor_3d import Swap3D, Tensor3D
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 
@@ -135,27 +137,24 @@ def _tensor_1d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequenc
     return strategy, swap.run(), local_rows
 
 
-def _tensor_2d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
+def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
     vocabulary, width = _head(module, roles).shape
-    strategy = Tensor2D.on(mesh, vocabulary)
-    specs = Swap2D(module, mesh.layout, roles, mode=strategy).run()
-    return strategy, specs, lambda name, rows: features_of(rows, strategy, width)
+    swap: Swap2D | Swap3D
+    if _mode_of(mesh) == "3d":
+        swap = Swap3D(module, mesh.layout, roles, mode=Tensor3D.on(mesh, vocabulary))
+    else:
+        swap = Swap2D(module, mesh.layout, roles, mode=Tensor2D.on(mesh, vocabulary))
+    return swap.mode, swap.run(), lambda name, rows: features_of(rows, swap.stream, width)
 
 
-_MAKERS = {"1d": _tensor_1d, "2d": _tensor_2d}
+_MAKERS = {"1d": _tensor_1d, "2d": _grid, "3d": _grid}
 MODES = ("serial", *_MAKERS)
 
 
 def _mode_of(mesh: Mesh) -> str:
     """The tensor mode that the sub-axes of a mesh are made for; 2.5d is 2d with a depth."""
-    leaves = {leaf.name for leaf in mesh.layout.leaves if leaf.name.startswith("tensor.")}
-    if not leaves:
-        return "1d"
-    if leaves <= {"tensor.depth", "tensor.row", "tensor.column"}:
-        return "2d"
-    raise ValueError(
-        f"parallelize: no tensor mode for sub-axes {', '.join(sorted(leaves))}; 3d is not built yet"
-    )
+    leaves = {leaf.name for leaf in mesh.layout.leaves}
+    return "3d" if "tensor.i" in leaves else "2d" if "tensor.row" in leaves else "1d"
 
 
 def _names(module: nn.Module) -> tuple[list[str], list[str]]:

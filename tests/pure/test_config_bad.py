@@ -331,7 +331,6 @@ def impossible_models() -> Iterator[Bad]:
 
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "parallel.tensor.mode": ("3d",),
     "parallel.pipeline.size": (2, 4),
     "zero.stage": (3,),
     "memory.placement": ("host", "auto"),

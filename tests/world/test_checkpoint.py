@@ -28,7 +28,11 @@ from tests.pool import RankEnv, run_world
 
 ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
 CASE = Case(
-    family="llama", tokens=16, dropout=0.2, config=dict(optimizer=ADAMW, clip_grad_norm=0.05, timeout_s=20)
+    family="llama",
+    tokens=16,
+    dropout=0.2,
+    global_batch=8,
+    config=dict(optimizer=ADAMW, clip_grad_norm=0.05, timeout_s=20),
 )
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -40,11 +44,16 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2 tensor 2, zero 2": (4, dict(data=2, tensor=2, zero=2)),
     "sequence 4, zero 1": (4, dict(sequence=dict(size=4, mode="usp", ulysses=2), zero=1)),
 }
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2d": (4, dict(tensor=dict(size=4, mode="2d"))),
+    "2.5d": (8, dict(tensor=dict(size=8, mode="2.5d", depth=2))),
+    "3d, zero 1": (8, dict(tensor=dict(size=8, mode="3d"), zero=1)),
+}
 
 
 def on(mesh: str, **config: Any) -> Case:
-    """`CASE` on one of `MESHES`."""
-    world_size, sizes = MESHES[mesh]
+    """`CASE` on one of `MESHES` or `GRIDS`."""
+    world_size, sizes = (MESHES | GRIDS)[mesh]
     parallel = {axis: size for axis, size in sizes.items() if axis != "zero"}
     config = {"zero": dict(stage=sizes.get("zero", 0))} | config
     return replace(CASE, world_size=world_size, config=dict(CASE.config) | dict(parallel=parallel) | config)
@@ -100,6 +109,15 @@ def load_each_and_go_on(env: RankEnv, case: Case, folders: list[str]) -> list[Re
         return found
 
 
+def load_each(env: RankEnv, case: Case, folders: list[str]) -> list[State]:
+    with engine_of(env, case) as engine:
+        found = []
+        for folder in folders:
+            engine.load(folder)
+            found.append(state_of(engine))
+        return found
+
+
 @contextmanager
 def small_slices(small: bool) -> Iterator[None]:
     """Slices and files so small that every tensor is cut and every rank writes several files."""
@@ -118,24 +136,56 @@ def assert_same_bits(a: State, b: State) -> None:
 Saved = dict[str, tuple[str, State, list[float]]]
 
 
+def saved_on(mesh: str, folder: str, small: bool) -> tuple[str, State, list[float]]:
+    """A run saved on a mesh: folder, state and later losses, as all its ranks have them."""
+    case = on(mesh)
+    ranks = run_world(save_and_go_on, case.world_size, case, folder, small)
+    for state, losses in ranks:
+        assert_same_bits(state, ranks[0][0])
+        assert losses == ranks[0][1]
+    (path,) = listed(Path(folder))
+    assert list(verify(path)) == [] and (not small or len(inspect(path).by_file()) > 3)
+    return folder, *ranks[0]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The same run saved on every mesh: folder, state and later losses, all as rank 0 has them."""
-    found: Saved = {}
-    for index, mesh in enumerate(MESHES):
-        folder, case = str(tmp_path_factory.mktemp("saved")), on(mesh)
-        ranks = run_world(save_and_go_on, case.world_size, case, folder, index % 2 == 0)
-        for state, losses in ranks:
-            assert_same_bits(state, ranks[0][0])
-            assert losses == ranks[0][1]
-        found[mesh] = (folder, *ranks[0])
-        (path,) = listed(Path(folder))
-        assert list(verify(path)) == [] and (index % 2 or len(inspect(path).by_file()) > 3)
-    return found
+    """The same run saved on every mesh."""
+    make = tmp_path_factory.mktemp
+    return {mesh: saved_on(mesh, str(make("saved")), i % 2 == 0) for i, mesh in enumerate(MESHES)}
 
 
 @pytest.mark.parametrize("reader", MESHES)
 def test_any_mesh_reads_what_any_mesh_wrote(reader: str, saved: Saved) -> None:
+    assert_goes_on(reader, saved)
+
+
+@pytest.fixture(scope="module")
+def saved_on_grids(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    make = tmp_path_factory.mktemp
+    return {mesh: saved_on(mesh, str(make("grid")), i % 2 == 0) for i, mesh in enumerate(GRIDS)}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("reader", MESHES | GRIDS)
+def test_every_mesh_reads_what_every_mesh_wrote(reader: str, saved: Saved, saved_on_grids: Saved) -> None:
+    assert_goes_on(reader, saved_on_grids | (saved if reader in GRIDS else {}))
+
+
+@pytest.mark.parametrize("writer", ["2d", "3d, zero 1"])
+def test_grids_hand_a_run_to_other_meshes_and_take_theirs(writer: str, tmp_path: Path, saved: Saved) -> None:
+    folder, truth, _ = saved_on(writer, str(tmp_path), True)
+    for reader in ("1", "data 2 tensor 2, zero 2"):
+        for (state,) in run_world(load_each, on(reader).world_size, on(reader), [folder]):
+            assert_same_bits(state, truth)
+    others = [saved[mesh] for mesh in ("1", "data 2 tensor 2, zero 2")]
+    for states in run_world(load_each, on(writer).world_size, on(writer), [other[0] for other in others]):
+        for state, (_, expected, _) in zip(states, others, strict=True):
+            assert_same_bits(state, expected)
+
+
+def assert_goes_on(reader: str, saved: Saved) -> None:
+    """A mesh finds every saved state bit for bit, and goes on with the losses of whoever saved it."""
     case = on(reader)
     folders = [folder for folder, _, _ in saved.values()]
     for rank in run_world(load_each_and_go_on, case.world_size, case, folders):

@@ -21,11 +21,13 @@ from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
-from colossal_lite.parallel import blockwise, parallelize, tensor_1d, tensor_2d
+from colossal_lite.parallel import blockwise, grid, parallelize, tensor_1d
 from colossal_lite.parallel.blockwise import Gather, Ring
+from colossal_lite.parallel.grid import Along
 from colossal_lite.parallel.sequence import SequenceParallel
 from colossal_lite.parallel.tensor_1d import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
+from colossal_lite.parallel.tensor_3d import Tensor3D
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import unshard
@@ -343,10 +345,11 @@ FAULTS_STEP: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 # ---- 2D and 2.5D ----
 
 
-def _terms_not_summed(original: Any, x: torch.Tensor, comm: AxisComm, dim: int) -> Any:
-    original(x.clone(), comm, dim).wait()
-    pieces = x.tensor_split(comm.size, dim)
-    return _Ready(pieces[comm.coord].unsqueeze(0).contiguous())
+def _terms_not_summed(original: Any, x: torch.Tensor, along: Along | None) -> Any:
+    summed = original(x.clone(), along)()
+    if along is None:
+        return lambda: summed
+    return lambda: x.tensor_split(along.comm.size, along.dim)[along.comm.coord].contiguous()
 
 
 def _depth_not_summed(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
@@ -365,7 +368,7 @@ def _norm_over_own_features(
     return tensor * self.size if self.axis == "tensor.column" else result
 
 
-def _features_from_zero(original: Any, rows: Any, mode: Tensor2D, width: int) -> Any:
+def _features_from_zero(original: Any, rows: Any, comm: AxisComm, width: int) -> Any:
     return rows
 
 
@@ -380,11 +383,48 @@ GRID = Case(
 )
 DEEP = Case(world_size=8, tensor=8, mode="2.5d", depth=2, global_batch=4, steps=2)
 FAULTS_2D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "terms of a product not summed": (GRID, tensor_2d, "_scatter_async", _terms_not_summed),
+    "terms of a product not summed": (GRID, grid, "_scatter_async", _terms_not_summed),
     "depth not summed": (DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "counters of another row's samples": (GRID, Tensor2D, "local_part", _samples_of_another_row),
     "norm over own features": (GRID, AxisComm, "all_reduce", _norm_over_own_features),
     "mask of other features": (GRID, parallelize, "features_of", _features_from_zero),
+}
+
+
+# ---- 3D ----
+
+
+def _samples_of_the_hidden_part(original: Any, self: Tensor3D, given: Any) -> Any:
+    part = given.cut(self.edge**2)[self.i.coord * self.edge + self.k.coord]
+    return replace(original(self, given), samples=part.samples)
+
+
+def _labels_of_the_stream(original: Any, self: Tensor3D, given: Any) -> Any:
+    part = given.cut(self.edge**2)[self.i.coord * self.edge + self.j.coord]
+    return replace(original(self, given), labels=part.labels)
+
+
+def _without_i(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
+    return tuple(axis for axis in original(self, layout) if axis != "tensor.i")
+
+
+def _features_in_another_order(original: Any, x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    found: torch.Tensor = original(x, comm)
+    return found.flip(2)
+
+
+CUBE = Case(
+    world_size=8, tensor=8, mode="3d", dropout=0.2, global_batch=8, ragged=True, steps=1, layers=1,
+    config=dict(clip_grad_norm=0.05),
+)  # fmt: skip
+FAULTS_3D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "3d, terms of a product not summed": (CUBE, grid, "_scatter_async", _terms_not_summed),
+    "3d, counters of the hidden samples": (CUBE, Tensor3D, "local_part", _samples_of_the_hidden_part),
+    "3d, labels of the residual stream": (CUBE, Tensor3D, "local_part", _labels_of_the_stream),
+    "3d, biases and norms not summed over i": (CUBE, ShardSpec, "sync_axes", _without_i),
+    "3d, embedded features out of order": (CUBE, conjugate, "heads_to_tokens", _features_in_another_order),
+    "3d, mask of other features": (CUBE, parallelize, "features_of", _features_from_zero),
+    "3d, loss told by every rank": (CUBE, Engine, "_agree", _loss_of_every_rank),
 }
 
 
@@ -445,7 +485,9 @@ FAULTS_ZERO: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "sharded, reduced too early": (SHARDED, GradientHooks, "begin", _late_gradient),
 }
 
-ALL = {name: (CASE, *fault) for name, fault in FAULTS.items()} | FAULTS_1D | FAULTS_2D | FAULTS_STEP
+ALL = (
+    {name: (CASE, *fault) for name, fault in FAULTS.items()} | FAULTS_1D | FAULTS_2D | FAULTS_3D | FAULTS_STEP
+)
 ALL |= FAULTS_ZERO
 
 
@@ -666,6 +708,7 @@ CASES = {
     "kept": KEPT_1D,
     "grid": GRID,
     "deep": DEEP,
+    "cube": CUBE,
     "ring": RING,
     "gathered": GATHERED,
     "usp": USP,

@@ -133,9 +133,9 @@ def test_sequence_parallel_bytes_are_as_planned(name: str) -> None:
     assert_foretold(SEQUENCE[name])
 
 
-def test_2d_bytes_are_as_planned() -> None:
-    tensor = dict(size=4, mode="2d")
-    assert_foretold(Case(world_size=4, family="llama", config=dict(parallel=dict(tensor=tensor))))
+@pytest.mark.parametrize(("mode", "size"), [("2d", 4), ("3d", 8)])
+def test_2d_and_3d_bytes_are_as_planned(mode: str, size: int) -> None:
+    assert_foretold(Case(world_size=size, tensor=size, mode=mode, family="llama", global_batch=4))
 
 
 @BOTH

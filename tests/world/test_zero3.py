@@ -65,6 +65,7 @@ COMBINATIONS: dict[str, Case] = {
     "1d": replace(DEEP, world_size=4, tensor=2, config=FULL | zero3() | dict(activation_checkpoint="full")),
     "1d, key heads shared": replace(DEEP, family="llama", world_size=4, tensor=4, tied=False, config=zero3()),
     "2d": replace(DEEP, family="llama", world_size=4, tensor=4, mode="2d", global_batch=8, config=zero3()),
+    "3d": replace(DEEP, family="llama", world_size=8, tensor=8, mode="3d", global_batch=8, config=zero3()),
     "ring": replace(DEEP, world_size=4, sequence=2, dropout=0.1, ragged=True, config=FULL | zero3()),
     "ulysses": replace(DEEP, sequence=2, sequence_mode="ulysses", config=zero3(reduction="ordered")),
     "GPT-2 of Hugging Face": Case(family="hf-gpt2", steps=2, config=zero3()),

@@ -1,0 +1,196 @@
+"""3D tensor parallelism (arXiv 2105.14450) on l x l x l ranks, without keeping gathered copies.
+
+Note: 3d.
+Rank (i, j, k) holds of the residual stream samples (i, j), one of l^2 parts of the batch, and features k: [B/l^2, T,
+D/l].  A *first* linear takes it to hidden activations of samples (i, k) and features j, a *second* one back, so that j
+and k change places at every linear; a weight [D_out, D_in] has its outputs cut l times and its inputs l^2 times.
+Nothing is whole anywhere and no weight is replicated.  Attention is local: hidden activations have all tokens of their
+samples and the heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters
+of dropout, which acts on the residual stream, are those of (i, j), and positions given for each sample are exchanged.
+
+Per linear of k inputs and m outputs, with T tokens, payload in elements, all divided by l^2:
+    forward     gather of x Tk, gather of w km, reduce-scatter of y Tm
+    backward    gathers of dy Tm, w km and x Tk again, reduce-scatters of dx Tk and dw km   (total 3 Tk + 2 Tm + 3 km)
+which is 39 T h + 36 h^2 for a block of 12 h^2 weights.  Keeping the gathered x and w, as Colossal-AI does, would move
+7 T h + 12 h^2 less and hold l times the activations and weights.  Norms add one number a token and statistic
+(LayerNorm 2, RMSNorm 1), forward and backward.  The table is cut as a first linear's weight, V over j and D over k and
+i, so a tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for samples over i:
+T h (1 + 1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
+
+Biases, norms and positions are cut l times only; their gradients are terms of a sum over the other two axes.
+Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D moves about as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from colossal_lite import conjugate
+from colossal_lite.batch import Batch
+from colossal_lite.comm import AxisComm, LedgerRow
+from colossal_lite.mesh import Mesh
+from colossal_lite.parallel.grid import (
+    Along,
+    Cut,
+    Grid,
+    Lie,
+    Sizes,
+    SwapGrid,
+    Tally,
+    looked_up,
+    parts_of,
+    table_dims,
+    terms_of,
+)
+from colossal_lite.parallel.roles import ModelFacts, Role
+from colossal_lite.shard import Placements, Shard
+
+I, J, K = "tensor.i", "tensor.j", "tensor.k"  # noqa: E741  (the axes' own names)
+
+
+@dataclass(frozen=True)
+class Tensor3D(Grid):
+    """The strategy. `i`, `j`, `k`: the communicators along these axes; `plane`: along i and k, in that order."""
+
+    i: AxisComm
+    j: AxisComm
+    k: AxisComm
+    plane: AxisComm
+    vocabulary: int = 0
+    overlap: bool = True
+    name = "3d"
+
+    @classmethod
+    def on(cls, mesh: Mesh, vocabulary: int) -> Tensor3D:
+        return cls(mesh.axis(I), mesh.axis(J), mesh.axis(K), mesh.axis(I, K), vocabulary)
+
+    @property
+    def edge(self) -> int:
+        return self.i.size
+
+    @property
+    def vocabulary_axis(self) -> AxisComm:
+        return self.j
+
+    def local_part(self, batch: Batch) -> Batch:
+        """Samples (i, k), with the numbers of samples (i, j). Raises ValueError if the batch does not divide."""
+        parts = parts_of(batch, self.edge**2, f"tensor i {self.edge} x j {self.edge}, and i x k")
+        of_stream = parts[self.i.coord * self.edge + self.j.coord].samples
+        return replace(parts[self.i.coord * self.edge + self.k.coord], samples=of_stream)
+
+    def whole_batch(self, logits: Tensor) -> Tensor:
+        """Logits of the whole micro-batch, alike on every rank of the tensor axis."""
+        return conjugate.join(logits, self.plane, 0)
+
+
+class Embedding3D(nn.Module):
+    """ids [B/l^2, T] of samples (i, k) -> [B/l^2, T, D/l] of samples (i, j); weight [V/l, D/l^2]."""
+
+    def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.mode, self.weight = mode, weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mode, edge = self.mode, self.mode.edge
+        everyone = mode.plane.all_gather(ids.contiguous())
+        by_j = rearrange(everyone, "(i j b) t -> (j i b) t", i=edge, j=edge)
+        terms = looked_up(by_j, self.weight, mode.j.coord)
+        own_j = conjugate.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
+        parts = conjugate.heads_to_tokens(rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i)
+        return rearrange(parts, "1 b i (t d) -> b t (i d)", t=ids.shape[1])
+
+
+class Positions3D(nn.Module):
+    """Learned positions [T], or [B/l^2, T] of samples (i, k) -> [..., D/l] of samples (i, j); weight [P, D/l]."""
+
+    def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.mode, self.weight = mode, weight
+
+    def forward(self, positions: Tensor) -> Tensor:
+        if positions.dim() > 1:
+            block = self.mode.k.all_gather(positions.contiguous())
+            positions = block.chunk(self.mode.edge)[self.mode.j.coord]
+        return F.embedding(positions, self.weight)
+
+
+# ---- formulas (parallel.md 1.5, DESIGN 10), as the ledger counts them ----
+
+
+def micro_batch_payload(
+    facts: ModelFacts, mode: Tensor3D, *, batch: int, sequence: int, itemsize: int, bias: bool, gated: bool,
+    centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """Calls and payload bytes on the sub-axes of forward and backward of one micro-batch [batch, sequence].
+
+    `gated`: the MLP has a gate (SwiGLU); `centred`: the norms are LayerNorms.  Positions are those of all samples.
+    """
+    edge, sizes, wide = mode.edge, Sizes(facts, mode.edge, gated, centred), max(itemsize, 4)
+    tokens, area, tally = batch * sequence, mode.edge**2, Tally()
+    linears = [(linear, role) for pair in sizes.pairs for linear, role in zip(pair, (J, K), strict=True)]
+    linears = linears * facts.layers + [((facts.width, sizes.vocabulary), J)]
+    for (inputs, outputs), x_axis in linears:
+        x_bytes, y_bytes, w_bytes = (
+            numel // area * itemsize for numel in (tokens * inputs, tokens * outputs, inputs * outputs)
+        )
+        y_axis = K if x_axis == J else J
+        for axis, total in ((x_axis, x_bytes), (I, w_bytes)):
+            tally.add("all_gather", axis, 2, 2 * total)
+            tally.add("reduce_scatter", axis, 1, total)
+        tally.add("reduce_scatter", y_axis, 1, y_bytes)
+        tally.add("all_gather", y_axis, 1, y_bytes)
+    statistics_bytes = sizes.norms * 2 * sizes.statistics * (tokens // area) * wide
+    tally.add("all_reduce", K, sizes.norms * (sizes.statistics + 1), statistics_bytes)
+    tally.add("all_gather", f"{I}*{K}", 1, tokens * 8)  # ids
+    embedded_bytes = tokens * facts.width // area * itemsize
+    tally.add("reduce_scatter", J, 1, embedded_bytes)
+    tally.add("all_gather", J, 1, embedded_bytes)
+    tally.add("all_to_all", I, 2, 2 * (embedded_bytes // edge))
+    tally.add("all_gather", J, 1, tokens // edge * 3 * wide)  # the loss: 3 numbers a token from each part
+    if sizes.shared_rows:
+        shared_bytes = sizes.shared_rows * (facts.width // area + bias) * itemsize
+        tally.add("all_reduce", J, facts.layers * (1 + bias), facts.layers * shared_bytes)
+    return tally.rows()
+
+
+# ---- swapping ----
+
+
+@dataclass
+class Swap3D(SwapGrid):
+    """Swaps for 3D."""
+
+    mode: Tensor3D = None  # type: ignore[assignment]  # given by keyword: fields of the base have defaults
+
+    @property
+    def head_parts(self) -> int:
+        return self.mode.edge
+
+    @property
+    def stream(self) -> AxisComm:
+        return self.mode.k
+
+    @property
+    def stream_terms(self) -> Placements:
+        return terms_of(self.mode.i, self.mode.j)
+
+    def lie(self, role: Role) -> Lie:
+        mode = self.mode
+        inner, outer = (mode.j, mode.k) if role.name == "second" else (mode.k, mode.j)
+        cut = Cut(x=Along(outer, 0), weight=Along(mode.i, -1), y=Along(inner, 0), overlap=mode.overlap)
+        return Lie(cut, outer, (inner, mode.i), (), terms_of(mode.i, inner))
+
+    def embedding(self, module: Any) -> nn.Module:
+        return Embedding3D(self.mode, self.table(module.weight))
+
+    def table(self, weight: nn.Parameter) -> Any:
+        value: Placements = ((J, Shard("vocabulary")), (K, Shard("features")), (I, Shard("features")))
+        return self.parameter(weight, table_dims(weight, self.mode.edge), value)
+
+    def position(self, module: Any, weight: Any) -> nn.Module:
+        return Positions3D(self.mode, weight)
