@@ -2,6 +2,7 @@
 
     python examples/benchmarks/cpu_peers.py                     # both tables
     python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "data" "tensor"
+    python examples/benchmarks/cpu_peers.py --world 2 4 --model small --only "one rank" "tensor"
     python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "ZeRO" "FSDP2" --memory
 
 Every rank holds all models and takes blocks of steps with each in turn, forth and back (A B C, C B A, ...), one thread
@@ -12,8 +13,9 @@ wait: what the speed-up is counted from.  MB sent are what went through the loop
 (everything else on the machine that uses it is counted too).  `--memory` starts each side alone and adds its peak
 resident memory, less that of a process that has imported torch.
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
-clipping at 1.0.  DTensor gets the same sizes with separate q, k and v, which is the form it can cut, and no clipping,
-which it refuses for a model with plain and cut parameters.
+clipping at 1.0; with `--model small` width 256, 8 heads, vocabulary 4096, untied, batch 8.  DTensor gets the same sizes
+with separate q, k and v, which is the form it can cut, and no clipping, which it refuses for a model with plain and cut
+parameters.
 """
 
 from __future__ import annotations
@@ -53,13 +55,26 @@ from torch.nn.parallel import DistributedDataParallel
 import colossal_lite as cl
 from colossal_lite.models import GPT, GPTConfig
 
-MODEL = GPTConfig(layers=6, width=384, heads=6, sequence=256, vocabulary=2048)
-GLOBAL_BATCH = 4
 CONFIG: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=1e-3, weight_decay=0.1), clip_grad_norm=1.0
 )
 Step = Callable[[Tensor, Tensor], float]
-Side = Callable[[ExitStack], tuple[Step, cl.Context]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: a model, on samples of its whole sequence, by `world` ranks."""
+
+    model: GPTConfig
+    global_batch: int
+    world: int
+
+
+MODELS: dict[str, tuple[GPTConfig, int]] = {
+    "wide": (GPTConfig(layers=6, width=384, heads=6, sequence=256, vocabulary=2048), 4),
+    "small": (GPTConfig(layers=6, width=256, heads=8, sequence=256, vocabulary=4096, tied=False), 8),
+}
+Side = Callable[[ExitStack, Work], tuple[Step, cl.Context]]
 
 
 @dataclass(frozen=True)
@@ -74,38 +89,40 @@ class Block:
 # ---- the sides: each builds a model and returns its step, and the context that says which samples it takes ----
 
 
-def ours(stack: ExitStack, **settings: Any) -> tuple[Step, cl.Context]:
+def ours(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
     torch.manual_seed(0)
     context = stack.enter_context(cl.launch(CONFIG | settings))
-    engine = cl.initialize(GPT(MODEL), context=context)
+    engine = cl.initialize(GPT(work.model), context=context)
     return lambda inputs, labels: engine.train_step((inputs, labels)).loss.item(), context
 
 
-def plain(stack: ExitStack, optimizer: Callable[..., Any] | None = None) -> tuple[Step, cl.Context]:
+def plain(
+    stack: ExitStack, work: Work, optimizer: Callable[..., Any] | None = None
+) -> tuple[Step, cl.Context]:
     """The loop anyone would write; under several ranks with DistributedDataParallel."""
     torch.manual_seed(0)
     context = stack.enter_context(cl.launch(CONFIG))
-    model: nn.Module = GPT(MODEL)
+    model: nn.Module = GPT(work.model)
     if context.world_size > 1:
         model = DistributedDataParallel(model)
     chosen = optimizer or torch.optim.AdamW
     return _loop(model, chosen(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
-def alone(stack: ExitStack) -> tuple[Step, cl.Context]:
+def alone(stack: ExitStack, work: Work) -> tuple[Step, cl.Context]:
     """The plain loop over the whole batch on rank 0."""
     torch.manual_seed(0)
-    context = stack.enter_context(cl.launch(CONFIG | tensor()))  # whole batches on both ranks
-    model = GPT(MODEL)
+    context = stack.enter_context(cl.launch(CONFIG | tensor(work)))  # whole batches on all ranks
+    model = GPT(work.model)
     step = _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True))
     return (step if context.is_main else lambda inputs, labels: 0.0), context
 
 
-def fsdp2(stack: ExitStack, *, reshard: bool) -> tuple[Step, cl.Context]:
+def fsdp2(stack: ExitStack, work: Work, *, reshard: bool) -> tuple[Step, cl.Context]:
     """fully_shard of each block and of the rest."""
     torch.manual_seed(0)
     context = stack.enter_context(cl.launch(CONFIG))
-    model = GPT(MODEL)
+    model = GPT(work.model)
     mesh = init_device_mesh("cpu", (context.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -113,11 +130,11 @@ def fsdp2(stack: ExitStack, *, reshard: bool) -> tuple[Step, cl.Context]:
     return _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
-def dtensor(stack: ExitStack, *, sequence: bool) -> tuple[Step, cl.Context]:
-    """torch.distributed.tensor.parallel over two ranks; `sequence`: residual stream cut along the sequence."""
+def dtensor(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.Context]:
+    """torch.distributed.tensor.parallel over all ranks; `sequence`: residual stream cut along the sequence."""
     torch.manual_seed(0)
-    context = stack.enter_context(cl.launch(CONFIG | tensor()))
-    model = Separate(MODEL)
+    context = stack.enter_context(cl.launch(CONFIG | tensor(work)))
+    model = Separate(work.model)
     mesh = init_device_mesh("cpu", (context.world_size,))
     stream = Shard(1) if sequence else Replicate()
     entry = dict(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
@@ -125,7 +142,7 @@ def dtensor(stack: ExitStack, *, sequence: bool) -> tuple[Step, cl.Context]:
         "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
-    for i in range(MODEL.layers):
+    for i in range(work.model.layers):
         at = f"blocks.{i}"
         plan |= {f"{at}.attention": PrepareModuleInput(**entry), f"{at}.mlp": PrepareModuleInput(**entry)}
         plan |= {f"{at}.attention.{name}": ColwiseParallel() for name in "qkv"}
@@ -135,7 +152,8 @@ def dtensor(stack: ExitStack, *, sequence: bool) -> tuple[Step, cl.Context]:
     plan |= {"norm": SequenceParallel()} if sequence else {}
     model.cut = (context.world_size, context.rank) if sequence else (1, 0)
     parallelize_module(model, mesh, plan)
-    model.head.weight = model.token.weight
+    if work.model.tied:
+        model.head.weight = model.token.weight
     for block in model.blocks:
         block.attention.heads //= context.world_size
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -169,7 +187,8 @@ class Separate(nn.Module):
         self.blocks = nn.ModuleList(SeparateBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.token.weight
+        if config.tied:
+            self.head.weight = self.token.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1]).tensor_split(self.cut[0])[self.cut[1]]
@@ -206,8 +225,12 @@ class SeparateAttention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def tensor(**settings: Any) -> dict[str, Any]:
-    return dict(parallel=dict(tensor=dict(size=2, **settings)))
+def tensor(work: Work, **settings: Any) -> dict[str, Any]:
+    return dict(parallel=dict(tensor=dict(size=work.world, **settings)))
+
+
+def ours_1d(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.Context]:
+    return ours(stack, work, **tensor(work, sequence_parallel=sequence))
 
 
 def sequence(mode: str) -> dict[str, Any]:
@@ -234,22 +257,26 @@ TABLES: dict[int, dict[str, Side]] = {
             ours, zero=dict(stage=3, reshard_after_forward=False)
         ),
         "DTensor tensor parallel": partial(dtensor, sequence=False),
-        "colossal_lite, tensor 1d": partial(ours, **tensor(sequence_parallel=False)),
+        "colossal_lite, tensor 1d": partial(ours_1d, sequence=False),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
-        "colossal_lite, tensor 1d, sequence cut": partial(ours, **tensor()),
+        "colossal_lite, tensor 1d, sequence cut": partial(ours_1d, sequence=True),
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
     },
 }
 
 
+TABLES[4] = {name: side for name, side in TABLES[2].items() if name == ONE_RANK or "tensor" in name}
+
+
 # ---- measuring ----
 
 
-def measure(context: cl.Context, step: Step, steps: int, seed: int) -> Block:
+def measure(context: cl.Context, step: Step, steps: int, seed: int, work: Work) -> Block:
     generator = torch.Generator().manual_seed(seed)
-    cut = context.local_batch(GLOBAL_BATCH)
-    tokens = torch.randint(MODEL.vocabulary, (GLOBAL_BATCH, MODEL.sequence + 1), generator=generator)[cut]
+    shape = (work.global_batch, work.model.sequence + 1)
+    cut = context.local_batch(work.global_batch)
+    tokens = torch.randint(work.model.vocabulary, shape, generator=generator)[cut]
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     context.mesh.world.barrier()
     cpu, wall, sent = time.process_time(), time.perf_counter(), loopback_bytes()
@@ -282,14 +309,15 @@ def run_rank(args: argparse.Namespace) -> None:
     (world,) = args.world
     names = chosen(world, args.only)
     with ExitStack() as stack:
-        sides = {name: TABLES[world][name](stack) for name in names}
+        work = Work(*MODELS[args.model], world)
+        sides = {name: TABLES[world][name](stack, work) for name in names}
         for step, context in sides.values():
-            measure(context, step, 2, 0)
+            measure(context, step, 2, 0, work)
         blocks: dict[str, list[Block]] = {name: [] for name in names}
         for number in range(args.rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 step, context = sides[name]
-                blocks[name].append(measure(context, step, args.steps, number))
+                blocks[name].append(measure(context, step, args.steps, number, work))
         context = next(iter(sides.values()))[1]
         rows = context.mesh.world.gather_json(
             {
@@ -356,6 +384,7 @@ def table(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="world sizes to measure")
+    parser.add_argument("--model", choices=list(MODELS), default="wide", help="what is trained")
     parser.add_argument("--only", nargs="*", default=[], help="words of the names of the sides to measure")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of blocks")
     parser.add_argument("--steps", type=int, default=10, help="steps in a block")
@@ -367,21 +396,22 @@ def main() -> None:
     if args.out:
         return run_rank(args)
     for world in args.world:
-        blocks = launch(world, args.only, args.rounds, args.steps)
+        blocks = launch(world, args.model, args.only, args.rounds, args.steps)
         peaks = {}
         for name in chosen(world, args.only) if args.memory else []:
-            peaks[name] = launch(world, [name], 1, 3)[name][0][3]
+            peaks[name] = launch(world, args.model, [name], 1, 3)[name][0][3]
         Path(f"cpu_peers_{world}.json").write_text(json.dumps(dict(blocks=blocks, peaks=peaks)))
         Console(width=140).print(table(world, blocks, args.steps, peaks))
     return None
 
 
-def launch(world: int, only: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+def launch(world: int, model: str, only: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
     """Rounds of blocks of each side: CPU s, wall s, bytes sent, peak bytes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "blocks.json"
         options = ["--rounds", str(rounds), "--steps", str(steps), "--out", str(out), "--world", str(world)]
+        options += ["--model", model]
         options += ["--only", *only] if only else []
         subprocess.run([*command, __file__, *options], check=True)
         found: dict[str, list[list[float]]] = json.loads(out.read_text())
