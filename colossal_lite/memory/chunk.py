@@ -187,10 +187,9 @@ class Chunk:
         if part := self.part_of(entry):
             local, start = part
             own = flat[start : start + local.stop - local.start]
-            if self.is_sharded:
+            self.master[local].copy_(own)
+            if self.is_sharded and self.master is not self.own_value:
                 self.own_value[local].copy_(own)
-            if self.master is not self.own_value:
-                self.master[local].copy_(own)
         self.version += 1
 
     def publish(self, start: int, stop: int, *, is_written: bool = False) -> None:
