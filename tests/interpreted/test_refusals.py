@@ -151,7 +151,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.stack([x, x + (x == x).to(x.dtype)], -1)[..., 0] if x.dim() else x
     ),
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
-    "every second row": lambda x: torch.stack([x, x], 1)[:, 0] if x.dim() else x,
     "one row for all": lambda x: x[:1].expand(x.shape) if x.dim() else x,
 }
 
