@@ -231,10 +231,16 @@ def _guarded(op: str, path: launch.TritonOp, plain: Op, device_type: str, strict
     return call
 
 
+@functools.cache
+def _plain(name: str) -> str:
+    """q_BTHK is q to people."""
+    return re.sub("_[A-Z]+$", "", name)
+
+
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
     """(how people call it, its parameter, the tensor) of each tensor that an op was given, alone or in a list."""
     for name, value in given.items():
-        plain = re.sub("_[A-Z]+$", "", name)  # q_BTHK is q to people
+        plain = _plain(name)
         if isinstance(value, Tensor):
             yield plain, name, value
         elif isinstance(value, list | tuple):
