@@ -236,9 +236,14 @@ class Engine:
         self._streams.begin(self.steps, local.samples, _positions(local))
         with self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
-        if not isinstance(outputs, Tensor):
+        logits = getattr(outputs, "logits", outputs)
+        if not isinstance(logits, Tensor):
             return outputs
-        return strategy.whole_batch(strategy.whole_vocabulary(outputs))
+        whole = strategy.whole_batch(strategy.whole_vocabulary(logits))
+        if logits is outputs:
+            return whole
+        outputs.logits = whole
+        return outputs
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has used."""

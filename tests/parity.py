@@ -108,7 +108,7 @@ class Case:
         if self.family.startswith("hf-"):
             from tests.hugging_face import MODELS
 
-            model = MODELS[self.family](self.dropout, self.tied)
+            model = MODELS[self.family](self.dropout, self.tied, self.causal)
         else:
             own = dict(sequence=self.tokens, vocabulary=self.vocabulary, layers=self.layers)
             options = SIZES | own | FAMILIES[self.family]

@@ -178,6 +178,7 @@ def config_to_hf(config: GPTConfig, dtype: str = "float32") -> dict[str, Any]:
 def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
     """Our configuration from their config.json. Raises ValueError for what our model does not have."""
     kind = theirs.get("model_type")
+    _refuse(theirs, is_causal=(True, None))
     try:
         if kind == "gpt2":
             _refuse(theirs, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),

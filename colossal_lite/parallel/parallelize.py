@@ -20,6 +20,7 @@ from colossal_lite.batch import Batch
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT
+from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.adapter import with_adapters
 from colossal_lite.parallel.grid import features_of
 from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
@@ -86,17 +87,14 @@ def parallelize(
     masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`: torch.compile works here, and
     ops that gain from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
-    not divide, for a mesh with a pipeline axis, and for a sequence axis under any model but ours.
+    not divide, for a mesh with a pipeline axis, and for a sequence axis under a model whose attention is not known.
     """
     if mesh.size("pipeline") > 1:
         raise ValueError(
             f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; it is not built yet, use 1"
         )
-    if mesh.size("sequence") > 1 and not isinstance(module, GPT):
-        raise ValueError(
-            f"parallelize: sequence parallelism (mode {sequence_mode!r}) of {type(module).__name__} is not built; it "
-            f"is of models.GPT, whose attention is an op of the table; use sequence=1"
-        )
+    if mesh.size("sequence") > 1:
+        _check_attention(module, sequence_mode)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     if mesh.size("tensor") == 1:
         chosen: Mapping[str, str] = {}
@@ -107,13 +105,30 @@ def parallelize(
         made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel)
     strategy, specs, local_rows = made
     if mesh.size("sequence") > 1:
-        sequence = SequenceParallel.on(mesh, sequence_mode)
-        strategy, ops = OnSequence(strategy, sequence), sequence.ops(ops)
+        sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
+        if theirs:
+            hugging_face.bind(module)
+        facts = facts_of(module)
+        longest = facts.sequence if facts else None
+        strategy, ops = OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
     has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
     for owner in module.modules():
         if hasattr(owner, "ops"):
             setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
     return Parallelized(strategy, ops, specs, has_dropout, chosen)
+
+
+def _check_attention(module: nn.Module, mode: str) -> None:
+    """Whether attention can look across ranks: it is an op of the table, or is looked up in a registry."""
+    what = f"parallelize: sequence parallelism (mode {mode!r}) of {type(module).__name__}"
+    if hugging_face.is_hugging_face(module):
+        if faults := list(hugging_face.faults(module)):
+            raise ValueError(f"{what} is not built with {'; '.join(faults)}; or use sequence=1")
+    elif not isinstance(module, GPT):
+        raise ValueError(
+            f"{what} is not built; it is of models.GPT, and of Hugging Face's GPT-2 and Llama, whose attention can be "
+            f"put in place; use sequence=1"
+        )
 
 
 # What a mode gives: its strategy, the spec of each parameter, and which rows of the counters a dropout sees, by name.

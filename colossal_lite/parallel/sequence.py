@@ -34,6 +34,7 @@ from colossal_lite.comm import AxisComm, LedgerRow
 from colossal_lite.kernels import Mask, Ops
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.blockwise import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
+from colossal_lite.parallel.hugging_face import local_arguments
 
 CARRIERS: dict[str, Callable[[AxisComm], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
 
@@ -188,6 +189,9 @@ class OnSequence:
 
     inner: Any
     sequence: SequenceParallel
+    longest: int | None = None
+    """Tokens of the longest sequence that the model takes, of which each rank sees a part."""
+    is_hugging_face: bool = False
 
     @property
     def name(self) -> str:
@@ -199,7 +203,17 @@ class OnSequence:
         return tells
 
     def local_part(self, batch: Batch) -> Batch:
-        return self.sequence.local_part(self.inner.local_part(batch))
+        tokens = batch.inputs.shape[1]
+        if self.longest is not None and tokens > self.longest:
+            raise ValueError(f"sequence: {tokens} tokens; the model takes at most {self.longest}")
+        if not self.is_hugging_face:
+            return self.sequence.local_part(self.inner.local_part(batch))
+        if "position_ids" in batch.kwargs:
+            raise ValueError(
+                "batch: position_ids of a Hugging Face model under sequence > 1, where packed documents are not read "
+                "from them; legal: input_ids, attention_mask, labels"
+            )
+        return local_arguments(self.sequence.local_part(self.inner.local_part(batch)))
 
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.inner.cross_entropy(ops, logits, labels)

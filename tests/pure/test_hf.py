@@ -153,6 +153,8 @@ def test_large_models_are_cut_into_files_with_an_index(
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], object], GPTConfig, str]] = {
     "no family": (lambda c: None, GPTConfig(**SIZES, position="rotary"), "Hugging Face has no family for it"),
+    "an encoder": (lambda c: None, GPTConfig(**SIZES, causal=False), "Hugging Face has no family for it"),
+    "an encoder of theirs": (lambda c: c.update(is_causal=False), CONFIGS["llama"], "is_causal=False"),
     "scaled rope": (
         lambda c: c.update(rope_parameters={"rope_type": "llama3"}),
         CONFIGS["llama"],

@@ -1,0 +1,92 @@
+"""Hugging Face's GPT-2 and Llama under a sequence axis: their attention, bound through their own registry.
+
+Note: binding.
+transformers looks up attention by a name in the model's config.  `bind` registers one function under our name and gives
+every attention module an `ops`, which `parallelize` fills like those of our own model; nothing else of theirs is
+changed, and no other model notices.  Under a name without a mask function transformers makes no mask, so what it would
+read into its arguments comes as data: `causal` from the config, and from `attention_mask` [B, T] which keys are hidden,
+handed through as [B, 1, 1, T], a form that it does not touch.  What that attention cannot do is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.batch import Batch
+from colossal_lite.kernels import TORCH, Mask
+
+NAME = "colossal_lite"
+MODELS = ("gpt2", "llama")
+# Settings of a config under which attention is another function, or its products need a generator.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "attn_pdrop": (0.0,),
+    "attention_dropout": (0.0,),
+    "add_cross_attention": (False,),
+    "reorder_and_upcast_attn": (False,),
+}
+# Arguments that other models hand to attention; None and False are none.
+UNKNOWN = ("softcap", "sliding_window", "position_bias", "s_aux", "cache", "output_attentions")
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, which is not imported for it."""
+    return any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
+
+
+def faults(module: nn.Module) -> Iterator[str]:
+    """What keeps a model of transformers from a sequence axis."""
+    config: Any = module.config
+    if config.model_type not in MODELS:
+        yield f"model_type={config.model_type!r}; legal: {', '.join(map(repr, MODELS))}"
+    for name, legal in PLAIN.items():
+        if getattr(config, name, legal[0]) not in legal:
+            yield f"{name}={getattr(config, name)!r}; legal: {legal[0]!r}"
+
+
+def bind(module: nn.Module) -> None:
+    """Make the attention of a model ours; every attention module gets `ops` for `parallelize` to set."""
+    import_module("transformers").AttentionInterface.register(NAME, attend)
+    config: Any = module.config
+    config._attn_implementation = NAME
+    for owner in module.modules():
+        if hasattr(owner, "is_causal"):
+            setattr(owner, "ops", TORCH)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+
+
+def local_arguments(batch: Batch) -> Batch:
+    """A batch as their models take it: positions [1, T], hidden keys [B, 1, 1, T]."""
+    kwargs = dict(batch.kwargs)
+    assert batch.positions is not None
+    kwargs["position_ids"] = batch.positions[None]
+    if "attention_mask" in kwargs:
+        kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None]
+    return replace(batch, kwargs=kwargs)
+
+
+def attend(
+    module: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, attention_mask: Tensor | None, *,
+    dropout: float = 0.0, scaling: float | None = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """(out [B, T, H, K], no weights), as transformers asks for it. `attention_mask` [B, 1, 1, T]: keys that are seen.
+
+    Raises ValueError for what a model asks beyond that.
+    """
+    asked = [name for name in UNKNOWN if more.get(name) not in (None, False)] + ["dropout"] * (dropout != 0.0)
+    if asked:
+        raise ValueError(
+            f"sequence: attention of {type(module).__name__} asks for {', '.join(asked)}, which it has not"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q_BHTK, k_BGTK, v_BGTK))
+    documents = None
+    if attention_mask is not None:  # every query is of document 1, and so is every key that may be seen
+        seen = attention_mask[:, 0, 0].ne(0).long()
+        documents = (torch.ones_like(seen), seen)
+    given = more.get("is_causal")
+    causal = getattr(module.config, "is_causal", True) if given is None else given
+    return module.ops.attend(q, k, v, mask=Mask(causal, documents), scale=scaling), None
