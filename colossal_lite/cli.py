@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, subcommand
@@ -20,6 +20,9 @@ from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, subcommand
 from colossal_lite.config import Config, render
 from colossal_lite.manifest import CheckpointError
 from colossal_lite.pipeline.schedule import ScheduleName, draw
+
+if TYPE_CHECKING:
+    from colossal_lite.models import GPTConfig
 
 PROGRAM = "colossal-lite"
 # Commands that a later part brings. They are refused by name.
@@ -229,6 +232,8 @@ class PlanCommand:
     """Which of them."""
     device_memory: str | None = None
     """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
+    compare: Literal["tensor"] | None = None
+    """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
     overrides: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
@@ -238,6 +243,8 @@ class PlanCommand:
 
         config = Config.load(self.path, self.overrides)
         model = planner.parse_model(self.model)
+        if self.compare is not None:
+            return self._compare(config, model)
         memory = planner.device_memory(self.device_memory)
         plan = planner.plan(
             config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
@@ -247,6 +254,17 @@ class PlanCommand:
             print(line, file=sys.stderr)
         Console().print(planner.table(plan))
         return 1 if plan.fits is False else 0
+
+    def _compare(self, config: Config, model: GPTConfig) -> int:
+        from rich.console import Console
+
+        from colossal_lite import compare
+
+        made = compare.compare_tensor(
+            config, model, batch=self.batch, sequence=self.sequence, world_size=self.world
+        )
+        Console(width=max(Console().width, 130)).print(compare.table(made))
+        return 0
 
 
 Command = (

@@ -562,13 +562,18 @@ def _arithmetic(
 
 def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
     if isinstance(model, GPTConfig):
-        return ModelFacts(
-            layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
-            ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
-            causal=model.causal,
-        )  # fmt: skip
+        return facts_of_config(model)
     with META:
         return facts_of(model())
+
+
+def facts_of_config(model: GPTConfig) -> ModelFacts:
+    """The sizes of a model of ours that need not be built."""
+    return ModelFacts(
+        layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
+        ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
+        causal=model.causal,
+    )  # fmt: skip
 
 
 def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:

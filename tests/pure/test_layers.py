@@ -44,7 +44,7 @@ LEVELS: tuple[set[str], ...] = (
     {"batch", "checkpoint", "conjugate", "context", "data", "memory.chunk", "optim", "tokens"},
     {"compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"whole"},
-    {"checkpoint_tools", "doctor", "engine", "multi.trainer", "planner"},
+    {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner"},
     {"build"},
     {"__init__", "launcher"},
     {"cli"},
@@ -53,6 +53,7 @@ LEVELS: tuple[set[str], ...] = (
 NEIGHBOURS = {
     ("mesh", "comm"): "a mesh is a set of communicators, one per group",
     ("tokens", "data"): "windows and batches of the ids that it reads",
+    ("compare", "planner"): "a comparison is a plan for each mode",
     ("context", "data"): "a context knows which part of a batch its rank loads",
 }
 ONLY = {"models": {"kernels"}}
