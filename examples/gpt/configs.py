@@ -53,8 +53,18 @@ def small_tensor(steps: int = 600) -> Recipe:
 
 
 def small_2d(steps: int = 600) -> Recipe:
-    """`small` on a grid of 2 x 2 ranks (SUMMA); 2.5D with `--parallel.tensor.mode 2.5d --parallel.tensor.size 8`."""
+    """`small` on a grid of 2 x 2 ranks (SUMMA): every layer and every activation is cut both ways."""
     return _parallel(steps, tensor=dict(size=4, mode="2d"))
+
+
+def small_2p5d(steps: int = 600) -> Recipe:
+    """`small` on two sheets of such grids, 8 ranks, that share the batch (Tesseract)."""
+    return _parallel(steps, tensor=dict(size=8, mode="2.5d", depth=2))
+
+
+def small_3d(steps: int = 600) -> Recipe:
+    """`small` on a cube of 2 x 2 x 2 ranks; a micro-batch must divide into 4 parts."""
+    return _parallel(steps, tensor=dict(size=8, mode="3d"))
 
 
 def small_ring(steps: int = 600) -> Recipe:
@@ -131,7 +141,7 @@ def _cosine(steps: int) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
     for function in (
-        *(small, small_llama, small_fp64, small_tensor, small_2d, small_ring),
+        *(small, small_llama, small_fp64, small_tensor, small_2d, small_2p5d, small_3d, small_ring),
         *(zero1, zero2, zero3, zero3_host, gpt2_124m, gpt2_355m),
     )
 }

@@ -235,7 +235,7 @@ def test_a_sample_is_drawn_from_the_model_given_the_last_window(example: Callabl
 def test_every_config_can_run_and_decays_matrices_only(example: Callable[[str], ModuleType]) -> None:
     for name, function in example("configs").CONFIGS.items():
         for recipe in (function(), function(3)):
-            config = Config.load(recipe["config"]).check_world(4)
+            config = Config.load(recipe["config"]).check_world(8)
             config.check_built()
             assert not config.warnings() and not config.notices, name
             assert config.lr_scheduler.total_steps == recipe["steps"]
