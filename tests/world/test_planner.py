@@ -6,12 +6,15 @@ import json
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colossal_lite as cl
+from colossal_lite.batch import Batch
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner import LIBRARIES_BYTES, RunPlan, plan
@@ -154,10 +157,10 @@ def held(env: RankEnv, case: Case) -> tuple[int, int]:
         engine = cl.initialize(case.model, context=context)
         inputs, labels = case.batch(0)
         engine.train_step((inputs, labels))  # what is made once and stays
+        strategy, ops = engine._parallelized.strategy, engine._parallelized.ops
         with LiveBytes() as meter:
-            loss, _ = engine._parallelized.strategy.cross_entropy(
-                engine._parallelized.ops, engine(inputs), labels
-            )
+            part = strategy.local_part(Batch((inputs,), {}, labels, torch.arange(len(inputs))))
+            loss, _ = strategy.cross_entropy(ops, engine._outputs(part), part.labels)
         kept = meter.now_bytes
         assert loss.requires_grad
         del loss
@@ -208,6 +211,25 @@ def test_the_peak_of_a_step_under_tensor_parallelism_is_within_a_tenth(
             case.full_config, case.model, batch=case.global_batch, sequence=64, world_size=2, rank=rank
         )
         assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.1)
+
+
+GRIDS = {
+    "1d": Case(world_size=2, tensor=2),
+    "2d": Case(world_size=4, tensor=4, mode="2d"),
+    "2.5d": Case(world_size=8, tensor=8, mode="2.5d", depth=2),
+    "3d": Case(world_size=8, tensor=8, mode="3d"),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_activations_and_the_peak_under_a_tensor_mode_are_as_planned(name: str) -> None:
+    sizes = dict(width=64, heads=4, vocabulary=256)
+    case = replace(GRIDS[name], global_batch=16, dropout=0.1, sizes=sizes, config=dict(precision="fp32"))
+    for rank, (kept, peak) in enumerate(run_world(held, case.world_size, case)):
+        foretold = planned(case, rank)
+        assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=2048)
+        beside_state = foretold.peak_bytes - foretold.state_bytes
+        assert beside_state == pytest.approx(peak, rel=0.03), f"rank {rank}"
 
 
 # ---- a whole process ----
