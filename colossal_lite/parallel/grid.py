@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -97,17 +96,13 @@ class Cut:
 def _gather_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
     if along is None:
         return lambda: x
-    pending = along.comm.all_gather_async(x.unsqueeze(0).contiguous())
-    pattern = "q n ... -> (q n) ..." if along.dim == 0 else "q ... n -> ... (q n)"
-    return lambda: rearrange(pending.wait(), pattern)
+    return along.comm.all_gather_async(x.contiguous(), dim=along.dim).wait
 
 
 def _scatter_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
     if along is None:
         return lambda: x
-    pattern = "(q n) ... -> q n ..." if along.dim == 0 else "... (q n) -> q ... n"
-    pending = along.comm.reduce_scatter_async(rearrange(x, pattern, q=along.comm.size).contiguous())
-    return lambda: pending.wait()[0]
+    return along.comm.reduce_scatter_async(x.contiguous(), dim=along.dim).wait
 
 
 def product(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
