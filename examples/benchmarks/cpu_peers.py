@@ -3,7 +3,6 @@
     python examples/benchmarks/cpu_peers.py                     # both tables
     python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "data" "tensor"
     python examples/benchmarks/cpu_peers.py --world 2 4 --model small --only "one rank" "tensor"
-    python examples/benchmarks/cpu_peers.py --world 4 8 --model small --rounds 3 --steps 1
     python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "ZeRO" "FSDP2" --memory
 
 Every rank holds all models and takes blocks of steps with each in turn, forth and back (A B C, C B A, ...), one thread
@@ -230,8 +229,8 @@ def tensor(work: Work, **settings: Any) -> dict[str, Any]:
     return dict(parallel=dict(tensor=dict(size=work.world, **settings)))
 
 
-def ours_tensor(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
-    return ours(stack, work, **tensor(work, **settings))
+def ours_1d(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.Context]:
+    return ours(stack, work, **tensor(work, sequence_parallel=sequence))
 
 
 def sequence(mode: str) -> dict[str, Any]:
@@ -258,9 +257,9 @@ TABLES: dict[int, dict[str, Side]] = {
             ours, zero=dict(stage=3, reshard_after_forward=False)
         ),
         "DTensor tensor parallel": partial(dtensor, sequence=False),
-        "colossal_lite, tensor 1d": partial(ours_tensor, sequence_parallel=False),
+        "colossal_lite, tensor 1d": partial(ours_1d, sequence=False),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
-        "colossal_lite, tensor 1d, sequence cut": ours_tensor,
+        "colossal_lite, tensor 1d, sequence cut": partial(ours_1d, sequence=True),
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
     },
@@ -268,11 +267,6 @@ TABLES: dict[int, dict[str, Side]] = {
 
 
 TABLES[4] = {name: side for name, side in TABLES[2].items() if name == ONE_RANK or "tensor" in name}
-TABLES[8] = TABLES[4] | {  # with --model small, whose 8 heads these ranks divide
-    "colossal_lite, tensor 2.5d": partial(ours_tensor, mode="2.5d", depth=2),
-    "colossal_lite, tensor 3d": partial(ours_tensor, mode="3d"),
-}
-TABLES[4] = TABLES[4] | {"colossal_lite, tensor 2d": partial(ours_tensor, mode="2d")}
 
 
 # ---- measuring ----
