@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.comm import AxisComm
 from colossal_lite.memory.chunk import Chunk, WeightState
 from colossal_lite.plan import Kind
 from colossal_lite.zero import sharded as product
@@ -281,19 +282,34 @@ def test_the_order_of_use_is_what_the_first_step_shows_not_what_the_model_define
                 assert torch.allclose(ours[name], value, rtol=1e-11, atol=1e-14), name
 
 
-def branching(env: RankEnv, stage: int) -> dict[str, Tensor]:
-    """Ranks take other branches than each other, and than in the first step."""
-    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+def branching(env: RankEnv, stage: int) -> tuple[dict[str, Tensor], list[tuple[Any, ...]]]:
+    """Ranks take other branches than each other, and than in the first step. Also every collective, in order."""
+    calls: list[tuple[Any, ...]] = []
+    run = AxisComm._run
+
+    def told(self: AxisComm, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
+        calls.append((self.axis, counted or more.get("what"), tuple(payload.shape), payload.dtype))
+        return run(self, counted, payload, *args, **more)
+
+    with (
+        patch.object(AxisComm, "_run", told),
+        env.launch(SGD | dict(zero=dict(stage=stage))) as context,
+    ):
         torch.manual_seed(0)
         engine = start_module(Branches(), context, Case(chunk_bytes=8 * 16))
+        calls.clear()
         for firsts in ([0, 2], [1, 3], [0, 1], [3, 2], [1, 1], [0, 0]):
             assert not engine.train_step(batch_of(firsts[env.rank])).skipped
-        return engine.full_state_dict()
+        made = list(calls)
+        return engine.full_state_dict(), made
 
 
 def test_a_rank_that_skips_a_module_takes_part_in_its_gathers() -> None:
-    expected = run_world(branching, 2, 0)[0]
-    for state in run_world(branching, 2, 3):
+    (expected, _), _ = run_world(branching, 2, 0)
+    (_, first), (_, second) = ranks = run_world(branching, 2, 3)
+    assert first == second, "all ranks make the same collectives in the same order"
+    assert ("data", "all_gather") in {call[:2] for call in first}
+    for state, _ in ranks:
         assert all(torch.allclose(state[n], v, rtol=1e-12, atol=1e-15) for n, v in expected.items())
 
 
