@@ -516,8 +516,7 @@ class Engine:
         chunk = self._chunks[index]
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
-        if any(used):
-            chunk.start_gather()
+        self._weights.updated(chunk, changed=any(used))
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor

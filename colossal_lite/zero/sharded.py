@@ -108,6 +108,11 @@ class ShardedWeights(Weights):
         """Every gathered weight is dropped."""
         self._bring({})
 
+    def updated(self, chunk: Chunk, *, changed: bool) -> None:
+        """The chunks that the next forward begins with are gathered while the others are updated."""
+        if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
+            self._gather(chunk.spec.id, offset)
+
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         self._names_only = True
         found = super().state_dict(keep_vars=keep_vars)
@@ -217,8 +222,10 @@ class ShardedWeights(Weights):
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
         self._open.clear()
         self._hooks.limit = 0  # until a step, or the other ranks, say more
-        if self.plan is None or phase is Phase.FORWARD:
+        if self.plan is None:
             self._bring({})
+        elif phase is Phase.FORWARD:
+            self._bring(self.plan.forward[0].resident)
         if phase is Phase.FORWARD and self._learnt:
             for slots in slots_of(self._chunks):
                 slots.shrink()
@@ -250,7 +257,10 @@ class ShardedWeights(Weights):
             if action.kind is Kind.RESHARD:
                 self._drop(action.chunk)
             elif action.kind is Kind.UNSHARD:
-                self._gather(action.chunk, step.resident[action.chunk])
+                if (
+                    action.chunk not in self._resident
+                ):  # the first ones may have set out when they were updated
+                    self._gather(action.chunk, step.resident[action.chunk])
             else:
                 self._hooks.launch(len(self._chunks) - action.chunk)
         if self._phase is Phase.BACKWARD:

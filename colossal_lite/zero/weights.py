@@ -48,6 +48,11 @@ class Weights:
         for chunk in self._chunks:
             chunk.finish_gather()
 
+    def updated(self, chunk: Chunk, *, changed: bool) -> None:
+        """After the update of a chunk, in forward order, on every rank: what the next forward needs may set out."""
+        if changed:
+            chunk.start_gather()
+
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """The model's own `state_dict()`, for names, shapes and buffers: its weights may be placeholders."""
         return dict(self._module.state_dict(keep_vars=keep_vars))

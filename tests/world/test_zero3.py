@@ -161,7 +161,13 @@ def two_steps(env: RankEnv, case: Case) -> dict[str, Any]:
             storages.append(weights._arena.data_ptr())
             assert [id(p) for p in engine.model.parameters()] == identities
             assert [(p.shape, p.dtype) for p in engine.model.parameters()] == shapes
-            assert all(c.weights is WeightState.SHARDED for c in engine._chunks if c.is_sharded)
+            assert weights.plan is not None
+            next_up = weights.plan.forward[0].resident  # gathered while the others are updated
+            assert all(
+                (c.weights is WeightState.GATHERING) == (c.spec.id in next_up)
+                for c in engine._chunks
+                if c.is_sharded
+            )
         plan, chunks = weights.plan, engine._chunks
         assert plan is not None and len(set(storages)) == 1
         most = max(
