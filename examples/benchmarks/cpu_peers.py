@@ -397,10 +397,12 @@ def main() -> None:
         return run_rank(args)
     for world in args.world:
         blocks = launch(world, args.model, args.only, args.rounds, args.steps)
-        peaks = {}
-        for name in chosen(world, args.only) if args.memory else []:
-            peaks[name] = launch(world, args.model, [name], 1, 3)[name][0][3]
-        Path(f"cpu_peers_{world}.json").write_text(json.dumps(dict(blocks=blocks, peaks=peaks)))
+        peaks: dict[str, float] = {}
+        for name in [None, *(chosen(world, args.only) if args.memory else [])]:
+            if name is not None:
+                peaks[name] = launch(world, args.model, [name], 1, 3)[name][0][3]
+                print(f"{name}: {peaks[name] / 1e6:.0f} MB", flush=True)
+            Path(f"cpu_peers_{world}.json").write_text(json.dumps(dict(blocks=blocks, peaks=peaks)))
         Console(width=140).print(table(world, blocks, args.steps, peaks))
     return None
 
