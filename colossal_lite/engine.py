@@ -41,7 +41,7 @@ from colossal_lite.precision import LossScale, Precision
 from colossal_lite.recompute import restore
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.whole import WholeState
-from colossal_lite.zero.build import num_kinds, slots_of
+from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -374,9 +374,9 @@ class Engine:
             "staging": sum(slots.bytes for slots in slots_of(self._chunks)),
         }
         extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in self._chunks]
-        kinds_of_chunks = num_kinds(chunk.spec for chunk in self._chunks)
-        foreseen = forecast(self._sharding, extents, widths, kinds_of_chunks) | {
-            "optimizer": self._optimizer.forecast_bytes
+        foreseen = forecast(self._sharding, extents, widths) | {
+            "optimizer": self._optimizer.forecast_bytes,
+            "staging": sum(slots.planned_bytes for slots in slots_of(self._chunks)),
         }
         if isinstance(self._weights, ShardedWeights):
             kinds["gathered"] = self._weights.arena_bytes

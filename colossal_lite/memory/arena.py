@@ -1,57 +1,75 @@
 """Buffers that a step needs for a while: taken from what was set aside at the start.
 
 Note: slots.
-A slot holds one chunk's gathered weights, its gradient while that fills, or what other ranks sent of it.  How many are
-needed at once is planned, and these are one allocation.  A model that does not keep to the plan (parameters that no
-backward reaches hold their chunk open) gets further slots, which are kept and counted: a wrong forecast shows in
+A slot holds one chunk's gradient while that fills, or what other ranks sent of it.  When each chunk needs its slot is
+planned, so every slot has a place in one allocation that no other slot has at the same time (memory/pack.py), and the
+allocation is as large as the worst moment.  A model that does not keep to the plan (parameters that no backward
+reaches hold their chunk open) gets further buffers, which are kept and counted: a wrong forecast shows in
 `memory_report`, a wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from colossal_lite.memory.pack import Interval, pack_intervals
+
 
 class Slots:
-    """Flat buffers of `numel` elements: `planned` of them from the start."""
+    """One slot for each interval, whose `numel` it has; those that are needed at different moments may overlap."""
 
-    def __init__(self, numel: int, planned: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numel = numel
+    def __init__(self, intervals: Sequence[Interval], dtype: torch.dtype, device: torch.device) -> None:
+        self._offsets, self.numel = pack_intervals(intervals)
+        self._numels = [one.numel for one in intervals]
         self._dtype, self._device = dtype, device
-        slots = torch.zeros(planned if numel else 0, max(numel, 1), dtype=dtype, device=device)
-        self._free: list[Tensor] = list(slots)
-        self._storage = slots.untyped_storage()._cdata
-        self._count, self._taken, self._most = len(self._free), 0, 0
+        self._arena = torch.zeros(self.numel, dtype=dtype, device=device)
+        self._taken: dict[int, Tensor | None] = {}  # slot -> the further buffer that it has, or None
+        self._spare: list[Tensor] = []
+        self._further_numel = 0
 
-    def take(self, numel: int) -> Tensor:
-        """The first `numel` elements of a free slot; they hold whatever they held."""
-        assert numel <= self.numel, f"a slot of {self.numel} elements cannot hold {numel}"
-        if not self._free:
-            self._count += 1
-            self._free.append(torch.zeros(self.numel, dtype=self._dtype, device=self._device))
-        self._taken += 1
-        self._most = max(self._most, self._taken)
-        return self._free.pop()[:numel]
+    def take(self, slot: int) -> Tensor:
+        """The elements of a slot; they hold whatever they held."""
+        assert slot not in self._taken, f"slot {slot} is taken"
+        numel, start = self._numels[slot], self._offsets[slot]
+        if self._is_free(start, start + numel):
+            self._taken[slot] = None
+            return self._arena[start : start + numel]
+        at = next((i for i, spare in enumerate(self._spare) if spare.numel() >= numel), None)
+        if at is None:
+            self._further_numel += numel
+            further = torch.zeros(numel, dtype=self._dtype, device=self._device)
+        else:
+            further = self._spare.pop(at)
+        self._taken[slot] = further
+        return further[:numel]
 
-    def give(self, buffer: Tensor) -> None:
-        """Hand back a buffer that `take` gave. Nothing may read it any more."""
-        slot: Tensor = buffer.as_strided((self.numel,), (1,), buffer.storage_offset())
-        self._free.append(slot)
-        self._taken -= 1
-        assert self._taken >= 0, "a slot was given back twice"
+    def give(self, slot: int) -> None:
+        """Hand a slot back. Nothing may read it any more."""
+        assert slot in self._taken, f"slot {slot} was given back twice"
+        if (further := self._taken.pop(slot)) is not None:
+            self._spare.append(further)
 
     def shrink(self) -> None:
-        """Let go of the slots beyond the planned ones; none may be taken."""
-        assert self._taken == 0, f"{self._taken} slots are in use"
-        self._free = [slot for slot in self._free if slot.untyped_storage()._cdata == self._storage]
-        self._count = len(self._free)
-
-    @property
-    def most_taken(self) -> int:
-        """Slots in use at once, at the most so far."""
-        return self._most
+        """Let go of all that was not planned; no slot may be taken."""
+        assert not self._taken, f"slots {sorted(self._taken)} are in use"
+        self._spare.clear()
+        self._further_numel = 0
 
     @property
     def bytes(self) -> int:
-        return self._count * self.numel * self._dtype.itemsize
+        return (self.numel + self._further_numel) * self._dtype.itemsize
+
+    @property
+    def planned_bytes(self) -> int:
+        return self.numel * self._dtype.itemsize
+
+    def _is_free(self, start: int, stop: int) -> bool:
+        return all(
+            further is not None
+            or stop <= self._offsets[slot]
+            or self._offsets[slot] + self._numels[slot] <= start
+            for slot, further in self._taken.items()
+        )

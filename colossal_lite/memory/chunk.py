@@ -301,6 +301,11 @@ class Chunk:
 
     # ---- gradients ----
 
+    @property
+    def takes_room(self) -> bool:
+        """Whether a sum on its way has slots, of its own gradient or of what other ranks send."""
+        return self.scatters or self.by_micro_batch
+
     def move(self, state: GradientState) -> None:
         assert (self.state, state) in LEGAL, (
             f"chunk {self.spec.id}: gradient may not go {self.state} -> {state}"
@@ -342,7 +347,7 @@ class Chunk:
             self._in_flight = self.comm.all_reduce_async(filling)
             return
         if self.received is not None:
-            self._scratch = self.received.take(self.received.numel)
+            self._scratch = self.received.take(self.spec.id)
         self._in_flight = self.comm.reduce_scatter_async(
             filling, filling[slice(*self.share)], ordered=self.ordered, scratch=self._scratch
         )
@@ -354,7 +359,7 @@ class Chunk:
         self._in_flight = None
         if self._scratch is not None:
             assert self.received is not None
-            self.received.give(self._scratch)
+            self.received.give(self.spec.id)
             self._scratch = None
         if self.by_micro_batch:
             assert self.filling is not None
@@ -412,12 +417,12 @@ class Chunk:
     def _to_fill(self) -> Tensor:
         if self.filling is None:
             assert self.staging is not None
-            self.filling = self.staging.take(self.spec.numel)
+            self.filling = self.staging.take(self.spec.id)
         return self.filling
 
     def _drop(self) -> None:
         if self.staging is not None and self.filling is not None:
-            self.staging.give(self.filling)
+            self.staging.give(self.spec.id)
             self.filling = None
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

@@ -36,11 +36,6 @@ class ChunkKey:
     def is_block(self) -> bool:
         return self.unit % 2 == 1
 
-    @property
-    def kind(self) -> tuple[int, tuple[str, ...], bool]:
-        """All but the unit: what fills at the same time as others."""
-        return self.group, self.sync_axes, self.replicated
-
 
 @dataclass(frozen=True)
 class Item:

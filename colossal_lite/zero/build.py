@@ -19,7 +19,7 @@ from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.stages import IN_FLIGHT, Sharding, gradient_slots
+from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config
@@ -51,7 +51,7 @@ def build_chunks(
         parts=mesh.size("data", "sequence", "tensor"),
     )
     comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
-    staging, received = _slots(sharding, packed, comms, precision.gradient, device)
+    staging, received = _slots(sharding, numels, packed, comms, precision.gradient, device)
     return tuple(
         Chunk(
             spec,
@@ -66,7 +66,7 @@ def build_chunks(
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             staging=staging,
-            received=received,
+            received=received if sharding.state or sharding.by_micro_batch else None,
         )
         for spec, comm in zip(packed, comms, strict=True)
     )
@@ -78,27 +78,26 @@ def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:
     return tuple({id(slots): slots for slots in found}.values())
 
 
-def num_kinds(packed: Iterable[ChunkSpec]) -> int:
-    """Packing keys, whatever the unit."""
-    return len({spec.key.kind for spec in packed if isinstance(spec.key, ChunkKey)})
-
-
 def _slots(
     sharding: Sharding,
+    names: Iterable[str],
     packed: Sequence[ChunkSpec],
     comms: Sequence[AxisComm],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Slots, Slots]:
-    """Room for gradients that fill, and for what other ranks send of those being reduced."""
-    largest = max(spec.numel for spec in packed)
-    received = max(
-        comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
-        for spec, comm in zip(packed, comms, strict=True)
+    """Room for gradients that fill, and for what other ranks send of those being reduced. `names` in forward order."""
+    chunk_of = {entry.name: spec.id for spec in packed for entry in spec.entries}
+    fill = fill_intervals([chunk_of[name] for name in names], [spec.numel for spec in packed])
+    flight = flight_intervals(
+        [
+            comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
+            for spec, comm in zip(packed, comms, strict=True)
+        ]
     )
     return (
-        Slots(largest if sharding.by_micro_batch else 0, gradient_slots(num_kinds(packed)), dtype, device),
-        Slots(received if sharding.state or sharding.by_micro_batch else 0, IN_FLIGHT, dtype, device),
+        Slots(fill if sharding.by_micro_batch else (), dtype, device),
+        Slots(flight if sharding.state or sharding.by_micro_batch else (), dtype, device),
     )
 
 

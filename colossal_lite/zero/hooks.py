@@ -8,7 +8,7 @@ asynchronously, so that communication runs beside the rest of backward.  Chunks 
 forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
 `reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
 too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
-Reductions that need room for what other ranks send are held to `IN_FLIGHT` at once.
+Reductions that need room of slots are held to `IN_FLIGHT` at once.
 Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
 """
 
@@ -103,7 +103,7 @@ class GradientHooks:
     def _launch(self) -> None:
         chunk = self._chunks[self._next]
         self._next -= 1
-        while chunk.scatters and sum(other.scatters for other in self._in_flight) >= IN_FLIGHT:
+        while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().finish_reduce()
         chunk.start_reduce()
         self._in_flight.append(chunk)

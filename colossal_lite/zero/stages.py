@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colossal_lite.memory.pack import Interval
 from colossal_lite.settings import ZeroConfig
 
-# Gradients that are on their way while others fill, one of them across the boundary between two blocks.
-GRADIENT_SLOTS = 2
 # Reductions on their way at once; a third waits for the first.
 IN_FLIGHT = 2
 
@@ -74,27 +73,42 @@ class Widths:
     gradient: int
 
 
-def gradient_slots(num_keys: int) -> int:
-    """Slots for gradients that are reduced by micro-batch: of each packing key one chunk fills at a time."""
-    return GRADIENT_SLOTS + num_keys
+def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[Interval, ...]:
+    """When each chunk needs room for a gradient that is reduced by micro-batch, in numbers of chunks launched before.
+
+    `order`: the chunk of each parameter, in forward order.  Gradients come in the reverse of it, and complete chunks
+    are launched from the last to the first.  A chunk fills from its first gradient on, and is on its way until
+    `IN_FLIGHT` more have been launched; chunks of different packing keys fill beside each other.
+    """
+    missing = [0] * len(numels)
+    for chunk in order:
+        missing[chunk] += 1
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    launched = 0
+    for chunk in reversed(order):
+        start.setdefault(chunk, launched)
+        missing[chunk] -= 1
+        while launched < len(numels) and missing[last := len(numels) - 1 - launched] == 0:
+            stop[last] = launched + IN_FLIGHT
+            launched += 1
+    return tuple(Interval(start[c], stop[c], numel) for c, numel in enumerate(numels))
 
 
-def forecast(
-    sharding: Sharding, chunks: Sequence[Extent], widths: Widths, num_keys: int = 1
-) -> dict[str, int]:
+def flight_intervals(numels: Sequence[int]) -> tuple[Interval, ...]:
+    """When each chunk needs room for what other ranks send of it: `numels`."""
+    last = len(numels) - 1
+    return tuple(Interval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
+
+
+def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> dict[str, int]:
     """Bytes of model state on one rank, by kind, at their most, alignment included; what an optimizer keeps beside
-    the masters, only its rule knows."""
+    the masters, only its rule knows, and what is staged, the order of the parameters."""
     whole = sum(chunk.numel for chunk in chunks)
     shards = sum(chunk.shard for chunk in chunks)
     owned = shards if sharding.state else whole
-    largest = max(chunk.numel for chunk in chunks)
-    reduces_shards = sharding.state or sharding.by_micro_batch
-    received = max(chunk.numel - chunk.shard for chunk in chunks)
-    filling = gradient_slots(num_keys) * largest * sharding.by_micro_batch
-    staging = filling + IN_FLIGHT * received * reduces_shards
     return {
         "weights": widths.weight * (shards if sharding.weight else whole),
         "masters": widths.master * owned,
         "gradients": widths.gradient * (owned if sharding.by_micro_batch else whole),
-        "staging": widths.gradient * staging,
     }

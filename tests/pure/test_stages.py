@@ -1,0 +1,82 @@
+"""Room for gradients on their way: for each chunk when it needs it, and in all no more than the worst moment."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.pack import Interval
+from colossal_lite.zero.stages import IN_FLIGHT, fill_intervals, flight_intervals
+
+CPU = torch.device("cpu")
+
+
+def test_a_chunk_needs_room_from_its_first_gradient_until_two_more_are_on_their_way() -> None:
+    found = fill_intervals([0, 0, 1, 1, 2, 3], [10, 20, 30, 40])
+    assert found == (Interval(3, 5, 10), Interval(2, 4, 20), Interval(1, 3, 30), Interval(0, 2, 40))
+
+
+def test_a_chunk_of_another_key_fills_beside_those_that_its_parameters_lie_between() -> None:
+    """Chunk 1 holds the biases of all blocks: it fills from the first gradient on and goes with the first block."""
+    found = fill_intervals([0, 1, 2, 1, 3, 1], [5, 1, 5, 5])
+    assert found[1] == Interval(0, 4, 1)
+    assert found[3] == Interval(0, 2, 5) and found[2] == Interval(1, 3, 5) and found[0] == Interval(3, 5, 5)
+
+
+def test_an_embedding_much_larger_than_the_rest_has_one_slot() -> None:
+    order, numels = list(range(8)), [1000] + [10] * 7
+    assert Slots(fill_intervals(order, numels), torch.float32, CPU).numel == 1000 + 2 * 10
+    assert Slots(flight_intervals(numels), torch.float32, CPU).numel == 1000 + 10
+
+
+def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_counted() -> None:
+    slots = Slots([Interval(0, 1, 4), Interval(1, 2, 4), Interval(2, 3, 4)], torch.float32, CPU)
+    assert slots.numel == 8 and slots.bytes == slots.planned_bytes == 32
+    first, second = slots.take(0), slots.take(1)
+    slots.give(0)
+    third = slots.take(2)
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr() and slots.bytes == 32
+    early = slots.take(0)  # before the third is done, which has its place
+    early.fill_(1.0)
+    assert float(third.sum()) == 0.0 and slots.bytes == 48
+    for slot in (0, 1, 2):
+        slots.give(slot)
+    assert slots.bytes == 48
+    slots.shrink()
+    assert slots.bytes == 32
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_any_order_of_parameters_fits_into_its_plan(shape: list[tuple[int, int]], random: object) -> None:
+    """Replayed as the hooks do it: chunks fill, are launched from the last, and at most two are on their way."""
+    order = [chunk for chunk, (_, parameters) in enumerate(shape) for _ in range(parameters)]
+    assert hasattr(random, "shuffle")
+    tail = order[1:]
+    random.shuffle(
+        tail
+    )  # a chunk's number is the place of its first parameter, the others lie anywhere behind
+    first_seen = {chunk: i for i, chunk in reversed([*enumerate([order[0], *tail])])}
+    rank = {chunk: n for n, chunk in enumerate(sorted(first_seen, key=lambda c: first_seen[c]))}
+    order = [rank[chunk] for chunk in (order[0], *tail)]
+    numels = [1 + shape[chunk][0] for chunk in range(len(shape))]
+    slots = Slots(fill_intervals(order, numels), torch.float32, CPU)
+    missing = [order.count(chunk) for chunk in range(len(numels))]
+    taken: set[int] = set()
+    flying: list[int] = []
+    following = len(numels) - 1
+    for chunk in reversed(order):
+        if chunk not in taken:
+            slots.take(chunk)
+            taken.add(chunk)
+        missing[chunk] -= 1
+        while following >= 0 and missing[following] == 0:
+            if len(flying) == IN_FLIGHT:
+                slots.give(flying.pop(0))
+            flying.append(following)
+            following -= 1
+    assert following == -1 and slots.bytes == slots.planned_bytes
