@@ -12,7 +12,7 @@ is under 1 %.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
@@ -130,18 +130,33 @@ class Interval:
 def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
     """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
 
-    The largest come first, each at the lowest place that is free while it is held.
+    Each goes to the lowest place that is free while it is held; of four orders of placing them, the one that takes
+    least is kept: the largest first, with the earliest or the latest first among equals, and by time from either end.
     """
+    orders: tuple[Callable[[Interval], tuple[int, int]], ...] = (
+        lambda one: (-one.numel, one.start),
+        lambda one: (-one.numel, -one.stop),
+        lambda one: (one.start, -one.numel),
+        lambda one: (-one.stop, -one.numel),
+    )
+    return min((_first_fit(intervals, order) for order in orders), key=lambda found: found[1])
+
+
+def _first_fit(
+    intervals: Sequence[Interval], order: Callable[[Interval], tuple[int, int]]
+) -> tuple[tuple[int, ...], int]:
     offsets = [0] * len(intervals)
-    placed: list[int] = []
-    for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].numel, intervals[i].start)):
+    held: dict[int, list[int]] = {}  # moment -> the intervals that are placed there
+    for i in sorted(range(len(intervals)), key=lambda i: order(intervals[i])):
         one, offset = intervals[i], 0
-        beside = [j for j in placed if intervals[j].start <= one.stop and one.start <= intervals[j].stop]
+        moments = range(one.start, one.stop + 1)
+        beside = {j for moment in moments for j in held.get(moment, ())}
         for j in sorted(beside, key=lambda j: offsets[j]):
             if offset + one.numel <= offsets[j]:
                 break
             offset = max(offset, offsets[j] + intervals[j].numel)
         offsets[i] = offset
-        placed.append(i)
+        for moment in moments:
+            held.setdefault(moment, []).append(i)
     ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
     return tuple(offsets), max(ends, default=0)

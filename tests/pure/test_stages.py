@@ -31,6 +31,11 @@ def test_an_embedding_much_larger_than_the_rest_has_one_slot() -> None:
     assert Slots(flight_intervals(numels), torch.float32, CPU).numel == 1000 + 10
 
 
+def test_slots_of_neighbours_take_what_three_of_them_need_though_one_is_larger() -> None:
+    order, numels = list(range(15)), [4096] + [2048] * 14
+    assert Slots(fill_intervals(order, numels), torch.float32, CPU).numel == 4096 + 2 * 2048
+
+
 def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_counted() -> None:
     slots = Slots([Interval(0, 1, 4), Interval(1, 2, 4), Interval(2, 3, 4)], torch.float32, CPU)
     assert slots.numel == 8 and slots.bytes == slots.planned_bytes == 32
