@@ -188,13 +188,14 @@ def faults(row: Row, ttir: str) -> list[str]:
         found.append("no 128-bit load")
     if row.launch.kernel in MULTIPLIES and not row.tensor_core:
         found.append("no tensor-core instruction")
-    narrow = narrow_products(ttir, tokens_only=row.launch.kernel in TOKENS)
+    narrow = narrow_products(ttir, is_short=row.launch.kernel in SHORT)
     return found + [f"a product of sizes in 32 bits: {line}" for line in narrow]
 
 
-def narrow_products(ttir: str, *, tokens_only: bool = False) -> list[str]:
+def narrow_products(ttir: str, *, is_short: bool = False) -> list[str]:
     """Products in 32 bits that sizes beyond 2**31 would overflow: of two numbers known at run time only, or of the
-    program's index and a tile; the latter is right where it counts the tokens of one sequence (`tokens_only`)."""
+    program's index and a tile; the latter is right where it counts the tokens of one sequence or the columns of one
+    row (`is_short`)."""
     made: dict[str, tuple[str, list[str]]] = {}
     found = []
     for line in ttir.splitlines():
@@ -207,7 +208,7 @@ def narrow_products(ttir: str, *, tokens_only: bool = False) -> list[str]:
             kinds = sorted(_kind(operand, made) for operand in made[name][1][:2])
             if kinds == ["runtime", "runtime"] or ("index" in kinds and "runtime" in kinds):
                 found.append(line.strip()[:100])
-            elif "index" in kinds and not tokens_only:
+            elif "index" in kinds and not is_short:
                 found.append(line.strip()[:100])
     return found
 
@@ -244,8 +245,9 @@ def amd_row(launch: Launch, arch: str, made: Any) -> Row:
 GATHERS = {"_draw_kernel"}
 """Kernels that load next to nothing."""
 MULTIPLIES = {"_attend_forward_kernel", "_attend_keys_kernel", "_attend_queries_kernel"}
-TOKENS = {*MULTIPLIES, "_delta_kernel"}
-"""Kernels whose first program index counts tiles of the tokens of one sequence, of which there are less than 2**31."""
+SHORT = {*MULTIPLIES, "_delta_kernel", "_norm_weights_wide"}
+"""Kernels whose first program index counts tiles of the tokens of one sequence, or of the columns of one row, of which
+there are less than 2**31."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:

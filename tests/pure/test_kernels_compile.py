@@ -48,4 +48,4 @@ PRODUCT = """
 def test_a_product_of_sizes_in_32_bits_is_found(left: str, right: str, type_: str, is_found: bool) -> None:
     ttir = PRODUCT.replace("%left", left).replace("%right", right).replace("TYPE", type_)
     assert bool(narrow_products(ttir)) is is_found
-    assert bool(narrow_products(ttir, tokens_only=True)) is (is_found and right != "%c512")
+    assert bool(narrow_products(ttir, is_short=True)) is (is_found and right != "%c512")
