@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.context import Context
-from colossal_lite.engine import Criterion, Engine
+from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
+from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.parallel.parallelize import facts_of, parallelize
+from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.parallel.swap import cut_values
+from colossal_lite.pipeline.partition import held
+from colossal_lite.pipeline.schedule import StepShape, compute_plan
+from colossal_lite.pipeline.units import LibrarySections, Stages, keep_own, lay_out, one_stage
 from colossal_lite.precision import Precision
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
 from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.build import build_chunks
+from colossal_lite.whole import Names
+from colossal_lite.zero.build import build_chunks, pack_chunks
 from colossal_lite.zero.own import Factory
 
 
@@ -80,9 +86,34 @@ def initialize(
             f"memory.placement={config.memory.placement!r} on {context.device.type} is not built yet (a device tier is "
             f"emulated on the cpu); legal: 'device'"
         )
-    chunks = _build_chunks(module, originals, recipes, parallelized.specs, context)
+    names = Names.of(module, parallelized.specs)
+    stages = _lay_out(module, facts, context)
+    trainable = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    packed = pack_chunks(
+        trainable, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
+    )
+    keep_own(module, stages)
+    chunks = _build_chunks(module, names, originals, recipes, parallelized.specs, packed, stages, context)
     buffers_to_device(module, context.device)
-    return Engine(module, context, parallelized, streams, chunks, criterion, optimizer)
+    built = Built(module, names, stages, parallelized, streams, packed, chunks)
+    return Engine(built, context, criterion, optimizer)
+
+
+def _lay_out(module: nn.Module, facts: ModelFacts | None, context: Context) -> Stages:
+    """Which units of the model are on which stage of the pipeline; without one, all are here."""
+    pipeline, mesh = context.config.parallel.pipeline, context.mesh
+    if pipeline.size == 1:
+        return one_stage(module)
+    plan = compute_plan(pipeline, StepShape(pipeline.micro_batches or 4 * pipeline.size))
+    how: Any = pipeline.partition
+    stages = lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan))
+    tensor = context.config.parallel.tensor
+    if isinstance(stages.sections, LibrarySections) and tensor.size > 1 and tensor.sequence_parallel:
+        raise ValueError(
+            f"parallel.tensor.sequence_parallel: a {type(module).__name__} makes its masks from the length it sees, "
+            f"which is cut between its blocks; legal with a pipeline: False"
+        )
+    return stages
 
 
 def _check_optimizer(
@@ -100,6 +131,11 @@ def _check_optimizer(
             f"optimizer: {type(optimizer).__name__} is not callable; legal is a callable that takes the list of "
             f"parameters and returns an optimizer, such as functools.partial(torch.optim.NAdam, lr=1e-3)"
         )
+    if mesh.size("pipeline") > 1:
+        raise ValueError(
+            f"optimizer: one of your own sees one stage's parameters alone; legal is parallel.pipeline=1 (now "
+            f"{mesh.size('pipeline')}), or a type of config.optimizer"
+        )
     if in_parts or config.memory.placement != "device":
         raise ValueError(
             f"optimizer: one of your own needs whole tensors and whole state on each device; legal is "
@@ -111,15 +147,16 @@ def _check_optimizer(
 
 
 def _build_chunks(
-    module: nn.Module, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
-    specs: Mapping[str, ShardSpec], context: Context,
+    module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
+    specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
 ) -> tuple[Chunk, ...]:  # fmt: skip
-    """Allocate the chunks of all trainable parameters and fill them; frozen ones are converted where they are."""
+    """Allocate the chunks of this rank's trainable parameters and fill them; frozen ones are converted where they
+    are."""
     config, device = context.config, context.device
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     layout, coords = context.mesh.layout, context.mesh.coords
     _materialise(module, device, precision.compute)
-    named = dict(module.named_parameters())
+    named = names.parameters(module)
 
     def initial(name: str) -> Tensor:
         def fetch(start: int, stop: int) -> Tensor:
@@ -130,8 +167,11 @@ def _build_chunks(
         return to_device(cut_values(specs[name], layout, coords, fetch), device)
 
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    numels = {name: parameter.numel() for name, parameter in trainable.items()}
-    chunks = build_chunks(numels, specs, config, context.mesh, device, tuple(blocks_of(module)))
+    mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
+    chunks = build_chunks(
+        trainable, mine, specs, config, context.mesh, device,
+        lambda spec: stages.is_first_holder(stages_of(spec)),
+    )  # fmt: skip
     for chunk in chunks:
         chunk.adopt(trainable, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
     for name, parameter in named.items():

@@ -112,17 +112,20 @@ class LocalStore:
 @dataclass(frozen=True)
 class Held:
     """A tensor of this rank to save or to fill: elements [start, start + numel) of the flattened local tensor of
-    `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO)."""
+    `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO). `is_copy`: a rank of another
+    pipeline stage saves it."""
 
     name: str
     spec: ShardSpec
     tensor: Tensor
     start: int = 0
     flat_axes: tuple[str, ...] = ()
+    is_copy: bool = False
 
     def part(self) -> Part:
         stop = self.start + self.tensor.numel()
-        return Part(self.name, NAMES[self.tensor.dtype], self.spec, self.start, stop, self.flat_axes)
+        dtype = NAMES[self.tensor.dtype]
+        return Part(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
 
     def view(self, fragment: Fragment, layout: MeshLayout) -> Tensor:
         """The elements of a fragment, in its shape, sharing memory."""

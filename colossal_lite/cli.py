@@ -253,6 +253,8 @@ class PlanCommand:
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
         Console().print(planner.table(plan))
+        if plan.schedule:
+            print(f"\n{plan.schedule}")
         return 1 if plan.fits is False else 0
 
     def _compare(self, config: Config, model: GPTConfig) -> int:

@@ -70,9 +70,9 @@ class Ledger:
         yield
         self._counts, self.waited_s = kept, waited
 
-    def add(self, operation: str, axis: str, payload_bytes: int) -> None:
-        calls, total = self._counts.get((operation, axis), (0, 0))
-        self._counts[operation, axis] = (calls + 1, total + payload_bytes)
+    def add(self, operation: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
+        before, total = self._counts.get((operation, axis), (0, 0))
+        self._counts[operation, axis] = (before + calls, total + payload_bytes)
 
     def rows(self) -> tuple[LedgerRow, ...]:
         return tuple(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
@@ -97,8 +97,10 @@ class Pending:
         works: Sequence[Any],
         finish: Callable[[], None],
         call: int = 0,
+        peer: int | None = None,
     ):
         self._comm, self._what, self._result, self._call = comm, what, result, call
+        self._peer = peer
         self._works, self._finish = tuple(works), finish
         self._done = False
 
@@ -109,7 +111,7 @@ class Pending:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise self._comm.failure(self._what, error, self._call) from error
+                raise self._comm.failure(self._what, error, self._call, self._peer) from error
             self._finish()
             self._done = True
             self._comm.ledger.waited_s += time.perf_counter() - start
@@ -333,14 +335,19 @@ class AxisComm:
             lambda: [dist.all_to_all_single(out, tensor, group=self._group, async_op=True)],
         ).wait()
 
-    def send_async(self, tensor: Tensor, to: int) -> Pending:
-        """Send to coordinate `to`. Payload: the buffer, counted by the sender only."""
+    def send_async(self, tensor: Tensor, to: int, about: str = "") -> Pending:
+        """Send to coordinate `to`. Payload: the buffer, counted by the sender only. `about`: told if it fails."""
         assert to != self.coord and tensor.is_contiguous()
         return self._run(
-            "send", tensor, tensor, lambda: [dist.isend(tensor, dst=self.ranks[to], group=self._group)]
+            "send",
+            tensor,
+            tensor,
+            lambda: [dist.isend(tensor, dst=self.ranks[to], group=self._group)],
+            peer=to,
+            about=about,
         )
 
-    def receive_async(self, into: Tensor, source: int) -> Pending:
+    def receive_async(self, into: Tensor, source: int, about: str = "") -> Pending:
         """Receive from coordinate `source` into a contiguous tensor of the sender's shape and dtype."""
         assert source != self.coord and into.is_contiguous()
         return self._run(
@@ -349,7 +356,25 @@ class AxisComm:
             into,
             lambda: [dist.irecv(into, src=self.ranks[source], group=self._group)],
             what="receive",
+            peer=source,
+            about=about,
         )
+
+    def exchange_sum(self, tensor: Tensor, coords: Sequence[int], about: str = "") -> Tensor:
+        """The sum of what some coordinates hold, this one among them, in place and in their order: the same bits on
+        each. Payload: the buffer, once for each of the others."""
+        assert self.coord in coords and tensor.is_contiguous()
+        others = [coord for coord in coords if coord != self.coord]
+        came = {coord: torch.empty_like(tensor) for coord in others}
+        pending = [self.receive_async(came[coord], coord, about) for coord in others]
+        pending += [self.send_async(tensor, coord, about) for coord in others]
+        for each in pending:
+            each.wait()
+        first, *rest = [came.get(coord, tensor) for coord in sorted(coords)]
+        total = first.clone()
+        for term in rest:
+            total.add_(term)
+        return tensor.copy_(total)
 
     def shift_async(self, tensor: Tensor, distance: int = 1) -> Pending:
         """Pass `tensor` to the coordinate `distance` further on the ring; the result came from as far behind."""
@@ -395,9 +420,10 @@ class AxisComm:
 
     # ---- how they run ----
 
-    def failure(self, what: str, error: BaseException, call: int = 0) -> CommError:
-        """The error of a collective that did not come to its end, naming who waited for whom."""
-        peers = ", ".join(str(r) for r in self.ranks if r != self.rank)
+    def failure(self, what: str, error: BaseException, call: int = 0, peer: int | None = None) -> CommError:
+        """The error of a collective that did not come to its end, naming who waited for whom (`peer`: for one)."""
+        waited = self.ranks if peer is None else (self.rank, self.ranks[peer])
+        peers = ", ".join(str(r) for r in waited if r != self.rank)
         text = (
             f"rank {self.rank}: {what} on axis {self.axis!r} failed (call {call or self._calls} there), waiting for "
             f"ranks {peers}; timeout {self.timeout_s:g} s. {str(error).splitlines()[0] if str(error) else error!r}"
@@ -405,7 +431,7 @@ class AxisComm:
         if reason := self._explain() if self._explain else "":
             return CommError(f"{reason}\n{text}")
         return CommError(
-            f"{text}\n{self._watch.blame(self.axis, self.ranks, what, call)}" if self._watch else text
+            f"{text}\n{self._watch.blame(self.axis, waited, what, call)}" if self._watch else text
         )
 
     def _run(
@@ -417,9 +443,12 @@ class AxisComm:
         finish: Callable[[], None] = _nothing,
         *,
         what: str | None = None,
+        peer: int | None = None,
+        about: str = "",
     ) -> Pending:
         description = (
             f"{what or counted} of {list(payload.shape)} {str(payload.dtype).removeprefix('torch.')}"
+            + (f" ({about})" if about else "")
         )
         if self.size == 1:
             return Pending(self, description, result, (), _nothing)
@@ -433,8 +462,8 @@ class AxisComm:
         try:
             works = start()
         except RuntimeError as error:
-            raise self.failure(description, error, self._calls) from error
-        return Pending(self, description, result, works, finish, self._calls)
+            raise self.failure(description, error, self._calls, peer) from error
+        return Pending(self, description, result, works, finish, self._calls, peer)
 
     def _native(self, tensor: Tensor) -> bool:
         return tensor.is_cuda

@@ -265,13 +265,6 @@ def _is_cut(config: Config) -> bool:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("parallel.pipeline.size", (1,), "the pipeline runtime"),
-    NotBuilt(
-        "zero.stage",
-        (0, 1, 2),
-        "sharded weights under a pipeline",
-        lambda c: c.parallel.pipeline.size > 1,
-    ),
     NotBuilt("memory.placement", ("device", "host"), "weights on the host, and the disk"),
     NotBuilt("memory.device_budget", (None,), "planning under a budget"),
     NotBuilt("memory.host_budget", (None,), "planning under a budget"),
@@ -294,11 +287,27 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
+WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
+    NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
+    for path, built, missing in (
+        ("parallel.tensor.mode", ("1d",), "this tensor mode"),
+        ("parallel.sequence.size", (1,), "sequence parallelism"),
+        ("zero.stage", (0, 1), "sharded gradients and weights"),
+        ("zero.reduction", ("fast",), "sums in rank order"),
+    )
+)
+"""What of the built parts is not composed with a pipeline."""
+
+
 def unbuilt_problems(config: Config) -> Iterator[Problem]:
-    """Settings whose part does not exist yet."""
+    """Settings whose part does not exist yet, alone or beside a pipeline."""
     values = config.model_dump()
-    for row in NOT_BUILT:
+    told: set[str] = set()
+    for row in (*NOT_BUILT, *WITH_PIPELINE):
         value = dig(values, row.path)
+        if row.path in told:
+            continue
         if value not in row.built and row.when(config):
+            told.add(row.path)
             legal = ", ".join(map(repr, row.built))
             yield Problem(row.path, value, f"is not built yet ({row.missing})", legal)

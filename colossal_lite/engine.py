@@ -10,6 +10,10 @@ those of that mean.  A step whose loss or gradient is not finite, or that has no
 
 Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `4 + parameters` float64, and, where
 the model has dropout, one all-gather of the ranks' batch sizes.
+
+A pipeline is the same step with a longer plan (pipeline/schedule.py `step_plan`): this rank's stages, messages between
+them, TIED_REDUCE of what several stages use.  Its cost beside: the messages, and the all-gather of batch sizes in any
+case, so that all data ranks cut into as many micro-batches.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +34,23 @@ from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context
 from colossal_lite.data import check_batch
+from colossal_lite.deferral import WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import to_device
+from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.optim import groups_of, learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
-from colossal_lite.pipeline import runtime
-from colossal_lite.pipeline.schedule import serial_plan
-from colossal_lite.plan import Action, Kind
+from colossal_lite.pipeline.runtime import Runtime, Work, run
+from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
+from colossal_lite.pipeline.units import Stages
+from colossal_lite.plan import Action, Kind, Plan
 from colossal_lite.precision import LossScale, Precision
 from colossal_lite.recompute import restore
 from colossal_lite.rng import DropoutStreams
-from colossal_lite.whole import WholeState
+from colossal_lite.simulate import Span, Timeline
+from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import slots_of
-from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import Factory, OwnOptimizer
@@ -94,27 +102,48 @@ class MemoryRow:
     forecast_bytes: int
 
 
+@dataclass(frozen=True)
+class Built:
+    """What `initialize` has made of a model: this rank's part of it, and how the whole lies."""
+
+    model: nn.Module
+    names: Names
+    stages: Stages
+    parallelized: Parallelized
+    streams: DropoutStreams
+    packed: tuple[ChunkSpec, ...]
+    """Chunks of the whole pipeline."""
+    chunks: tuple[Chunk, ...]
+    """Those of this rank."""
+
+
 class Engine:
     """A model in training. Made by `initialize`; see DESIGN 2 for the two ways to drive it."""
 
     def __init__(
-        self, model: nn.Module, context: Context, parallelized: Parallelized, streams: DropoutStreams,
-        chunks: tuple[Chunk, ...], criterion: Criterion | None, optimizer: Factory | None = None,
-    ) -> None:  # fmt: skip
-        config = context.config
+        self, built: Built, context: Context, criterion: Criterion | None, optimizer: Factory | None = None
+    ) -> None:
+        config, model, chunks, parallelized = context.config, built.model, built.chunks, built.parallelized
         self.model, self.context, self.mesh = model, context, context.mesh
         self.steps = 0
         self.stop_agreed = False
-        self._parallelized, self._streams = parallelized, streams
-        self._chunks = chunks
+        self._parallelized, self._streams = parallelized, built.streams
+        self._stages, self._packed, self._chunks = built.stages, built.packed, chunks
         self._criterion = criterion
         self._facts = facts_of(model)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = built.names.parameters(model)
         self._sharding = Sharding.of(config.zero, config.gradient_accumulation)
-        self._hooks = GradientHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
-        self._weights = weights_of(model, chunks, self._hooks, self.mesh.world, config.zero)
-        # Ranks of one data coordinate compute the same loss; one of them tells it.
-        self._tells_loss = parallelized.strategy.tells_loss and self.mesh.coord("pipeline") == 0
+        self._hooks = StageHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
+        self._weights = weights_of(model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero)
+        # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
+        self._tells_loss = parallelized.strategy.tells_loss and self._stages.last in self._stages.here
+        self._runtime = Runtime(
+            self.mesh.axis("pipeline"), self._stages.placement, context.device, self.mesh.progress
+        )
+        self._queue = WeightQueue()
+        if splits_backward(config.parallel.pipeline):
+            defer_weights(model, self._queue)
+        self._plans: dict[StepShape, Plan] = {}
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
@@ -125,10 +154,18 @@ class Engine:
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
-        self._whole = WholeState(model, self.mesh, parallelized.specs, chunks, self._weights, self._optimizer)
+        self._whole = WholeState(
+            model,
+            self.mesh,
+            built.names,
+            self._stages,
+            parallelized.specs,
+            chunks,
+            self._weights,
+            self._optimizer,
+        )
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
-        self._losses: dict[int, Tensor] = {}
         self._sums = torch.zeros(
             2, dtype=torch.float64, device=context.device
         )  # loss and weight since the last step
@@ -150,18 +187,9 @@ class Engine:
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
-        parts = self._begin(batch).cut(self.context.config.gradient_accumulation)
+        parts = self._begin(batch)
         self.model.train()
-        when: Literal["step", "micro_batch"] = "micro_batch" if self._sharding.by_micro_batch else "step"
-        actions = serial_plan(len(parts), len(self._chunks), when).ranks[0]
-        runtime.run(
-            (action for action in actions if action.kind is not Kind.UPDATE),
-            {
-                Kind.F: lambda action: self._forward(action, parts),
-                Kind.B: lambda action: self._backward(action, parts),
-                Kind.REDUCE: lambda action: self._hooks.reduce(_chunk_of(action)),
-            },
-        )
+        self._run(parts, self._sums)
         self._hooks.conclude()
         self._totals = self._agree()
         return self._mean_loss(self._totals)
@@ -178,10 +206,12 @@ class Engine:
         if not skipped:
             self._optimizer.changed = False
             scale = totals.weight / self._clip_factor(totals.grad_norm)
-            runtime.run(
+            run(
                 self._optimizer.plan[0],
                 {
-                    Kind.UPDATE: lambda action: self._update(_chunk_of(action), totals, factor, scale),
+                    Kind.UPDATE: lambda action: self._update(
+                        self._chunks[_chunk_of(action)], totals, factor, scale
+                    ),
                     **self._optimizer.moves,
                 },
             )
@@ -207,18 +237,12 @@ class Engine:
     @torch.no_grad()
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
-        whole = self._read(batch)
+        parts = self._read(batch)
         self._weights.flush()
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
-        for part in whole.cut(self.context.config.gradient_accumulation):
-            with self._weights.forward():
-                if not part.size:
-                    continue
-                local = self._parallelized.strategy.local_part(part)
-                loss, count = self._loss(self._outputs(local), local.labels)
-                sums += torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
+        self._run(parts, sums)
         self.model.train(was_training)
         sums = sums if self._tells_loss else torch.zeros_like(sums)
         loss_sum, count = self.mesh.world.all_reduce(sums).tolist()
@@ -228,8 +252,9 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
+        self._refuse_with_pipeline("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._first_sample(inputs.shape[0])
+        first = self._first_sample(self._sizes(inputs.shape[0]))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -255,6 +280,7 @@ class Engine:
 
         `count`: the loss is a mean over so many tokens, and the step divides by
         the global number; None: every data rank weighs the same, and the losses of several calls add up."""
+        self._refuse_with_pipeline("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
@@ -262,14 +288,14 @@ class Engine:
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)
-        self._hooks.begin(is_last=False, seed=seed)
+        self._hooks.begin(0, is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
         with self._weights.backward():
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
-        self._add(total.detach(), 0 if count is None else count)
+        self._add(self._sums, total.detach(), 0 if count is None else count)
 
     # ---- whole tensors ----
 
@@ -389,6 +415,18 @@ class Engine:
             MemoryRow(kind, rests.get(kind, device), now, now, foreseen[kind]) for kind, now in kinds.items()
         )
 
+    def timeline(self) -> Timeline:
+        """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
+        mine = [[str(span.action), span.start_s, span.end_s] for span in self._runtime.spans]
+        with self.mesh.ledger.paused():
+            rows = self._runtime.comm.gather_json(mine)
+        spans = (
+            Span(rank, Action.parse(word), *times) for rank, row in enumerate(rows) for word, *times in row
+        )
+        return Timeline(
+            len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
+        )
+
     def on_step(self, callback: Callable[[StepResult], None]) -> None:
         """Call `callback` with the result of every step from now on."""
         self._callbacks.append(callback)
@@ -408,12 +446,13 @@ class Engine:
         self._checkpoints.settle()
         self._hooks.remove()
         restore(self.model)
+        restore_weights(self.model)
         self._weights.remove()
         self._optimizer.close()
 
     # ---- what the actions do ----
 
-    def _begin(self, batch: Any) -> Batch:
+    def _begin(self, batch: Any) -> tuple[Batch, ...]:
         self.mesh.progress.phase = "batch"
         if self._checkpoints.is_mixed:
             raise ValueError(
@@ -426,50 +465,115 @@ class Engine:
         self.mesh.ledger.clear()
         return self._read(batch)
 
-    def _read(self, batch: Any) -> Batch:
+    def _read(self, batch: Any) -> tuple[Batch, ...]:
+        """The micro-batches of a step, some of them perhaps empty; as many on every data rank."""
         check_batch(batch, vocabulary=self._facts.vocabulary if self._facts else None)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
-        return read_batch(batch, device=self.context.device, first_sample=self._first_sample(labels.shape[0]))
+        sizes = self._sizes(labels.shape[0])
+        whole = read_batch(batch, device=self.context.device, first_sample=self._first_sample(sizes))
+        turns = whole.cut(self.context.config.gradient_accumulation)
+        micro_batches = self._micro_batches(sizes) if torch.is_grad_enabled() else self._fewer(sizes)
+        return tuple(part for turn in turns for part in turn.cut(micro_batches))
 
-    def _first_sample(self, size: int) -> int:
-        """Where this rank's samples begin in the global batch; only dropout asks."""
+    def _sizes(self, size: int) -> list[int]:
+        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do."""
         data = self.mesh.axis("data")
-        if not self._parallelized.has_dropout or data.size == 1:
-            return 0
-        sizes = data.all_gather(torch.tensor([size], device=self.context.device)).tolist()
-        return int(sum(sizes[: data.coord]))
+        asks = self._parallelized.has_dropout or self._runtime.comm.size > 1
+        if data.size == 1 or not asks:
+            return [size]
+        return [int(n) for n in data.all_gather(torch.tensor([size], device=self.context.device)).tolist()]
 
-    def _forward(self, action: Action, parts: tuple[Batch, ...]) -> None:
-        self.mesh.progress.phase = "forward"
-        assert action.micro_batch is not None
-        part = parts[action.micro_batch]
+    def _first_sample(self, sizes: Sequence[int]) -> int:
+        """Where this rank's samples begin in the global batch; only dropout asks."""
+        return sum(sizes[: self.mesh.coord("data")]) if self._parallelized.has_dropout else 0
+
+    def _micro_batches(self, sizes: Sequence[int]) -> int:
+        """Micro-batches of each accumulated part, the same on every data rank."""
+        pipeline, turns = self.context.config.parallel.pipeline, self.context.config.gradient_accumulation
+        if pipeline.size == 1:
+            return 1
+        if pipeline.micro_batches is None:
+            return pipeline.parts(-(-max(sizes) // turns))
+        return pipeline.parts(min(sizes) // turns)
+
+    def _fewer(self, sizes: Sequence[int]) -> int:
+        """For evaluation, which takes any batch: no more micro-batches than samples."""
+        pipeline = self.context.config.parallel.pipeline
+        most = max(1, *(-(-size // self.context.config.gradient_accumulation) for size in sizes))
+        return min(pipeline.micro_batches or 4 * pipeline.size, most) if pipeline.size > 1 else 1
+
+    def _run(self, parts: tuple[Batch, ...], sums: Tensor) -> None:
+        """Execute the plan of a step on its micro-batches; loss and weight are added to `sums`."""
+        trains = torch.is_grad_enabled()
+        shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
+        ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
+        work = Work(
+            forward=lambda stage, i, carried: self._forward(stage, parts[i], carried, sums),
+            before_backward=lambda stage, i, is_whole: self._hooks.begin(
+                stage, is_last=is_whole and i == len(parts) - 1, seed=self._seed(parts[i])
+            ),
+            around_backward=self._weights.backward,
+            put_off=self._queue.open,
+            pass_over=self._pass_over,
+            is_empty=lambda i: parts[i].size == 0,
+            reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
+            tied_reduce=self._tied_reduce,
+        )
+        plan = self._plan(len(parts), trains, ahead and self.context.device.type != "cuda")
+        self._runtime.run(plan, work, shapes)
+
+    def _pass_over(self) -> None:
+        """The forward of a micro-batch without samples."""
         with self._weights.forward():
-            if part.size == 0:
-                return
-            part = self._parallelized.strategy.local_part(part)
-            with self._only_counted_randomness():
-                outputs = self._outputs(part)
-        loss, count = self._loss(outputs, part.labels)
-        self._losses[action.micro_batch] = loss
-        self._add(loss.detach(), count)
+            return
 
-    def _backward(self, action: Action, parts: tuple[Batch, ...]) -> None:
-        self.mesh.progress.phase = "backward"
-        assert action.micro_batch is not None
-        seed = self._loss_scale.seed(parts[action.micro_batch].labels.numel())
-        self._hooks.begin(is_last=action.micro_batch == len(parts) - 1, seed=seed)
-        loss = self._losses.pop(action.micro_batch, None)
-        with self._weights.backward():
-            if loss is not None and loss.requires_grad:
-                # not backward(seed): torch looks at a seed by its symbolic shapes, which import 45 MB of sympy
-                (loss if seed == 1.0 else loss * seed).backward()
+    def _plan(self, micro_batches: int, trains: bool, ahead: bool) -> Plan:
+        """What all ranks of the pipeline execute in a step of so many micro-batches."""
+        config, stages = self.context.config, self._stages
+        turns = config.gradient_accumulation
+        chunks = tuple(
+            tuple(spec.id for spec in self._packed if stage in stages_of(spec))
+            for stage in sorted(stages.placement)
+        )
+        shape = StepShape(
+            micro_batches // turns, turns, chunks, stages.trainable,
+            "micro_batch" if self._sharding.by_micro_batch else "step", trains, ahead, stages.cut.stage_costs(),
+        )  # fmt: skip
+        if shape not in self._plans:
+            self._plans[shape] = step_plan(config.parallel.pipeline, shape)
+        return self._plans[shape]
 
-    def _outputs(self, part: Batch) -> Tensor:
-        self._streams.begin(self.steps, part.samples, _positions(part))
-        outputs = self.model(*part.args, **part.kwargs)
+    def _forward(self, stage: int, part: Batch, carried: Any, sums: Tensor) -> Any:
+        """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
+        local = self._parallelized.strategy.local_part(part)
+        self._streams.begin(self.steps, local.samples, _positions(local))
+        with self._weights.forward(), self._only_counted_randomness():
+            outputs = self._stages.run(stage, carried, local)
+        if stage < self._stages.last:
+            return outputs
         outputs = getattr(outputs, "logits", outputs)
-        logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-        return logits
+        loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
+        self._add(sums, loss.detach(), count)
+        seed = self._seed(part)
+        # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy
+        return loss if seed == 1.0 else loss * seed
+
+    def _seed(self, part: Batch) -> float:
+        """What the loss of a micro-batch is multiplied with in backward; the same on every stage."""
+        return self._loss_scale.seed(part.labels.numel())
+
+    def _tied_reduce(self, action: Action) -> None:
+        """Sum a chunk over the stages that use it, before anything of it is sharded."""
+        chunk = self._hooks.chunk(_chunk_of(action))
+        holders = sorted({self._stages.placement[stage] for stage in stages_of(chunk.spec)})
+        self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
+
+    def _refuse_with_pipeline(self, what: str) -> None:
+        if self._runtime.comm.size > 1:
+            raise ValueError(
+                f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
+                f"forward_backward and step, eval_step, or parallel.pipeline=1"
+            )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
         """(sum, count) of one micro-batch."""
@@ -492,7 +596,9 @@ class Engine:
 
         The ranks that hold one sum of a chunk add the squares of a share each, so that no element counts twice."""
         self.mesh.progress.phase = "agreement"
-        if self._sharding.ordered:
+        if not self._chunks:
+            squares = torch.zeros(1, dtype=torch.float64, device=self.context.device)
+        elif self._sharding.ordered:
             squares = ordered_squares(self._chunks, list(self._parameters), self.mesh)
         else:
             squares = fast_squares(self._chunks)
@@ -503,17 +609,17 @@ class Engine:
             else self.mesh.coord("pipeline", "sequence", "tensor") == 0
         )
         sums = self._sums if tells else torch.zeros_like(self._sums)
-        flags = [self.context.stop_requested, *(used for chunk in self._chunks for used in chunk.used)]
+        here = {chunk.spec.id: chunk.used for chunk in self._chunks}
+        used_of = [here.get(spec.id, [False] * len(spec.entries)) for spec in self._packed]
+        flags = [self.context.stop_requested, *(used for used_here in used_of for used in used_here)]
         marks = to_device(torch.tensor(flags, dtype=torch.float64), self.context.device)
         row = self.mesh.world.all_reduce(torch.cat([sums, marks, squares]))
         total = row[2 + len(flags) :].sum().item()
         loss, weight, stop, *used = row[: 2 + len(flags)].tolist()
         return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
 
-    def _update(self, index: int, totals: Totals, factor: float, scale: float) -> None:
-        self.mesh.progress.phase = "update"
-        first = sum(len(chunk.spec.entries) for chunk in self._chunks[:index])
-        chunk = self._chunks[index]
+    def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
+        first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
         self._weights.updated(chunk, changed=any(used))
@@ -538,18 +644,17 @@ class Engine:
         self._totals = self._agree()
 
     def _reduce_all(self) -> None:
-        for index in reversed(range(len(self._chunks))):
-            self._hooks.reduce(index)
+        for chunk in reversed(self._chunks):
+            self._hooks.reduce(chunk.spec.id)
 
     def _clear(self) -> None:
         self._hooks.clear()
         self._totals, self._by_count = None, None
         self._sums.zero_()
-        self._losses.clear()
 
-    def _add(self, loss: Tensor, weight: Tensor | int | float) -> None:
-        self._sums[0] += loss
-        self._sums[1] += weight
+    def _add(self, sums: Tensor, loss: Tensor, weight: Tensor | int | float) -> None:
+        sums[0] += loss
+        sums[1] += weight
 
     def _clip_factor(self, norm: float) -> float:
         limit = self.context.config.clip_grad_norm
@@ -561,7 +666,7 @@ class Engine:
     @contextmanager
     def _only_counted_randomness(self) -> Iterator[None]:
         """The first training forward must not draw from torch's generator: such numbers differ between meshes."""
-        if self._has_checked_generator:
+        if self._has_checked_generator or not self.model.training:
             yield
             return
         before = torch.get_rng_state()

@@ -203,7 +203,8 @@ def _overlaps(boxes: list[Box]) -> bool:
 class Part:
     """What one rank holds of one tensor: elements [start, stop) of its flattened local tensor (None: to the end).
 
-    `flat_axes`: leaf axes whose ranks hold other intervals of the same local tensor.
+    `flat_axes`: leaf axes whose ranks hold other intervals of the same local tensor. `is_copy`: a rank of another
+    pipeline stage writes it.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Part:
     start: int = 0
     stop: int | None = None
     flat_axes: tuple[str, ...] = ()
+    is_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,9 +239,13 @@ def writes(
     parts: Sequence[Part], layout: MeshLayout, rank: int, *, slice_bytes: int, file_bytes: int
 ) -> dict[str, list[Write]]:
     """What a rank writes, by file: slices of at most `slice_bytes` in files of at most `file_bytes`."""
-    coords, files = layout.coords(rank), dict[str, list[Write]]()
+    # What lies on a stage lies on no other, so a rank's place on the pipeline says nothing of who writes.
+    coords = {axis: 0 if axis == "pipeline" else coord for axis, coord in layout.coords(rank).items()}
+    files = dict[str, list[Write]]()
     name, at = "", file_bytes
     for index, part in enumerate(parts):
+        if part.is_copy:
+            continue
         item = ITEM_BYTES[part.dtype]
         for fragment in written(part.spec, layout, coords, part.start, part.stop, part.flat_axes):
             for box in cut(fragment.box, max(1, slice_bytes // item)):

@@ -30,21 +30,36 @@ from colossal_lite.batch import Batch
 from colossal_lite.comm import LedgerRow
 from colossal_lite.config import Config
 from colossal_lite.data import cut
+from colossal_lite.deferral import Root, WeightQueue, defer_weights, restore_weights
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.placement import UNITS, parse_bytes
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.models.gpt import Block
 from colossal_lite.optim import groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
+from colossal_lite.pipeline.partition import held
+from colossal_lite.pipeline.runtime import most_arrivals
+from colossal_lite.pipeline.schedule import (
+    PipelineConfig,
+    StepShape,
+    compute_plan,
+    splits_backward,
+    step_plan,
+)
+from colossal_lite.pipeline.units import Stages, lay_out
+from colossal_lite.plan import COMPUTE_KINDS, SENDS, Action, Kind, check
 from colossal_lite.precision import Precision
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.build import build_chunks, slots_of
+from colossal_lite.simulate import grid, simulate
+from colossal_lite.zero.build import build_chunks, pack_chunks, slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import fast_squares, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -99,6 +114,8 @@ class RunPlan:
     micro_batches: tuple[int, ...]
     """Samples of each part that this rank runs in a step."""
     device_bytes: int | None = None
+    schedule: str = ""
+    """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
 
     @property
     def peak_bytes(self) -> int:
@@ -146,6 +163,7 @@ class RunPlan:
                     f"  {f'{row.operation} on {row.axis}':<30} {row.calls:>6} x {size(row.payload_bytes):>12}"
                     for row in self.traffic
                 ),
+                *self.schedule.splitlines(),
             ]
         )
 
@@ -185,13 +203,17 @@ def plan(
     if facts is not None:
         _check_sequence(facts, sequence)
         config.check_model(replace(facts, sequence=sequence))
+    if config.parallel.pipeline.size > 1:
+        dry = _Dry(config, mesh, sequence, layers)
+        return _staged_plan(dry, model, facts, batch, device_bytes)
     pieces = _pieces(config, batch, mesh)
     dry = _Dry(config, mesh, sequence, layers)
     whole, cost = _measured(dry, model, max(pieces) or 1)
     costs = {max(pieces): cost} | {n: _measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     if not any(pieces):
         cost = Cost({}, {}, 0, 0, 0, 0)
-    chunks = build_chunks(whole.trainable, whole.specs, config, mesh, META, whole.blocks)
+    packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, blocks=whole.blocks)
+    chunks = build_chunks(whole.trainable, packed, whole.specs, config, mesh, META)
     gathers = _gathers(dry, model, max(pieces) or 1, whole, chunks)
     mesh.ledger.clear()
     _record_step(chunks, gathers, config, mesh, whole)
@@ -285,6 +307,8 @@ class _Dry:
             module
         ).values():  # backward may run them again, and no mode reaches into backward
             block.forward = partial(_with_flash, block.forward)
+            if isinstance(block, Block):  # a pipeline may run its halves
+                block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
         recompute(module, config.activation_checkpoint, streams)
         dtype = Precision.of(config.precision.dtype, config.precision.master_dtype).compute
         for parameter in module.parameters():
@@ -355,11 +379,12 @@ class _Dry:
     ) -> tuple[Trace, tuple[Chunk, ...]]:
         """The order in which one micro-batch reads weights, and the chunks of this module that it speaks of."""
         whole, named = self.whole(module, done), dict(module.named_parameters())
-        chunks = build_chunks(whole.trainable, whole.specs, self.config, self.mesh, META, whole.blocks)
+        packed = pack_chunks(whole.trainable, whole.specs, self.config, self.mesh.layout, blocks=whole.blocks)
+        chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
         for chunk in chunks:
             chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
         hooks = GradientHooks(chunks, named, by_micro_batch=True)
-        weights = ShardedWeights(module, chunks, hooks, self.mesh.world)
+        weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world)
         with _FlashAttention():
             part = self.batch(done, streams, samples)
             with weights.forward():
@@ -370,6 +395,65 @@ class _Dry:
                 loss.backward()
         assert weights.trace is not None
         return weights.trace, chunks
+
+    def stages(
+        self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
+    ) -> dict[int, StageCost]:
+        """What one micro-batch costs on each stage; of stages elsewhere only what they give is known."""
+        part, found, carried = self.batch(done, streams, samples), dict[int, StageCost](), None
+        queue = WeightQueue()
+        if splits_backward(self.config.parallel.pipeline):
+            defer_weights(module, queue)
+        for stage in sorted(stages.placement):
+            self.mesh.ledger.clear()
+            leaf = None if carried is None else carried.detach().requires_grad_()
+            meter = LiveBytes()
+            with _FlashAttention(), meter:
+                outputs = stages.run(stage, leaf, part)
+                outputs = _logits_of(outputs) if stage == stages.last else outputs
+                if not isinstance(outputs, Tensor):
+                    raise ValueError(
+                        "plan: stages that pass more than one tensor are not built; legal: one tensor"
+                    )
+                given, logits = outputs.detach(), 0
+                if stage == stages.last:
+                    logits = _bytes(given)
+                    outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
+                    given = outputs.detach()
+                    root = outputs
+                else:
+                    root = Root.apply([torch.empty_like(given)], outputs)  # type: ignore[no-untyped-call]
+                del outputs
+                kept = meter.now_bytes
+                with queue.open() as later:
+                    root.backward()
+                    del root
+                waiting = meter.now_bytes
+                with torch.no_grad():
+                    for work in later:
+                        work()
+            for parameter in module.parameters():
+                parameter.grad = None
+            rows = self.mesh.ledger.rows()
+            cost = Cost(
+                {(r.operation, r.axis): r.payload_bytes for r in rows},
+                {(r.operation, r.axis): r.calls for r in rows},
+                kept, logits, meter.peak_bytes, meter.peak_bytes,
+            )  # fmt: skip
+            sent = 0 if stage == stages.last else _bytes(given)
+            found[stage] = StageCost(cost, waiting, sent)
+            carried = given
+        restore_weights(module)
+        return found
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One micro-batch on one stage: its cost, live bytes between I and W, bytes that go to the next stage."""
+
+    cost: Cost
+    waiting: int
+    sent: int
 
 
 def _logits_of(outputs: Any) -> Tensor:
@@ -473,6 +557,156 @@ def _flash(
     return out
 
 
+# ---- a pipeline ----
+
+
+def _staged_plan(
+    dry: _Dry, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
+) -> RunPlan:
+    """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
+    config, mesh = dry.config, dry.mesh
+    pipeline, turns, data = config.parallel.pipeline, config.gradient_accumulation, mesh.size("data")
+    bounds = [cut(batch, data, part) for part in range(data)]
+    sizes = [stop - start for start, stop in bounds]
+    try:
+        count = pipeline.parts(
+            -(-max(sizes) // turns) if pipeline.micro_batches is None else min(sizes) // turns
+        )
+    except ValueError as error:
+        raise ConfigError(
+            [Problem("parallel.pipeline.micro_batches", pipeline.micro_batches, str(error), "fewer")]
+        ) from error
+    own = [_part(sizes[mesh.coord("data")], turns, turn) for turn in range(turns)]
+    pieces = tuple(_part(size, count, i) for size in own for i in range(count))
+    module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
+    compute = compute_plan(pipeline, StepShape(count))
+    how: Any = pipeline.partition
+    stages = lay_out(module, facts, how, compute.placement(), mesh.coord("pipeline"), held(compute))
+    whole = dry.whole(module, done)
+    packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, stages.homes, whole.blocks)
+    mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
+    chunks = build_chunks(
+        whole.trainable, mine, whole.specs, config, mesh, META,
+        lambda spec: stages.is_first_holder(stages_of(spec)),
+    )  # fmt: skip
+    numbers = tuple(
+        tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage in sorted(stages.placement)
+    )
+    costs_s = stages.cut.stage_costs()
+    shape = StepShape(count, turns, numbers, stages.trainable, costs=costs_s)
+    made = step_plan(pipeline, shape)
+    costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
+    mesh.ledger.clear()
+    _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
+    local = Whole(
+        {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
+        whole.specs, whole.names, whole.blocks, whole.has_dropout,
+    )  # fmt: skip
+    rows = mesh.ledger.rows()
+    return RunPlan(
+        layout=mesh.layout.describe(),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        parameters=sum(whole.specs[name].numel for name in whole.names),
+        local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
+        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces),
+        traffic=rows,
+        batch=(
+            *_arithmetic(config, batch, dry.sequence, mesh, pieces),
+            Term("micro-batches", count, "of each accumulated part"),
+        ),
+        micro_batches=pieces,
+        device_bytes=device_bytes,
+        schedule=_drawn(pipeline, shape, stages),
+    )
+
+
+def _part(size: int, parts: int, part: int) -> int:
+    start, stop = cut(size, parts, part)
+    return stop - start
+
+
+def _record_pipeline(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], packed: Sequence[ChunkSpec], config: Config, mesh: Mesh,
+    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
+) -> None:  # fmt: skip
+    """What the list of one rank communicates, and a step beside it."""
+    if mesh.size("data") > 1:
+        mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
+    of = {chunk.spec.id: chunk for chunk in chunks}
+    axis = mesh.axis("pipeline").axis
+    for action in actions:
+        size = 0 if action.micro_batch is None else pieces[action.micro_batch]
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            holders = {stages.placement[stage] for stage in stages_of(chunk.spec)}
+            for _ in range(len(holders) - 1):
+                mesh.ledger.add("send", axis, _bytes(chunk.completed()))
+        elif action.kind is Kind.REDUCE:
+            of[action.chunk or 0].start_reduce()
+            of[action.chunk or 0].finish_reduce()
+        elif size and action.kind in SENDS:
+            assert action.stage is not None
+            source = action.stage if action.kind is Kind.SEND_F else action.stage - 1
+            mesh.ledger.add("send", axis, costs[size][source].sent)
+        elif size and action.kind is Kind.F:
+            cost = costs[size][action.stage or 0].cost
+            for key, total in cost.payload.items():
+                mesh.ledger.add(*key, total, calls=cost.calls[key])
+    for chunk in chunks:
+        chunk.conclude()
+    agreed = 3 + sum(len(spec.entries) for spec in packed) + 1
+    mesh.world.all_reduce(torch.empty(agreed, dtype=torch.float64, device=META))
+    for chunk in chunks:
+        chunk.start_gather()
+
+
+def _pipeline_memory(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int],
+) -> tuple[Held, ...]:  # fmt: skip
+    """The rows of any plan, with what lives at the fullest moment of the list; and the slots of messages."""
+    live: dict[tuple[int, int], int] = {}
+    most, on_top, logits, largest = 0, 0, 0, 0
+    for action in actions:
+        if action.kind not in COMPUTE_KINDS or not pieces[action.micro_batch or 0]:
+            continue
+        assert action.stage is not None and action.micro_batch is not None
+        found = costs[pieces[action.micro_batch]][action.stage]
+        subject = action.stage, action.micro_batch
+        if action.kind is Kind.F:
+            live[subject] = found.cost.kept
+            logits = max(logits, found.cost.logits)
+        most = max(most, sum(live.values()))
+        on_top = max(on_top, found.cost.after - found.cost.kept)
+        largest = max(largest, *(each.sent for each in costs[pieces[action.micro_batch]].values()))
+        if action.kind is Kind.I:
+            live[subject] = found.waiting
+        elif action.kind is not Kind.F:
+            live.pop(subject)
+    worst = Cost({}, {}, most, logits, most + on_top, most + on_top)
+    rows = _memory(config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst)
+    slots = most_arrivals(actions) * largest
+    return (*rows, Held("messages", slots, "slots of what comes from other stages"))
+
+
+def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
+    """The schedule by the costs of its stages, its bubble, and what its ranks hold."""
+    assert step.costs is not None
+    made = compute_plan(pipeline, step)
+    timeline = simulate(made, step.costs)
+    live = ", ".join(map(str, check(made).live))
+    return "\n".join(
+        [
+            f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
+            *str(stages.cut).splitlines(),
+            grid(timeline, columns=120),
+            f"bubble {timeline.idle_share():.1%}; activations held at most, of one stage and micro-batch: {live}",
+        ]
+    )
+
+
 # ---- the rest of a step ----
 
 
@@ -552,7 +786,11 @@ def _arithmetic(
         Term("tokens a step", batch * sequence, "global batch x sequence"),
         Term("data", data, f"parallel.data, {origins['parallel.data']}"),
         Term("local batch", sum(pieces), f"this rank's part of {batch} over {data}"),
-        Term("accumulation", len(pieces), f"gradient_accumulation, {origins['gradient_accumulation']}"),
+        Term(
+            "accumulation",
+            config.gradient_accumulation,
+            f"gradient_accumulation, {origins['gradient_accumulation']}",
+        ),
         Term("micro-batch", max(pieces), "the largest of " + ", ".join(map(str, sorted(set(pieces))))),
     )
 
@@ -649,7 +887,7 @@ def table(made: RunPlan) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    def grid(
+    def columns_of(
         title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]
     ) -> Table:
         out = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -666,9 +904,9 @@ def table(made: RunPlan) -> Any:
     return Group(
         Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
         Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
-        grid("\nbatch", ("", "", "origin"), [(t.name, f"{t.value:,}", t.origin) for t in made.batch], (1,)),
-        grid("\nmemory of this rank", ("", "bytes", "what"), memory, (1,)),
-        grid(
+        columns_of("\nbatch", ("", "", "origin"), [(t.name, f"{t.value:,}", t.origin) for t in made.batch], (1,)),
+        columns_of("\nmemory of this rank", ("", "bytes", "what"), memory, (1,)),
+        columns_of(
             "\npayload of a step, of this rank", ("operation", "axis", "calls", "bytes"),
             traffic or [("none", "", "0", "0 B")], (2, 3),
         ),

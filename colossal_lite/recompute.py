@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from types import TracebackType
 from typing import Any, Literal
@@ -81,6 +81,12 @@ def recompute(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[s
         # On the instance: names of modules and parameters, and hooks on the block, stay as they are.
         block.forward = Recomputed(name, block, block.forward, mode, streams)
     return tuple(blocks)
+
+
+def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of a block's forward, run as the block itself would be: twice if the block is recomputed."""
+    whole = block.__dict__.get("forward")
+    return replace(whole, forward=part) if isinstance(whole, Recomputed) else part
 
 
 def restore(module: nn.Module) -> None:

@@ -2,13 +2,15 @@
 
 Note: whole and held.
 Every tensor of a run has one name, the serial model's, and one `ShardSpec`; a rank holds a box of it (tensor
-parallelism) and of that an interval (ZeRO).  Whole tensors are gathered one at a time into host memory, so a read costs
-the rank one whole copy of what it returns and the ranks one all-gather a tensor; none of it is in the ledger.
+parallelism) and of that an interval (ZeRO), or, of another pipeline stage's tensor, nothing.  Whole tensors are
+gathered one at a time into host memory, and each goes from its stage to the others, so a read costs the rank one
+whole copy of what it returns and the ranks one all-gather and one broadcast a tensor; none of it is in the ledger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,66 +18,99 @@ from torch import Tensor, nn
 from colossal_lite.checkpoint import Held
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import to_device, to_host
+from colossal_lite.memory.pack import stages_of
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.swap import cut_values
+from colossal_lite.pipeline.units import Stages
 from colossal_lite.shard import ShardSpec, dims_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.weights import Weights
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a model calls its tensors before anything of it is taken away."""
+
+    first: Mapping[str, str]
+    """Every name of a parameter, ties included, to its first."""
+    state: Mapping[str, tuple[int, ...]]
+    """Keys of its `state_dict()`, with whole shapes."""
+
+    @classmethod
+    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> Names:
+        """`specs` by first names: of what is cut already the whole shape is told there."""
+        first = {id(p): name for name, p in model.named_parameters()}
+        firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: specs[firsts[name]].shape if name in firsts else tuple(value.shape)
+            for name, value in model.state_dict().items()
+        }
+        return cls(firsts, shapes)
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that `model` has now, by their first names."""
+        return {self.first[name]: p for name, p in model.named_parameters()}
+
+
 class WholeState:
     """Reads and writes of one model in training, by the serial model's names."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardSpec], chunks: Sequence[Chunk],
-        weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+        self, model: nn.Module, mesh: Mesh, names: Names, stages: Stages, specs: Mapping[str, ShardSpec],
+        chunks: Sequence[Chunk], weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
     ) -> None:  # fmt: skip
-        self._model, self._mesh, self._specs = model, mesh, specs
+        self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
+        self._specs = specs
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
-        self._parameters = dict(model.named_parameters())
+        self._parameters = names.parameters(model)
 
     def gradients(self, weight: float) -> dict[str, Tensor]:
         """What the chunks have summed, divided by `weight`; zeros for a parameter that no rank used. Collective."""
         with self._mesh.ledger.paused():
-            return {name: whole / weight for name, whole in self._tensors(lambda chunk: chunk.gradient)}
+            mine = {name: whole / weight for name, whole in self._tensors(lambda chunk: chunk.gradient)}
+            return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype. Collective."""
-        first = self._first_names()
+        first = self._names.first
         with self._mesh.ledger.paused():
-            masters = dict(self._tensors(lambda chunk: chunk.master))
-            frozen = {
-                name: self._whole(name, p.detach())
-                for name, p in self._parameters.items()
-                if name not in masters
-            }
-        whole = masters | frozen
+            mine = dict(self._tensors(lambda chunk: chunk.master))
+            trained = set(mine)
+            for name, parameter in self._parameters.items():
+                if name not in trained:
+                    mine[name] = self._whole(name, parameter.detach())
+            for name, value in self._weights.state_dict().items():
+                if name not in first:
+                    mine[name] = to_host(value)
+            whole = self._of_all_stages(mine)
         return {
-            name: whole[first[name]].clone() if name in first else to_host(value)
-            for name, value in self._weights.state_dict().items()
+            name: whole[first[name]].clone() if name in first else whole[name] for name in self._names.state
         }
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
         with self._mesh.ledger.paused():
-            return {
-                entry.name: {n: self._whole(entry.name, t) if t.dim() else t for n, t in state.items()}
+            mine = {
+                (entry.name, n): self._whole(entry.name, t) if t.dim() else t
                 for chunk in self._chunks
                 for entry, state in zip(chunk.spec.entries, self._optimizer.states_of(chunk), strict=True)
+                for n, t in state.items()
             }
+            whole = self._of_all_stages({f"{kind}/{name}": t for (name, kind), t in mine.items()})
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in whole.items():
+            kind, _, name = key.partition("/")
+            found.setdefault(name, {})[kind] = tensor
+        return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Set all parameters and buffers from a serial state dict.
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
-        first = self._first_names()
-        own = {  # tensors of the whole shape, without storage
-            name: torch.empty(self._specs[first[name]].shape if name in first else value.shape, device="meta")
-            for name, value in self._weights.state_dict().items()
-        }
-        if faults := _misfits(own, state):
+        first = self._names.first
+        if faults := _misfits(self._names.state, state):
             raise ValueError("load_full_state_dict:\n  " + "\n  ".join(faults))
         self._weights.flush()
         layout, coords = self._mesh.layout, self._mesh.coords
@@ -95,19 +130,24 @@ class WholeState:
         """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
         for chunk in self._chunks:
             buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
-            flat_axes = chunk.sharding_axes
+            flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(stages_of(chunk.spec))
             for entry in chunk.spec.entries:
                 local, start = chunk.part_of(entry) or (slice(0, 0), 0)
                 for kind, flat in buffers.items():
-                    yield Held(f"{kind}/{entry.name}", self._specs[entry.name], flat[local], start, flat_axes)
-        trained = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
-        first = self._first_names()
+                    spec = self._specs[entry.name]
+                    yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy)
+        seen = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
         for name, value in self._weights.state_dict(keep_vars=True).items():
-            if name not in trained and first.get(name, name) == name:
+            name = self._names.first.get(name, name)
+            if name not in seen:
+                seen.add(name)
                 if not value.is_contiguous():
                     value.data = value.data.contiguous()
                 spec = self._specs.get(name) or ShardSpec(name, dims_of(value.shape))
-                yield Held(f"model/{name}", spec, value.detach().view(-1))
+                is_copy = name in self._stages.homes and not self._stages.is_first_holder(
+                    self._stages.homes[name]
+                )
+                yield Held(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
 
     def _tensors(self, buffer_of: Callable[[Chunk], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
@@ -129,20 +169,31 @@ class WholeState:
         spec.join(zip(map(layout.coords, comm.ranks), parts, strict=True), full, layout)
         return full
 
-    def _first_names(self) -> dict[str, str]:
-        """Every name of a parameter, ties included, to its first."""
-        first = {id(p): name for name, p in self._parameters.items()}
-        return {n: first[id(p)] for n, p in self._model.named_parameters(remove_duplicate=False)}
+    def _of_all_stages(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors in host memory of this rank's stages, and those of all others: from the first that has it."""
+        pipeline = self._mesh.axis("pipeline")
+        if pipeline.size == 1:
+            return mine
+        forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()}
+        rows = pipeline.gather_json(forms)
+        whole = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            source = next(coord for coord, row in enumerate(rows) if name in row)
+            dtype, shape = rows[source][name]
+            blank = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = mine[name].contiguous() if source == pipeline.coord else blank
+            whole[name] = pipeline.broadcast(tensor, source)
+        return whole
 
 
-def _misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+def _misfits(own: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> list[str]:
     """Every missing, unexpected and misshapen tensor of `state`, a line each."""
-    faults = [f"missing: {name} {tuple(own[name].shape)}" for name in own.keys() - state.keys()]
+    faults = [f"missing: {name} {own[name]}" for name in own.keys() - state.keys()]
     faults += [f"unexpected: {name} {tuple(state[name].shape)}" for name in state.keys() - own.keys()]
     faults += [
-        f"shape: {name} is {tuple(state[name].shape)}, the model has {tuple(own[name].shape)}"
+        f"shape: {name} is {tuple(state[name].shape)}, the model has {own[name]}"
         for name in own.keys() & state.keys()
-        if own[name].shape != state[name].shape
+        if own[name] != tuple(state[name].shape)
     ]
     return sorted(faults)
 

@@ -74,6 +74,7 @@ class Case:
     adapters: int = 0  # rank of an adapter on every linear of the blocks; all other parameters are frozen
     adapter_kind: Callable[[nn.Module, int], nn.Module] | None = None
     kv_heads: int | None = None  # of our models; None: the family's
+    pipeline: Any = 1  # config's parallel.pipeline
     own: Factory | None = None  # an optimizer in the place of config's
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None  # config's lr_scheduler for the plain loop
     sizes: Mapping[str, Any] = field(default_factory=dict)  # over SIZES and those of the family
@@ -98,6 +99,8 @@ class Case:
             )
             options |= dict(depth=self.depth) if self.mode == "2.5d" else {}
             base["parallel"] = dict(tensor=dict(size=self.tensor, **options))
+        if self.pipeline != 1:
+            base["parallel"] = base.get("parallel", {}) | dict(pipeline=self.pipeline)
         if self.sequence > 1:
             axis = dict(sequence=dict(size=self.sequence, mode=self.sequence_mode))
             axis["sequence"] |= dict(ulysses=self.ulysses) if self.sequence_mode == "usp" else {}
@@ -225,6 +228,8 @@ def parallel_steps(env: RankEnv, case: Case) -> tuple[list[Step], list[tuple[str
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
+        with torch.device("meta"):
+            names = [name for name, _ in case.model().named_parameters()]
         steps = []
         for number in range(case.steps):
             inputs, labels = case.batch(number)
@@ -233,7 +238,7 @@ def parallel_steps(env: RankEnv, case: Case) -> tuple[list[Step], list[tuple[str
             result = engine.step()
             assert torch.equal(loss, result.loss) and not result.skipped
             state = engine.full_state_dict()
-            parameters = {name: state[name] for name, _ in engine.model.named_parameters()}
+            parameters = {name: state[name] for name in names}
             steps.append(Step(float(loss), result.grad_norm, gradients, parameters))
         rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
         engine.close()

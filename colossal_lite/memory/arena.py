@@ -73,3 +73,37 @@ class Slots:
             or self._offsets[slot] + self._numels[slot] <= start
             for slot, further in self._taken.items()
         )
+
+
+class Pool:
+    """Equal buffers of `numel` elements, of which any will do: `planned` of them from the start, more if they are
+    asked for. What a pipeline's messages arrive in."""
+
+    def __init__(self, numel: int, planned: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self._dtype, self._device = dtype, device
+        self._free = list(torch.zeros(planned if numel else 0, max(numel, 1), dtype=dtype, device=device))
+        self._count, self._taken = len(self._free), 0
+        self.most_taken = 0
+        """Buffers in use at once, at the most so far."""
+
+    def take(self, numel: int) -> Tensor:
+        """The first `numel` elements of a free buffer; they hold whatever they held."""
+        assert numel <= self.numel, f"a buffer of {self.numel} elements cannot hold {numel}"
+        if not self._free:
+            self._count += 1
+            self._free.append(torch.zeros(self.numel, dtype=self._dtype, device=self._device))
+        self._taken += 1
+        self.most_taken = max(self.most_taken, self._taken)
+        buffer: Tensor = self._free.pop()
+        return buffer[:numel]
+
+    def give(self, buffer: Tensor) -> None:
+        """Hand back what `take` gave. Nothing may read it any more."""
+        self._free.append(buffer.as_strided((self.numel,), (1,), buffer.storage_offset()))
+        self._taken -= 1
+        assert self._taken >= 0, "a buffer was given back twice"
+
+    @property
+    def bytes(self) -> int:
+        return self._count * self.numel * self._dtype.itemsize

@@ -112,6 +112,7 @@ class Chunk:
         ordered: bool = False,
         staging: Slots | None = None,
         received: Slots | None = None,
+        slot: int = 0,
     ) -> None:
         """`comm`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
@@ -123,6 +124,7 @@ class Chunk:
         self.by_micro_batch, self.ordered = by_micro_batch, ordered
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
+        self._slot = slot
         length = self.owned[1] - self.owned[0]
 
         self.is_sharded = shard_value and comm.size > 1
@@ -333,13 +335,24 @@ class Chunk:
                 target.mul_(1.0 / seed)  # in the wide dtype: its own would lose what the scale has saved
             self._filled[index] = self.used[index] = True
 
-    def start_reduce(self) -> None:
-        """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
-        self.move(GradientState.REDUCING)
+    def completed(self) -> Tensor:
+        """The buffer [numel] that fills, absent gradients as zero: for what is summed before the sync axes are."""
+        self.move(GradientState.FILLING)
+        filling = self._zeros_where_absent()
+        self._filled = [True] * len(self.spec.entries)
+        return filling
+
+    def _zeros_where_absent(self) -> Tensor:
         filling = self._to_fill()
         for entry, filled in zip(self.spec.entries, self._filled, strict=True):
             if not filled:
                 filling[entry.start : entry.stop].zero_()
+        return filling
+
+    def start_reduce(self) -> None:
+        """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
+        self.move(GradientState.REDUCING)
+        filling = self._zeros_where_absent()
         if self.by_micro_batch:
             for start, stop in self._gaps():
                 filling[start:stop].zero_()
@@ -347,7 +360,7 @@ class Chunk:
             self._in_flight = self.comm.all_reduce_async(filling)
             return
         if self.received is not None:
-            self._scratch = self.received.take(self.spec.id)
+            self._scratch = self.received.take(self._slot)
         self._in_flight = self.comm.reduce_scatter_async(
             filling, filling[slice(*self.share)], ordered=self.ordered, scratch=self._scratch
         )
@@ -359,7 +372,7 @@ class Chunk:
         self._in_flight = None
         if self._scratch is not None:
             assert self.received is not None
-            self.received.give(self.spec.id)
+            self.received.give(self._slot)
             self._scratch = None
         if self.by_micro_batch:
             assert self.filling is not None
@@ -417,12 +430,12 @@ class Chunk:
     def _to_fill(self) -> Tensor:
         if self.filling is None:
             assert self.staging is not None
-            self.filling = self.staging.take(self.spec.id)
+            self.filling = self.staging.take(self._slot)
         return self.filling
 
     def _drop(self) -> None:
         if self.staging is not None and self.filling is not None:
-            self.staging.give(self.spec.id)
+            self.staging.give(self._slot)
             self.filling = None
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

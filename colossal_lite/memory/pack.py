@@ -25,12 +25,13 @@ class ChunkKey:
     the ranks of the other axes hold the same values too (then only the first of them counts in a norm).
 
     `unit`: where weights are gathered block by block, what is gathered together: odd for a block of the model, even for
-    what lies before, between and behind the blocks."""
+    what lies before, between and behind the blocks.  `stages`: the pipeline stages that use them; several: tied."""
 
     group: int
     sync_axes: tuple[str, ...] = ()
     replicated: bool = False
     unit: int = 0
+    stages: tuple[int, ...] = (0,)
 
     @property
     def is_block(self) -> bool:
@@ -73,6 +74,12 @@ class ChunkSpec:
         assert self.numel % parts == 0, f"chunk {self.id}: {self.numel} elements do not cut into {parts}"
         length = self.numel // parts
         return part * length, (part + 1) * length
+
+
+def stages_of(spec: ChunkSpec) -> tuple[int, ...]:
+    """The pipeline stages that use a chunk; its gradient is summed over them."""
+    assert isinstance(spec.key, ChunkKey)
+    return spec.key.stages
 
 
 def _up(numel: int, multiple: int) -> int:

@@ -133,6 +133,11 @@ def _sum(parameters: list[nn.Parameter], dtype: torch.dtype, mesh: Mesh, axes: t
 
 
 def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    if mesh.size("pipeline") > 1:
+        raise ValueError(
+            f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; layers alone have no schedule: use "
+            f"initialize, or 1"
+        )
     without = [name for name, parameter in originals.items() if parameter.is_meta]
     if without:
         raise ValueError(

@@ -87,12 +87,8 @@ def parallelize(
     masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`: torch.compile works here, and
     ops that gain from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
-    not divide, for a mesh with a pipeline axis, and for a sequence axis under a model whose attention is not known.
+    not divide, and for a sequence axis under a model whose attention is not known.
     """
-    if mesh.size("pipeline") > 1:
-        raise ValueError(
-            f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; it is not built yet, use 1"
-        )
     if mesh.size("sequence") > 1:
         _check_attention(module, sequence_mode)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)

@@ -33,6 +33,7 @@ from torch.autograd import Function
 from colossal_lite import conjugate
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow, Pending
+from colossal_lite.deferral import WeightQueue, deliver, embedding, linear, linear_gradients
 from colossal_lite.keep import keep
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.parallel.adapter import Adapter, read_adapter, rows_on_features
@@ -107,14 +108,15 @@ class FirstLinear(nn.Module):
         transposed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.used_parameters()
         if self.input_is_whole:
-            return F.linear(x, weight, bias)
-        out: Tensor = _FirstLinear.apply(x, weight, bias, self.mode)  # type: ignore[no-untyped-call]
+            return linear(x, weight, bias, self.weight_queue)
+        out: Tensor = _FirstLinear.apply(x, weight, bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
         return out
 
     def used_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -168,14 +170,15 @@ class SecondLinear(nn.Module):
         gives_terms: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.transposed, self.gives_terms = mode, transposed, gives_terms
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.gives_terms:
-            return F.linear(x, weight)
-        out: Tensor = _SecondLinear.apply(x, weight, self.bias, self.mode)  # type: ignore[no-untyped-call]
+            return linear(x, weight, None, self.weight_queue)
+        out: Tensor = _SecondLinear.apply(x, weight, self.bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -184,12 +187,13 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         start = self.mode.coord * self.weight.shape[0]
         here = (ids >= start) & (ids < start + self.weight.shape[0])
-        x = F.embedding(torch.where(here, ids - start, 0), self.weight)
+        x = embedding(torch.where(here, ids - start, 0), self.weight, self.weight_queue)
         return leave(x * here.unsqueeze(-1), self.mode)
 
 
@@ -198,10 +202,12 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions.tensor_split(self.mode.size, dim=-1)[self.mode.coord], self.weight)
+        own = positions.tensor_split(self.mode.size, dim=-1)[self.mode.coord]
+        return embedding(own, self.weight, self.weight_queue)
 
 
 class Head(FirstLinear):
@@ -237,11 +243,15 @@ class _FirstLinear(Function):
     """`enter`, then the product, with backward's communication beside its products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+    ) -> Tensor:
         def product() -> Tensor:
             return F.linear(_gather_async(x, mode).wait(), weight, bias)
 
-        ctx.mode = mode
+        ctx.mode, ctx.queue = mode, queue
+        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+            ctx.given = weight, bias
         if mode.sequence_parallel and mode.regather:
             ctx.save_for_backward(x, weight)
             return keep(product, x)
@@ -250,11 +260,22 @@ class _FirstLinear(Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         mode: Tensor1D = ctx.mode
         kept, weight = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         gathers = needs_dw and mode.sequence_parallel and mode.regather
+        if ctx.queue is not None and ctx.queue.is_open:
+            given = ctx.given
+
+            def work() -> None:
+                whole = _gather_async(kept, mode).wait() if gathers else kept
+                deliver(*linear_gradients(dy, whole, *given))
+
+            if needs_dw or needs_db:
+                ctx.queue.put(work)
+            dx = _sum_async(dy @ weight, mode).wait() if needs_dx else None
+            return dx, None, None, None, None
         again = _gather_async(kept, mode) if gathers else None
         if again is not None and not mode.overlap:
             again.wait()
@@ -264,34 +285,42 @@ class _FirstLinear(Function):
         whole = again.wait() if again is not None else kept
         dw = _weight_gradient(dy, whole) if needs_dw else None
         db = dy.flatten(0, -2).sum(0) if needs_db else None
-        return sum_of_terms.wait() if sum_of_terms is not None else None, dw, db, None
+        return sum_of_terms.wait() if sum_of_terms is not None else None, dw, db, None, None
 
 
 class _SecondLinear(Function):
     """The product, then `leave`, then the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+    ) -> Tensor:
         def product() -> Tensor:
             y = _sum_async(F.linear(x, weight), mode).wait()
             return y if bias is None else y.add_(bias)
 
-        ctx.mode = mode
+        ctx.mode, ctx.queue = mode, queue
+        if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
+            ctx.given = weight
         ctx.save_for_backward(x, weight)
         return keep(product, x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         mode: Tensor1D = ctx.mode
         x, weight = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         gathered = _gather_async(dy, mode) if mode.sequence_parallel else None
         if gathered is not None and not mode.overlap:
             gathered.wait()
         db = dy.flatten(0, -2).sum(0) if needs_db else None
         whole = gathered.wait() if gathered is not None else dy
         dx = whole @ weight if needs_dx else None
-        return dx, _weight_gradient(whole, x) if needs_dw else None, db, None
+        if needs_dw and ctx.queue is not None and ctx.queue.is_open:
+            given = ctx.given
+            ctx.queue.put(lambda: deliver([given], [_weight_gradient(whole, x)]))
+            return dx, None, db, None, None
+        return dx, _weight_gradient(whole, x) if needs_dw else None, db, None, None
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

@@ -1,15 +1,441 @@
-"""Executes one rank's list of actions, and nothing else: what comes next is the plan's business."""
+"""Executes one rank's list of actions, and nothing else: what comes next is the plan's business.
+
+Note: what is held, and for how long.
+F keeps of a stage and micro-batch the leaves that came in and one scalar, the *root* of its graph: a node that gives
+the outputs the gradients which it finds when backward begins; I leaves behind what W will do.  So the outputs
+themselves are freed once they are sent, however long the graph lives.  What arrives lies in a slot, taken where the
+plan posts the RECV and given back after the last I, W or B of that stage and micro-batch; slots are counted from the
+plan and allocated once.  SENDs are asynchronous, and at most `IN_FLIGHT` of them hold their tensors; waiting for the
+oldest cannot block for ever, because the checker has proved the plan for SENDs that wait for their RECV.  Between
+stages of one rank nothing is copied.
+
+Shapes are agreed once: the first step with micro-batches of a new shape runs the plan whose RECVs block, and every
+message is preceded by a header (form, dtypes, shapes, and which take a gradient); later steps post their RECVs ahead.
+A micro-batch without samples is passed over on both sides.  Cost of a message: its bytes, in the ledger; headers are
+not counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-from colossal_lite.plan import Action, Kind
+import torch
+from torch import Tensor
 
-Handler = Callable[[Action], None]
+from colossal_lite.comm import AxisComm, Pending
+from colossal_lite.deferral import Later, Root
+from colossal_lite.memory.arena import Pool
+from colossal_lite.memory.mover import to_device, to_host
+from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
+from colossal_lite.simulate import Span
+from colossal_lite.watch import Progress
+
+Subject = tuple[int, int]
+"""Stage and micro-batch."""
+IN_FLIGHT = 4
+"""Sends that hold their tensors at once."""
+HEADER_BYTES = 4096
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward",
+    Kind.W: "backward",
+    Kind.UPDATE: "update",
+}
 
 
-def run(actions: Iterable[Action], handlers: Mapping[Kind, Handler]) -> None:
-    """Hand each action, in order, to the handler of its kind. A kind without a handler is a programming error."""
+@dataclass(frozen=True)
+class Work:
+    """What the engine does for an action of a stage and micro-batch.
+
+    forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
+    of this stage and micro-batch come now, and whether all of them; put_off: backward inside leaves those of weights
+    for later; is_empty: nothing of this micro-batch is here, and its forward is passed over.
+    """
+
+    forward: Callable[[int, int, Any], Any]
+    before_backward: Callable[[int, int, bool], None]
+    around_backward: Callable[[], AbstractContextManager[None]]
+    put_off: Callable[[], AbstractContextManager[Later]]
+    pass_over: Callable[[], None]
+    is_empty: Callable[[int], bool]
+    reduce: Callable[[Action], None]
+    tied_reduce: Callable[[Action], None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A message: keys of a dict, or the number of a tuple's members, or None for one tensor; and each tensor."""
+
+    keys: tuple[str, ...] | int | None
+    tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
+    """dtype, shape, and whether a gradient comes back."""
+
+    @classmethod
+    def of(cls, carried: Any) -> Form:
+        keys, tensors = _flat(carried)
+        return cls(keys, tuple((_name(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors))
+
+    def encode(self) -> Tensor:
+        text = json.dumps([self.keys, self.tensors]).encode()
+        if len(text) > HEADER_BYTES:
+            raise ValueError(
+                f"parallel.pipeline: a stage gives {len(self.tensors)} tensors; send fewer at once"
+            )
+        return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, header: Tensor) -> Form:
+        keys, rows = json.loads(bytes(header.tolist()))
+        return cls(
+            tuple(keys) if isinstance(keys, list) else keys,
+            tuple((dtype, tuple(shape), takes) for dtype, shape, takes in rows),
+        )
+
+    def packed(self, tensors: Sequence[Tensor]) -> Any:
+        if self.keys is None:
+            return tensors[0]
+        return tuple(tensors) if isinstance(self.keys, int) else dict(zip(self.keys, tensors, strict=True))
+
+
+def _flat(carried: Any) -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
+    if isinstance(carried, Tensor):
+        return None, (carried,)
+    keys: tuple[str, ...] | int = tuple(carried) if isinstance(carried, Mapping) else len(carried)
+    members = tuple(carried.values()) if isinstance(carried, Mapping) else tuple(carried)
+    if not all(isinstance(member, Tensor) for member in members):
+        kinds = ", ".join(sorted({type(member).__name__ for member in members}))
+        raise ValueError(
+            f"parallel.pipeline: a stage gives {kinds}; legal: a tensor, or a tuple or dict of tensors"
+        )
+    return keys, members
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class _Held:
+    """What F of one stage and micro-batch leaves behind."""
+
+    leaves: tuple[Tensor, ...]
+    root: Tensor | None
+    given: list[Tensor]
+
+
+@dataclass
+class _Arriving:
+    """A message posted: its form, tensors in a slot, what to wait for."""
+
+    form: Form
+    tensors: list[Tensor]
+    pending: list[Pending]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for each in self.pending:
+            each.wait()
+        return tuple(self.tensors)
+
+
+@dataclass
+class Runtime:
+    """One rank's end of a pipeline. `comm` is its axis, `placement` the coordinate of each stage there."""
+
+    comm: AxisComm
+    placement: Mapping[int, int]
+    device: torch.device
+    progress: Progress
+    spans: list[Span] = field(default_factory=list)
+    """What ran when in the last run, in seconds of this host's clock."""
+    live_peak: int = 0
+    """Most activations (of one F each) that were held at once in the last run."""
+    _agreed: set[Hashable] = field(default_factory=set)
+    _forms: dict[tuple[Hashable, Kind, int], Form] = field(default_factory=dict)
+    _slots: dict[torch.dtype, Pool] = field(default_factory=dict)
+
+    def knows(self, shapes: Iterable[Hashable]) -> bool:
+        """Whether the forms of all messages of micro-batches of these shapes are agreed."""
+        return self.comm.size == 1 or self._agreed.issuperset(shapes)
+
+    def run(self, plan: Plan, work: Work, shapes: Sequence[Hashable] = ()) -> None:
+        """Execute this rank's list of `plan` but for its UPDATEs.
+
+        `shapes`: what the form of a micro-batch's messages follows from, alike on all ranks; forms that are not known
+        yet are agreed, which needs a plan whose RECVs block.
+        """
+        actions = [action for action in plan[self.comm.coord] if action.kind is not Kind.UPDATE]
+        here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
+        step = _Step(self, actions, work, shapes, agrees=not self.knows(here))
+        self.spans, self.live_peak = [], 0
+        for action in step.actions:
+            self.progress.phase = self._phase(action)
+            step.start_s = time.perf_counter()
+            step.do(action)
+            self.spans.append(Span(self.comm.coord, action, step.start_s, time.perf_counter()))
+        step.finish()
+        self._agreed |= here
+
+    def _phase(self, action: Action) -> str:
+        word = WORDS.get(action.kind, action.kind.lower())
+        return f"{word} of {_about(action)}" if len(self.placement) > 1 and action.stage is not None else word
+
+    def slots(self, dtype: torch.dtype, numel: int, planned: int) -> Pool:
+        """Buffers of at least `numel` elements; larger ones take the place of those that are too small."""
+        found = self._slots.get(dtype)
+        if found is None or found.numel < numel:
+            found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
+        return found
+
+    @property
+    def slot_bytes(self) -> int:
+        """Held for messages."""
+        return sum(slots.bytes for slots in self._slots.values())
+
+
+def run(actions: Iterable[Action], handlers: Mapping[Kind, Callable[[Action], None]]) -> None:
+    """Hand each action of a plan that has no stages, in order, to the handler of its kind."""
     for action in actions:
         handlers[action.kind](action)
+
+
+class _Step:
+    """One run of a list: what has come, what is held, what goes out."""
+
+    def __init__(
+        self, runtime: Runtime, actions: Sequence[Action], work: Work, shapes: Sequence[Hashable], *, agrees: bool
+    ) -> None:  # fmt: skip
+        self.runtime, self.actions, self.work = runtime, actions, work
+        self.shapes, self.agrees = shapes, agrees
+        self.last_use = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
+        self.came: dict[tuple[Kind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
+        self.held: dict[Subject, _Held] = {}
+        self.leaving: dict[tuple[Kind, Subject], tuple[Form, list[Tensor]]] = {}
+        self.lent: dict[Subject, list[tuple[Pool, Tensor]]] = {}
+        self.flying: deque[list[Pending]] = deque()
+        self.start_s = 0.0  # of the action that is done, what it waits for not included
+        self.live: set[Subject] = set()
+        self.later: dict[Subject, Later] = {}
+        self.sends = {(a.kind, _subject(a)) for a in actions if a.kind in SENDS}
+        self.planned = most_arrivals(actions)
+
+    def do(self, action: Action) -> None:
+        if action.kind in COMPUTE_KINDS or action.kind in MESSAGES:
+            assert action.micro_batch is not None
+            if self.work.is_empty(action.micro_batch):
+                return self._pass_over(action)
+        match action.kind:
+            case Kind.F:
+                self._forward(_subject(action))
+            case Kind.B:
+                self._backward(_subject(action))
+            case Kind.I:
+                with self.work.put_off() as later:
+                    self._backward(_subject(action), is_whole=False)
+                self.later[_subject(action)] = later
+            case Kind.W:
+                self._weights(_subject(action))
+            case Kind.SEND_F | Kind.SEND_B:
+                self._send(action)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._receive(action)
+            case Kind.REDUCE:
+                self.work.reduce(action)
+            case Kind.TIED_REDUCE:
+                self.work.tied_reduce(action)
+            case _:
+                raise AssertionError(f"{action}: no part of a run")
+        if action.kind in COMPUTE_KINDS and self.last_use[_subject(action)] is action:
+            self._free(_subject(action))
+
+    def _pass_over(self, action: Action) -> None:
+        """An action of a micro-batch without samples: other ranks may have some of it."""
+        if action.kind is Kind.F:
+            self.work.pass_over()
+        elif action.kind is Kind.B:
+            self.work.before_backward(*_subject(action), True)
+            with self.work.around_backward():
+                return
+
+    def finish(self) -> None:
+        """Wait for what is still on its way out."""
+        while self.flying:
+            self._land()
+        assert not (self.held or self.came or self.leaving or self.live), (
+            "a checked plan leaves nothing behind"
+        )
+
+    # ---- compute ----
+
+    def _forward(self, subject: Subject) -> None:
+        stage, micro_batch = subject
+        leaves: tuple[Tensor, ...] = ()
+        carried = None
+        if stage:
+            came = self.came.pop((Kind.RECV_F, subject))
+            leaves = tuple(
+                tensor.detach().requires_grad_(takes)
+                for tensor, (_, _, takes) in zip(self._arrived(came), came.form.tensors, strict=True)
+            )
+            carried = came.form.packed(leaves)
+        outputs = self.work.forward(stage, micro_batch, carried)
+        form, given = Form.of(outputs), list[Tensor]()
+        tensors = [t for t in _flat(outputs)[1]]
+        grown = [t for t in tensors if t.requires_grad]
+        if self.last_use[subject].kind is not Kind.F:
+            self.live.add(subject)
+            self.runtime.live_peak = max(self.runtime.live_peak, len(self.live))
+            root = None
+            if grown:
+                is_loss = stage == len(self.runtime.placement) - 1
+                root = grown[0] if is_loss else Root.apply(given, *grown)  # type: ignore[no-untyped-call]
+            self.held[subject] = _Held(leaves, root, given)
+        if stage < len(self.runtime.placement) - 1:
+            self._pass_on(Kind.SEND_F, Kind.RECV_F, subject, (stage + 1, micro_batch), form, tensors)
+
+    def _backward(self, subject: Subject, is_whole: bool = True) -> None:
+        stage, micro_batch = subject
+        held, came = self.held.pop(subject), self.came.pop((Kind.RECV_B, subject), None)
+        self.work.before_backward(stage, micro_batch, is_whole)
+        if came is not None:
+            held.given += self._arrived(came)
+        with self.work.around_backward():
+            if held.root is not None:
+                held.root.backward()
+        gradients = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for leaf in held.leaves
+            if leaf.requires_grad
+        ]
+        if stage and self._goes_on((stage - 1, micro_batch)):
+            form = Form(0, tuple((_name(g.dtype), tuple(g.shape), True) for g in gradients))
+            self._pass_on(Kind.SEND_B, Kind.RECV_B, subject, (stage - 1, micro_batch), form, gradients)
+
+    def _arrived(self, came: _Arriving) -> tuple[Tensor, ...]:
+        tensors = came.wait()
+        self.start_s = time.perf_counter()
+        return tensors
+
+    def _weights(self, subject: Subject) -> None:
+        """What I has put off."""
+        self.work.before_backward(*subject, False)
+        with torch.no_grad():  # as backward is
+            for work in self.later.pop(subject):
+                work()
+
+    def _goes_on(self, to: Subject) -> bool:
+        """Whether the plan takes gradients on to the stage before."""
+        if self.runtime.placement[to[0]] == self.runtime.comm.coord:
+            return self.last_use[to].kind is not Kind.F
+        return (Kind.SEND_B, (to[0] + 1, to[1])) in self.sends
+
+    def _pass_on(
+        self, send: Kind, receive: Kind, subject: Subject, to: Subject, form: Form, tensors: list[Tensor]
+    ) -> None:
+        """To a stage here at once, to one elsewhere by a SEND to come."""
+        # What a stage hands on as it came lies in a slot, which is another message's before this one has gone.
+        slots = {flat.untyped_storage().data_ptr() for _, flat in self.lent.get(subject, ())}
+        tensors = [
+            tensor.detach().clone() if tensor.untyped_storage().data_ptr() in slots else tensor.detach()
+            for tensor in tensors
+        ]
+        if self.runtime.placement[to[0]] == self.runtime.comm.coord:
+            self.came[receive, to] = _Arriving(form, tensors, [])
+        else:
+            self.leaving[send, subject] = form, tensors
+
+    def _free(self, subject: Subject) -> None:
+        """The last that a stage does with a micro-batch is done."""
+        self.live.discard(subject)
+        self.later.pop(subject, None)
+        for slots, tensor in self.lent.pop(subject, ()):
+            slots.give(tensor)
+
+    # ---- messages ----
+
+    def _send(self, action: Action) -> None:
+        comm, subject = self.runtime.comm, _subject(action)
+        form, tensors = self.leaving.pop((action.kind, subject))
+        to = self._peer(action)
+        about = f"{_about(action)}, to rank {comm.ranks[to]}"
+        if self.agrees:
+            self._send_header(form, to, about)
+        pending = [comm.send_async(tensor.contiguous(), to, about) for tensor in tensors]
+        self.flying.append(pending)
+        while len(self.flying) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        for pending in self.flying.popleft():
+            pending.wait()
+
+    def _receive(self, action: Action) -> None:
+        comm, subject = self.runtime.comm, _subject(action)
+        source = self._peer(action)
+        about = f"{_about(action)}, from rank {comm.ranks[source]}"
+        form = self._form(action, source, about)
+        tensors = []
+        for dtype, shape, _ in form.tensors:
+            slots = self.runtime.slots(getattr(torch, dtype), prod(shape), self.planned * len(form.tensors))
+            flat = slots.take(prod(shape))
+            self.lent.setdefault(subject, []).append((slots, flat))
+            tensors.append(flat.view(shape))
+        pending = [comm.receive_async(tensor, source, about) for tensor in tensors]
+        self.came[action.kind, subject] = _Arriving(form, tensors, pending)
+        if self.agrees:
+            self.came[action.kind, subject].wait()
+
+    def _form(self, action: Action, source: int, about: str) -> Form:
+        """What will come: agreed before, or by a header now; gradients are what was sent the other way."""
+        stage, micro_batch = _subject(action)
+        key = self.shapes[micro_batch], action.kind, stage
+        if self.agrees:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.runtime.device)
+            self.runtime.comm.receive_async(header, source, f"header of {about}").wait()
+            self.runtime._forms[key] = Form.decode(to_host(header))
+        return self.runtime._forms[key]
+
+    def _send_header(self, form: Form, to: int, about: str) -> None:
+        comm = self.runtime.comm
+        with comm.ledger.paused():
+            header = to_device(form.encode(), self.runtime.device)
+            self.flying.append([comm.send_async(header, to, f"header of {about}")])
+
+    def _peer(self, action: Action) -> int:
+        """The pipeline coordinate at the other end of a message."""
+        assert action.stage is not None
+        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        return self.runtime.placement[action.stage + step]
+
+
+def _subject(action: Action) -> Subject:
+    assert action.stage is not None and action.micro_batch is not None
+    return action.stage, action.micro_batch
+
+
+def _about(action: Action) -> str:
+    """An action for people."""
+    parts = [str(action), f"stage {action.stage}"]
+    parts += [] if action.micro_batch is None else [f"micro-batch {action.micro_batch}"]
+    return ", ".join(parts)
+
+
+def most_arrivals(actions: Sequence[Action]) -> int:
+    """Most messages that a rank holds at once, from the RECV to the last compute of its stage and micro-batch."""
+    last = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
+    held: Counter[Subject] = Counter()
+    most = 0
+    for action in actions:
+        if action.kind in SENDS.values():
+            held[_subject(action)] += 1
+            most = max(most, held.total())
+        elif action.kind in COMPUTE_KINDS and last[_subject(action)] is action:
+            held.pop(_subject(action), None)
+    return most

@@ -223,8 +223,7 @@ def one_stage(micro_batches: int) -> Plan:
 
 
 def serial_plan(micro_batches: int, num_chunks: int, reduce: Literal["step", "micro_batch"] = "step") -> Plan:
-    """`one_stage`, then REDUCE of each chunk, then UPDATE of each: what the engine runs without a
-    pipeline."""
+    """`one_stage`, then REDUCE of each chunk, then UPDATE of each: a step without a pipeline."""
     return add_step(one_stage(micro_batches), {0: tuple(range(num_chunks))}, reduce)
 
 
@@ -386,6 +385,56 @@ def repeat(plan: Plan, times: int) -> Plan:
         return replace(action, micro_batch=(action.micro_batch or 0) + turn * shift)
 
     return Plan(tuple(tuple(one(a, turn) for turn in range(times) for a in actions) for actions in plan))
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's plan follows from, beside the schedule.
+
+    micro_batches: of each of `turns` parts (gradient accumulation); chunks: of each stage, none where nothing
+    trains; trainable: for each stage whether anything of it trains; costs: for `auto`, and for where messages stand;
+    ahead: RECVs are posted before the compute under which they hide, or block.
+    """
+
+    micro_batches: int
+    turns: int = 1
+    chunks: tuple[tuple[int, ...], ...] = ((0,),)
+    trainable: tuple[bool, ...] = (True,)
+    reduce: Literal["step", "micro_batch"] = "step"
+    backward: bool = True
+    ahead: bool = True
+    costs: StageCosts | None = None
+
+
+def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
+    """All passes over a schedule, in their order, checked: what every rank of a pipeline executes in a step.
+
+    One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  Raises PlanError for a plan that must not run.
+    """
+    plan = compute_plan(pipeline, step)
+    plan = repeat(plan, step.turns)
+    if len(plan) > 1:
+        plan = add_messages(plan, step.costs, ahead=step.ahead)
+    if step.backward:
+        plan = freeze(plan, step.trainable)
+        plan = add_step(plan, dict(enumerate(step.chunks)), step.reduce)
+    shape = Shape(
+        pipeline.stages, step.micro_batches * step.turns, trainable=step.trainable, backward=step.backward
+    )
+    check(plan, shapes={0: shape}, strict=not step.ahead)
+    return plan
+
+
+def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
+    """The compute of one turn, before any pass."""
+    name, ranks, chunks = pipeline.schedule, pipeline.size, pipeline.chunks
+    if ranks == 1:
+        plan = one_stage(step.micro_batches)
+    elif name == "auto":
+        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs)
+    else:
+        plan = generate(name, ranks, step.micro_batches, chunks)
+    return plan if step.backward else plan.only(Kind.F)
 
 
 # Search -------------------------------------------------------------------------------------------
@@ -555,6 +604,7 @@ class Schedule:
     idle_s: Idle | None = None
     live: Live | None = None
     crossings: Callable[[int, int], int] | None = None
+    splits: bool = False
 
 
 def _loop(p: int, v: int) -> int:
@@ -587,11 +637,16 @@ SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(one_forward_one_backward, (1, 1), _refill_s, lambda p, r, m, v: min(p - r, m), _loop),
     "interleaved": Schedule(interleaved, (2, None), _refill_s, _interleaved_live, _loop),
     "bfs": Schedule(breadth_first, (1, None), _refill_s, lambda p, r, m, v: m, _loop),
-    "zb-h1": Schedule(zero_bubble_h1, (1, 1), _h1_s, lambda p, r, m, v: min(p, m), _loop),
+    "zb-h1": Schedule(zero_bubble_h1, (1, 1), _h1_s, lambda p, r, m, v: min(p, m), _loop, splits=True),
     "zb-v": Schedule(
-        zero_bubble_v, (2, 2), _v_s, lambda p, r, m, v: min(p, (m + r + 1) / 2, m), lambda p, v: 2 * (p - 1)
+        zero_bubble_v,
+        (2, 2),
+        _v_s,
+        lambda p, r, m, v: min(p, (m + r + 1) / 2, m),
+        lambda p, v: 2 * (p - 1),
+        splits=True,
     ),
-    "auto": Schedule(auto, (1, None)),
+    "auto": Schedule(auto, (1, None), splits=True),
 }
 
 
@@ -605,6 +660,11 @@ def _check_chunks(name: str, chunks: int) -> None:
     if not _defined(SCHEDULES[name], chunks):
         legal = f"{least}" if most == least else f"at least {least}"
         raise ValueError(f"chunks={chunks}: schedule {name!r} takes {legal} on each rank")
+
+
+def splits_backward(pipeline: PipelineConfig) -> bool:
+    """Whether a plan of this schedule may have I and W apart."""
+    return pipeline.size > 1 and SCHEDULES[pipeline.schedule].splits
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Plan:

@@ -5,7 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,32 +26,56 @@ if TYPE_CHECKING:
 
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
 CHUNK_BYTES = 8 * 2**20
+PIPELINE = "pipeline"
+
+
+def pack_chunks(
+    numels: Mapping[str, int],
+    specs: Mapping[str, ShardSpec],
+    config: Config,
+    layout: MeshLayout,
+    homes: Mapping[str, tuple[int, ...]] | None = None,
+    blocks: Sequence[str] = (),
+) -> tuple[ChunkSpec, ...]:
+    """The chunks of the whole pipeline: of the trainable parameters, `numels` elements each on the ranks that hold
+    them, in forward order. The same on every rank.
+
+    `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
+    blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
+    an optimizer group that fits no parameter.
+    """
+    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    groups = assign_groups(numels, groups_of(config.optimizer))
+    stages = dict.fromkeys(numels, (0,)) if homes is None else homes
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
+    return pack(
+        [
+            Item(n, numel, _key(groups[n], specs[n], layout, units[n], stages[n]))
+            for n, numel in numels.items()
+        ],
+        target_numel=CHUNK_BYTES // precision.gradient.itemsize,
+        parts=layout.size("data", "sequence", "tensor"),
+    )
 
 
 def build_chunks(
-    numels: Mapping[str, int],
+    names: Iterable[str],
+    packed: Sequence[ChunkSpec],
     specs: Mapping[str, ShardSpec],
     config: Config,
     mesh: Mesh,
     device: torch.device,
-    blocks: Sequence[str] = (),
+    counts: Callable[[ChunkSpec], bool] = lambda spec: True,
 ) -> tuple[Chunk, ...]:
-    """The chunks of the trainable parameters, `numels` elements each on this rank, in forward order; without values.
+    """This rank's chunks, without values.
 
-    `blocks`: names of the model's blocks, with which weights are gathered if they are sharded.
-    Raises ValueError for a pattern of an optimizer group that fits no parameter.
-    """
+    `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
+    with a chunk this one adds to the norm."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    groups = assign_groups(numels, groups_of(config.optimizer))
     sharding = Sharding.of(config.zero, config.gradient_accumulation)
-    units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
-    packed = pack(
-        [Item(n, numel, _key(groups[n], specs[n], mesh.layout, units[n])) for n, numel in numels.items()],
-        target_numel=CHUNK_BYTES // precision.gradient.itemsize,
-        parts=mesh.size("data", "sequence", "tensor"),
-    )
     comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
-    staging, received = _slots(sharding, numels, packed, comms, precision.gradient, device)
+    staging, received = _slots(sharding, names, packed, comms, precision.gradient, device)
     return tuple(
         Chunk(
             spec,
@@ -60,15 +84,16 @@ def build_chunks(
             master_dtype=precision.master,
             gradient_dtype=precision.gradient,
             device=device,
-            counted=_counted(spec, specs, mesh),
+            counted=_counted(spec, specs, mesh) if counts(spec) else (),
             shard_state=sharding.state,
             shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
+            slot=slot,
         )
-        for spec, comm in zip(packed, comms, strict=True)
+        for slot, (spec, comm) in enumerate(zip(packed, comms, strict=True))
     )
 
 
@@ -86,9 +111,9 @@ def _slots(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Slots, Slots]:
-    """Room for gradients that fill, and for what other ranks send of those being reduced. `names` in forward order."""
-    chunk_of = {entry.name: spec.id for spec in packed for entry in spec.entries}
-    fill = fill_intervals([chunk_of[name] for name in names], [spec.numel for spec in packed])
+    """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`."""
+    place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
+    fill = fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
     flight = flight_intervals(
         [
             comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
@@ -117,17 +142,18 @@ def _units(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:
     return units
 
 
-def _key(group: int, spec: ShardSpec, layout: MeshLayout, unit: int) -> ChunkKey:
-    cut_or_summed = {*spec.sharding_axes, *spec.sync_axes(layout)}
+def _key(group: int, spec: ShardSpec, layout: MeshLayout, unit: int, stages: tuple[int, ...]) -> ChunkKey:
+    cut_or_summed = {*spec.sharding_axes, *spec.sync_axes(layout), PIPELINE}
     replicated = any(leaf.size > 1 and leaf.name not in cut_or_summed for leaf in layout.leaves)
-    return ChunkKey(group, spec.sync_axes(layout), replicated, unit)
+    return ChunkKey(group, spec.sync_axes(layout), replicated, unit, stages)
 
 
 def _counted(chunk: ChunkSpec, specs: Mapping[str, ShardSpec], mesh: Mesh) -> list[tuple[int, int]] | None:
     """Elements of a chunk whose squares this rank adds to the norm; None where that is all of them."""
+    coords = {axis: 0 if axis == PIPELINE else coord for axis, coord in mesh.coords.items()}
     intervals = [
         (entry.start + start, entry.start + stop)
         for entry in chunk.entries
-        for start, stop in specs[entry.name].owned(mesh.layout, mesh.coords)
+        for start, stop in specs[entry.name].owned(mesh.layout, coords)
     ]
     return None if sum(stop - start for start, stop in intervals) == chunk.used_numel else intervals

@@ -21,6 +21,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.pack import stages_of
 from colossal_lite.zero.stages import IN_FLIGHT
 
 
@@ -39,8 +40,8 @@ class GradientHooks:
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
         self._handles = [
-            parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, chunk, index))
-            for chunk in self._chunks
+            parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, number, index))
+            for number, chunk in enumerate(self._chunks)
             for index, entry in enumerate(chunk.spec.entries)
         ]
 
@@ -108,9 +109,11 @@ class GradientHooks:
         chunk.start_reduce()
         self._in_flight.append(chunk)
 
-    def _arrive(self, chunk: Chunk, index: int, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if self._reduces and chunk.spec.id > self._next:
+    def _arrive(self, number: int, index: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # its layer has put it off (deferral.py)
+            return
+        chunk = self._chunks[number]
+        if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
                 f"begun; at zero.stage=3 a model must use its modules in the order of its first step, and each forward "
@@ -119,5 +122,61 @@ class GradientHooks:
         chunk.accept(index, parameter.grad, seed=self._seed)
         parameter.grad = None
         if self._reduces:
-            self._missing[chunk.spec.id] -= 1
+            self._missing[number] -= 1
             self.start_ready()
+
+
+class StageHooks:
+    """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
+    that several stages use, which are complete only when the last of these is. Chunks are named by their numbers."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
+    ) -> None:
+        groups: dict[tuple[int, ...], list[Chunk]] = {}
+        self._place: dict[int, tuple[tuple[int, ...], int]] = {}
+        for chunk in chunks:
+            stages = stages_of(chunk.spec)
+            self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
+            groups[stages].append(chunk)
+        self._chunks = {chunk.spec.id: chunk for chunk in chunks}
+        self._hooks = {
+            stages: GradientHooks(group, parameters, by_micro_batch=by_micro_batch)
+            for stages, group in groups.items()
+        }
+
+    @property
+    def only(self) -> GradientHooks:
+        """The hooks where one stage has all chunks."""
+        (hooks,) = self._hooks.values()
+        return hooks
+
+    def chunk(self, number: int) -> Chunk:
+        return self._chunks[number]
+
+    def begin(self, stage: int, *, is_last: bool, seed: float = 1.0) -> None:
+        """Before the backward of a micro-batch on a stage; see `GradientHooks`."""
+        for stages, hooks in self._hooks.items():
+            if stage in stages:
+                hooks.begin(is_last=is_last and len(stages) == 1, seed=seed)
+
+    def reduce(self, number: int) -> None:
+        """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""
+        stages, index = self._place[number]
+        self._hooks[stages].reduce(index)
+
+    def conclude(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.conclude()
+
+    def clear(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.clear()
+
+    @property
+    def is_clear(self) -> bool:
+        return all(hooks.is_clear for hooks in self._hooks.values())
+
+    def remove(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.remove()

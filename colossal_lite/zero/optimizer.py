@@ -80,6 +80,7 @@ class ChunkOptimizer:
             for index, (chunk, some) in enumerate(zip(self._chunks, names, strict=True))
         ]
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
+        self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self.changed = False
         """Whether an update has changed any master weight since this was last set to False."""
 
@@ -96,7 +97,8 @@ class ChunkOptimizer:
         """One optimizer step of one chunk. `used[i]`: some rank had a gradient for entry i; `factor` is the
         schedule's share of the peak learning rate; the gradient is divided by `grad_scale` and consumed."""
         assert chunk.state is GradientState.REDUCED
-        index, group, rule = chunk.spec.id, self.group_of(chunk), self._rules[chunk.spec.id]
+        index, group = self._index[chunk.spec.id], self.group_of(chunk)
+        rule = self._rules[index]
         here = self.tiers.here(index) if self.tiers else self._state[index]
         before = None if self.changed else chunk.master.clone()  # as a rule the first chunk says it for all
         for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
@@ -139,14 +141,15 @@ class ChunkOptimizer:
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
         int64). Collective where state is sharded."""
-        whole = {name: chunk.whole(flat) for name, flat in self._state[chunk.spec.id].items()}
-        for entry, steps in zip(chunk.spec.entries, self._steps[chunk.spec.id], strict=True):
+        index = self._index[chunk.spec.id]
+        whole = {name: chunk.whole(flat) for name, flat in self._state[index].items()}
+        for entry, steps in zip(chunk.spec.entries, self._steps[index], strict=True):
             views = {name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()}
             yield views | {"step": torch.tensor(steps)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
         """The state buffers [owned] of a chunk by name."""
-        return self._state[chunk.spec.id]
+        return self._state[self._index[chunk.spec.id]]
 
     def updates(self) -> dict[str, int]:
         """Optimizer steps that each parameter has taken."""

@@ -37,7 +37,7 @@ from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
 from colossal_lite.zero.build import slots_of
-from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.unshard import GatherPlan, Moment, Needs, Step, Trace, gather_plan
 from colossal_lite.zero.weights import Weights
 
@@ -54,7 +54,8 @@ class ShardedWeights(Weights):
     """Gathers the weights of one model unit by unit, `prefetch` units ahead."""
 
     def __init__(
-        self, module: nn.Module, chunks: Sequence[Chunk], hooks: GradientHooks, world: AxisComm, *,
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        hooks: GradientHooks, world: AxisComm, *,
         prefetch: int = 1, reshard_after_forward: bool = True,
     ) -> None:  # fmt: skip
         self._hooks, self._world = hooks, world
@@ -77,7 +78,7 @@ class ShardedWeights(Weights):
         self._learnt = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
         self._names_only = False
-        super().__init__(module, chunks)
+        super().__init__(module, parameters, chunks)
 
     @property
     def arena_bytes(self) -> int:
@@ -386,11 +387,13 @@ def plan_of(
 
 
 def weights_of(
-    module: nn.Module, chunks: Sequence[Chunk], hooks: GradientHooks, world: AxisComm, zero: ZeroConfig
-) -> Weights:
-    """The gates that these chunks need."""
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
+    world: AxisComm, zero: ZeroConfig,
+) -> Weights:  # fmt: skip
+    """The gates that these chunks need; `parameters` by the names that the chunks have for them."""
     if not any(chunk.is_sharded for chunk in chunks):
-        return Weights(module, chunks)
+        return Weights(module, parameters, chunks)
     return ShardedWeights(
-        module, chunks, hooks, world, prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward
-    )
+        module, parameters, chunks, hooks.only, world,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ while its chunk is on its way is NaN (memory/chunk.py), until `flush`.  At stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,9 +23,12 @@ from colossal_lite.memory.chunk import Chunk
 class Weights:
     """Gates before the modules of one model, whose weights are whole between steps."""
 
-    def __init__(self, module: nn.Module, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk]
+    ) -> None:
+        """`parameters`: those of `module` by the names that the chunks have for them."""
         self._module, self._chunks = module, tuple(chunks)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of = {entry.name: chunk for chunk in chunks for entry in chunk.spec.entries}
         self._handles: list[Any] = []
         for owner in module.modules():

@@ -331,7 +331,6 @@ def impossible_models() -> Iterator[Bad]:
 
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "parallel.pipeline.size": (2, 4),
     "zero.stage": (3,),
     "memory.placement": ("host", "auto"),
     "memory.device_budget": (10**9,),

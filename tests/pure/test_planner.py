@@ -113,7 +113,7 @@ def not_gpt() -> nn.Module:
         (dict(rank=4), "rank = 4"),
         (dict(world_size=3), "world has 3 ranks"),
         (dict(config=dict(parallel=dict(tensor=4))), "4 heads|tokens do not divide"),
-        (dict(config=dict(parallel=dict(pipeline=2))), "not built"),
+        (dict(config=dict(parallel=dict(pipeline=dict(size=2, micro_batches=8)))), "at most 2 micro-batches"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -51,6 +51,18 @@ def test_every_path_in_the_text_exists() -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
+def test_a_drawn_schedule_is_what_its_command_prints() -> None:
+    drawings = [text for _, text in blocks(README, "text") if text.startswith("$ colossal-lite schedule")]
+    assert drawings
+    for text in drawings:
+        command, _, drawn = text.removeprefix("$ colossal-lite ").partition("\n")
+        run = subprocess.run(
+            [sys.executable, "-m", "colossal_lite", *command.split()],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=60,
+        )  # fmt: skip
+        assert run.stdout == drawn, run.stderr
+
+
 def test_blocks_are_found_with_their_line() -> None:
     text = "a\n```python\nx = 1\ny = 2\n```\n```bash\nls\n```\n```python\nz\n```\n"
     assert blocks(text, "python") == [(2, "x = 1\ny = 2\n"), (9, "z\n")]

@@ -42,6 +42,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 4": (4, dict(tensor=4)),
     "data 2, zero 1": (2, dict(zero=1)),
     "data 2 tensor 2, zero 2": (4, dict(data=2, tensor=2, zero=2)),
+    "pipeline 2 data 2, zero 1": (4, dict(pipeline=2, data=2, zero=1)),
     "sequence 4, zero 1": (4, dict(sequence=dict(size=4, mode="usp", ulysses=2), zero=1)),
 }
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {

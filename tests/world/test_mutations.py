@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from colossal_lite import conjugate, engine, kernels, zero
+from colossal_lite import conjugate, deferral, engine, kernels, zero
 from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
 from colossal_lite.keep import Kept
@@ -28,6 +28,9 @@ from colossal_lite.parallel.sequence import SequenceParallel
 from colossal_lite.parallel.tensor_1d import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
+from colossal_lite.pipeline import runtime
+from colossal_lite.pipeline.units import GPTSections, Stages
+from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import unshard
@@ -77,8 +80,8 @@ def _micro_batch_in_the_counter(
     original(self, step, sample - sample.min() if len(sample) else sample, position)
 
 
-def _rank_in_the_stream(original: Any, self: Engine, size: int) -> int:
-    original(self, size)
+def _rank_in_the_stream(original: Any, self: Engine, sizes: Any) -> int:
+    original(self, sizes)
     return 0
 
 
@@ -109,8 +112,8 @@ def _labels_shifted(original: Any, given: Any, **kwargs: Any) -> Any:
     return original((inputs, labels.roll(1, dims=1)), **kwargs)
 
 
-def _mean_of_means(original: Any, self: Engine, loss: torch.Tensor, weight: Any) -> None:
-    original(self, loss / max(float(weight), 1.0), 1.0)
+def _mean_of_means(original: Any, self: Engine, sums: Any, loss: torch.Tensor, weight: Any) -> None:
+    original(self, sums, loss / max(float(weight), 1.0), 1.0)
 
 
 def _one_step_count(original: Any, self: ChunkOptimizer, chunk: Chunk, used: Any, **kwargs: Any) -> None:
@@ -667,6 +670,85 @@ FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_SEQUENCE
 
 
+# ---- pipeline ----
+
+
+def _tied_not_summed(original: Any, self: AxisComm, tensor: torch.Tensor, *more: Any) -> torch.Tensor:
+    original(self, tensor.clone(), *more)
+    return tensor
+
+
+def _every_stage_counts(original: Any, self: Stages, stages: Any) -> bool:
+    return True
+
+
+def _micro_batch_without_weights(original: Any, self: runtime._Step, subject: Any) -> None:
+    if subject[1] == 1:
+        self.later[subject] = []
+    original(self, subject)
+
+
+def _weights_again(original: Any, self: runtime._Step, subject: Any) -> None:
+    if subject[1] == 1:
+        self.later[subject] *= 2
+    original(self, subject)
+
+
+def _slot_back_too_early(original: Any, self: runtime._Step, action: Any) -> None:
+    original(self, action)
+    subject = runtime._subject(action)
+    for slots, tensor in self.lent.pop(subject):
+        slots.give(tensor)
+
+
+def _gradient_of_input_lost(original: Any, self: runtime._Step, send: Any, *more: Any) -> None:
+    *rest, tensors = more
+    if send is Kind.SEND_B:
+        tensors = [torch.zeros_like(tensor) for tensor in tensors]
+    original(self, send, *rest, tensors)
+
+
+def _masks_of_the_first(original: Any, self: Engine, stage: int, part: Any, carried: Any, sums: Any) -> Any:
+    if stage:
+        part = replace(part, samples=part.samples - part.samples.min())
+    return original(self, stage, part, carried, sums)
+
+
+def _half_the_blocks(original: Any, self: GPTSections, start: int, stop: int, *more: Any) -> Any:
+    return original(self, start, stop - 1 if start == 0 else stop, *more)
+
+
+def _norms_in_no_step(original: Any, weights: Any, gradients: Any) -> None:
+    if weights[0].dim() > 2:  # a norm gives its output back, a linear its weight
+        gradients = [gradient * 0 for gradient in gradients]
+    original(weights, gradients)
+
+
+PIPED = Case(
+    pipeline=dict(size=2, schedule="zb-h1", micro_batches=3),
+    dropout=0.2,
+    ragged=True,
+    config=dict(clip_grad_norm=0.05),
+)
+FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "tied gradients not summed over stages": (PIPED, AxisComm, "exchange_sum", _tied_not_summed),
+    "tied weights counted on both stages": (PIPED, Stages, "is_first_holder", _every_stage_counts),
+    "weight gradients of a micro-batch lost": (
+        PIPED,
+        runtime._Step,
+        "_weights",
+        _micro_batch_without_weights,
+    ),
+    "weight gradients of a micro-batch twice": (PIPED, runtime._Step, "_weights", _weights_again),
+    "a message's slot given back too early": (PIPED, runtime._Step, "_receive", _slot_back_too_early),
+    "gradients of inputs lost": (PIPED, runtime._Step, "_pass_on", _gradient_of_input_lost),
+    "masks of the first micro-batch": (PIPED, Engine, "_forward", _masks_of_the_first),
+    "half a block left out": (PIPED, GPTSections, "run", _half_the_blocks),
+    "gradients of norms put off for ever": (PIPED, deferral, "deliver", _norms_in_no_step),
+}
+ALL |= FAULTS_PIPELINE
+
+
 def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     case, owner, name, change = ALL[fault]
     try:
@@ -711,6 +793,7 @@ CASES = {
     "cube": CUBE,
     "ring": RING,
     "gathered": GATHERED,
+    "piped": PIPED,
     "usp": USP,
     "full": FULL,
 }

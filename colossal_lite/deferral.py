@@ -1,0 +1,250 @@
+"""Backward in two parts: gradients of inputs now, gradients of weights later.
+
+Note: what is put off.
+Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do other work (2401.10241).  While
+a `WeightQueue` is open, layers that know it hand on the gradient of their input and leave a callable that makes those
+of their weights; run later, it delivers them through autograd, so that hooks on parameters, views of them and sums of
+ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
+- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are kept until then;
+- embedding: all of it is W;
+- norm: W runs the norm forward again on the x that it keeps anyway, and backward for its weights alone.
+Parameters of other modules get their gradients in I, which is right and no faster.  With the queue closed every layer
+computes both at once.  Cost: of each layer x and dy stay from I to W; a norm is computed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from colossal_lite.models.gpt import Norm
+
+Later = list[Callable[[], None]]
+
+
+class WeightQueue:
+    """Where layers leave what makes their weight gradients, while it is open."""
+
+    def __init__(self) -> None:
+        self._later: Later | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._later is not None
+
+    @contextmanager
+    def open(self) -> Iterator[Later]:
+        """Collect what backward puts off inside; whoever opened it runs each of these once."""
+        assert self._later is None, "one backward at a time"
+        later: Later = []
+        self._later = later
+        try:
+            yield later
+        finally:
+            self._later = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        assert self._later is not None
+        self._later.append(work)
+
+
+class Root(Function):
+    """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then.
+
+    Not `torch.autograd.backward(outputs, given)`: torch looks at the shapes by its symbolic shapes, which import 45 MB
+    of sympy; and the outputs themselves need not live.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.given = given
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.given)
+
+
+def deliver(weights: list[Tensor], gradients: list[Tensor]) -> None:
+    """Give tensors of a graph, or its leaves, their gradients."""
+    with torch.enable_grad():
+        root: Tensor = Root.apply(gradients, *weights)  # type: ignore[no-untyped-call]
+        root.backward()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | None) -> Tensor:
+    """x [..., D_in], weight [D_out, D_in] -> [..., D_out]."""
+    if queue is None:
+        return F.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias, queue)  # type: ignore[no-untyped-call]
+    return out
+
+
+def embedding(ids: Tensor, weight: Tensor, queue: WeightQueue | None) -> Tensor:
+    """ids [...], weight [V, D] -> [..., D]."""
+    if queue is None:
+        return F.embedding(ids, weight)
+    out: Tensor = _Embedding.apply(ids, weight, queue)  # type: ignore[no-untyped-call]
+    return out
+
+
+def linear_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What of weight [D_out, D_in] and bias takes a gradient, and these, from dy [..., D_out] and x [..., D_in]."""
+    rows = dy.flatten(0, -2)
+    found: list[tuple[Tensor, Tensor]] = []
+    if weight.requires_grad:
+        found.append((weight, rows.t() @ x.flatten(0, -2)))
+    if bias is not None and bias.requires_grad:
+        found.append((bias, rows.sum(0)))
+    return [w for w, _ in found], [g for _, g in found]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # As they are, not as recomputation would give them back: gradients go to these.
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        target, bias = ctx.weight, ctx.bias
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        if not ctx.queue.is_open:
+            dw = dy.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+            db = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+            return dx, dw, db, None
+
+        def work() -> None:
+            deliver(*linear_gradients(dy, x, target, bias))
+
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            ctx.queue.put(work)
+        return dx, None, None, None
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.queue = weight, queue
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        weight = ctx.weight
+
+        def gradient() -> Tensor:
+            made: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
+            return made
+
+        if not ctx.queue.is_open:
+            return None, gradient(), None
+        ctx.queue.put(lambda: deliver([weight], [gradient()]))
+        return None, None, None
+
+
+class _Tap(Function):
+    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are put off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        queue: WeightQueue,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.run, ctx.queue = forward, queue
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), run = ctx.saved_tensors, ctx.run
+
+        def work() -> None:
+            with torch.enable_grad():
+                again = run(x)
+            deliver([again], [dy])
+
+        if ctx.queue.is_open:
+            ctx.queue.put(work)
+        else:
+            work()
+        return (dy, *[None] * (len(ctx.needs_input_grad) - 1))
+
+
+def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
+    """Let the layers of `module` that can, put off the gradients of their weights, in place.
+
+    Layers with an attribute `weight_queue` are given it; of torch's and of our models' linears, embeddings and norms
+    the forward is replaced on the instance, so that names and hooks stay.
+    """
+    for owner in module.modules():
+        made: Any = owner
+        if hasattr(made, "weight_queue"):
+            made.weight_queue = queue
+        elif isinstance(made, nn.Linear) and type(made).forward is nn.Linear.forward:
+            made.__dict__["forward"] = partial(_linear_forward, made, queue)
+        elif isinstance(made, nn.Embedding) and _is_plain(made):
+            made.__dict__["forward"] = partial(_embedding_forward, made, queue)
+        elif isinstance(made, Norm | nn.LayerNorm | nn.RMSNorm) or type(made).__name__.endswith("RMSNorm"):
+            made.__dict__["forward"] = partial(_norm_forward, made, made.forward, queue)
+
+
+def restore_weights(module: nn.Module) -> None:
+    """Undo `defer_weights`."""
+    for owner in module.modules():
+        made: Any = owner
+        given = made.__dict__.get("forward")
+        if isinstance(given, partial) and given.func in (_linear_forward, _embedding_forward, _norm_forward):
+            del made.forward
+        elif hasattr(made, "weight_queue"):
+            made.weight_queue = None
+
+
+def _is_plain(table: nn.Embedding) -> bool:
+    return (
+        table.padding_idx is None
+        and table.max_norm is None
+        and not (table.sparse or table.scale_grad_by_freq)
+    )
+
+
+def _linear_forward(module: nn.Linear, queue: WeightQueue, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias, queue)
+
+
+def _embedding_forward(module: nn.Embedding, queue: WeightQueue, ids: Tensor) -> Tensor:
+    return embedding(ids, module.weight, queue)
+
+
+def _norm_forward(
+    module: nn.Module, original: Callable[[Tensor], Tensor], queue: WeightQueue, x: Tensor
+) -> Tensor:
+    weights = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    if not weights or not torch.is_grad_enabled():
+        return original(x)
+    own = module._parameters
+    # A stand-in for the whole table of parameters: only this names them all, and the module is its own again at once.
+    module.__dict__["_parameters"] = {name: None if p is None else p.detach() for name, p in own.items()}
+    try:
+        y = original(x)
+    finally:
+        module.__dict__["_parameters"] = own
+    tapped: Tensor = _Tap.apply(y, x.detach(), original, queue, *weights)  # type: ignore[no-untyped-call]
+    return tapped

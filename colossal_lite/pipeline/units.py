@@ -1,0 +1,355 @@
+"""A model as an ordered list of units, and the part of it that one rank keeps.
+
+Note: units and names.
+A unit is the smallest thing that a stage can begin or end at: the embedding, the attention and the MLP half of each
+block, the head with its norm.  A `Sections` says which modules each unit has and runs any stretch of them on what the
+unit before gave; integers that every rank has in its batch (ids, positions, document numbers) are never sent.  What
+lies on other stages is taken out of the module and an `Elsewhere` stands in its place, so that no name changes and a
+parameter of another stage is not there.  Every parameter is under a unit, or the model is refused.  A parameter that
+several units use is tied: it lies on the stage of each of them.
+
+A new kind of model is one class and one line in `SECTIONS`; a model of one's own may bring its own by a method
+`pipeline_sections()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from colossal_lite.batch import Batch
+from colossal_lite.kernels import Mask
+from colossal_lite.models import GPT
+from colossal_lite.parallel.roles import known_plan
+from colossal_lite.pipeline.partition import Facts, Partition, Unit, partition, transformer_units
+from colossal_lite.recompute import part_of
+
+Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
+"""What passes from one unit to the next: a tensor, or a flat tuple or dict of them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One unit of a model: its name, and the modules (by name, their children included) that are its own."""
+
+    name: str
+    modules: tuple[str, ...]
+
+
+class Sections(Protocol):
+    """A model that can be run in stretches."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All units, in order."""
+
+    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
+        """Units [start, stop) on what unit start - 1 gave (None before the first); the last one gives the outputs."""
+
+
+class GPTSections:
+    """Our GPT and Llama families: embedding, two halves a block, head. [B, T, D] passes between them."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+        positions = ("position",) if model.position is not None else ()
+        halves = (
+            part
+            for i in range(len(model.blocks))
+            for part in (
+                Part(f"{i}.attention", tuple(f"blocks.{i}.{n}" for n in ("norm1", "attention", "dropout1"))),
+                Part(f"{i}.mlp", tuple(f"blocks.{i}.{n}" for n in ("norm2", "mlp", "dropout2"))),
+            )
+        )
+        self.parts = (
+            Part("embedding", ("token", *positions, "dropout")),
+            *halves,
+            Part("head", ("norm", "head")),
+        )
+
+    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
+        model, last = self._model, len(self.parts) - 1
+        given = dict(zip(("input_ids", "position_ids", "attention_mask"), batch.args, strict=False))
+        given |= batch.kwargs
+        positions = model.positions(batch.inputs, given.get("position_ids"))
+        mask = Mask(model.config.causal, given.get("attention_mask"))
+        x: Any = model.embed(batch.inputs, positions) if start == 0 else carried
+        at = max(start, 1)
+        while at < min(stop, last):
+            block: Any = model.blocks[(at - 1) // 2]
+            if at % 2 and at + 1 < min(stop, last):
+                x, at = block(x, positions, mask), at + 2
+            elif at % 2:
+                x, at = part_of(block, block.mix)(x, positions, mask), at + 1
+            else:
+                x, at = part_of(block, block.feed)(x), at + 1
+        return model.finish(x) if stop == last + 1 else x
+
+
+class SequentialSections:
+    """`nn.Sequential`: a unit for each member."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self._model = model
+        self.parts = tuple(Part(name, (name,)) for name, _ in model.named_children())
+
+    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
+        x: Any = batch.inputs if start == 0 else carried
+        for member in list(self._model)[start:stop]:
+            x = member(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a model of a library keeps its units: tables whose place the input takes, tables that then add nothing,
+    what is passed over beside them, the list of blocks, and what follows them."""
+
+    tables: tuple[str, ...]
+    added: tuple[str, ...]
+    beside: tuple[str, ...]
+    blocks: str
+    tail: tuple[str, ...]
+
+
+LIBRARY: dict[str, Places] = {
+    "gpt2": Places(
+        ("transformer.wte",), ("transformer.wpe",), ("transformer.drop",), "transformer.h",
+        ("transformer.ln_f", "lm_head"),
+    ),
+    "llama": Places(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head")),
+}  # fmt: skip
+
+
+class LibrarySections:
+    """Hugging Face's GPT-2 and Llama: embedding, blocks, head, run by the model's own forward.
+
+    For a stretch of units all others are replaced while it runs: the table gives what came in, blocks and head give
+    what they are given.  So masks, positions and whatever else the library computes are its own, on every stage.
+    """
+
+    def __init__(self, model: nn.Module, names: Places) -> None:
+        self._model, self._names = model, names
+        blocks = [f"{names.blocks}.{i}" for i, _ in enumerate(model.get_submodule(names.blocks))]  # type: ignore[arg-type]
+        self.parts = (
+            Part("embedding", (*names.tables, *names.added, *names.beside)),
+            *(Part(name, (name,)) for name in blocks),
+            Part("head", names.tail),
+        )
+
+    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
+        assert carried is None or isinstance(carried, Tensor)
+        outside = [name for part in (*self.parts[:start], *self.parts[stop:]) for name in part.modules]
+        with _replaced(self._model, {name: self._stand_in(name, carried) for name in outside}):
+            outputs = self._model(*batch.args, **batch.kwargs)
+        return outputs if stop == len(self.parts) else getattr(outputs, "logits", outputs)
+
+    def _stand_in(self, name: str, carried: Tensor | None) -> nn.Module:
+        if name in self._names.tables:
+            return _Gives(carried)
+        if name in self._names.added:
+            return _Gives(None if carried is None else carried.new_zeros(()))
+        return _Gives(None)
+
+
+class _Gives(nn.Module):
+    """Gives a tensor, or what it is given."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tensor is not None:
+            return self.tensor
+        return args[0] if args else kwargs["hidden_states"]
+
+
+@contextmanager
+def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Other modules in the place of those that are named, for a while."""
+    places = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)
+        for name, new in by.items()
+    ]
+    own = [(parent, child, parent._modules[child]) for parent, child, _ in places]
+    try:
+        for parent, child, new in places:
+            parent._modules[child] = new
+        yield
+    finally:
+        for parent, child, old in own:
+            parent._modules[child] = old
+
+
+class WholeSections:
+    """Any model as one unit: what runs without a pipeline."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parts = (Part("model", ("",)),)
+
+    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
+        return self._model(*batch.args, **batch.kwargs)
+
+
+SECTIONS: tuple[tuple[type[nn.Module], Callable[[Any], Sections]], ...] = (
+    (GPT, GPTSections),
+    (nn.Sequential, SequentialSections),
+)
+
+
+def sections_of(model: nn.Module) -> Sections:
+    """The units of a model. Raises ValueError naming the models that have some."""
+    if callable(own := getattr(model, "pipeline_sections", None)):
+        made: Sections = own()
+        return made
+    for kind, make in SECTIONS:
+        if isinstance(model, kind):
+            return make(model)
+    modules = [name for name, _ in model.named_modules() if name]
+    owners = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    known = known_plan(modules, owners)
+    if known is not None and known[0] in LIBRARY:
+        return LibrarySections(model, LIBRARY[known[0]])
+    raise ValueError(
+        f"parallel.pipeline: {type(model).__name__} does not say what its units are; legal: "
+        f"{', '.join(kind.__name__ for kind, _ in SECTIONS)}, a model named as Hugging Face's {' or '.join(LIBRARY)}, "
+        f"or one with a method pipeline_sections()"
+    )
+
+
+def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple[Unit, ...]:
+    """What each unit costs, for the partition: by formula for a transformer of ours, else by its parameters."""
+    if isinstance(sections, GPTSections) and facts is not None:
+        gated = getattr(model.config, "activation", "") == "swiglu"
+        return transformer_units(facts, facts.sequence, gated=gated)
+    if isinstance(sections, LibrarySections) and facts is not None:
+        first, *halves, last = transformer_units(facts, facts.sequence)
+        blocks = [_joined(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
+        return (first, *blocks, last)
+    numels = [float(1 + sum(p.numel() for p in _parameters_of(model, part))) for part in sections.parts]
+    return tuple(Unit(part.name, n, n, n, n) for part, n in zip(sections.parts, numels, strict=True))
+
+
+def _joined(a: Unit, b: Unit) -> Unit:
+    return Unit(
+        a.name.partition(".")[0], a.forward + b.forward, a.input + b.input, a.weight + b.weight,
+        a.states_bytes + b.states_bytes, a.saved_bytes + b.saved_bytes,
+    )  # fmt: skip
+
+
+def _parameters_of(model: nn.Module, part: Part) -> list[nn.Parameter]:
+    return [p for name in part.modules for p in model.get_submodule(name).parameters()]
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was."""
+
+    def __init__(self, name: str, unit: str) -> None:
+        super().__init__()
+        self.name, self.unit = name, unit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name} is not on this rank: unit {self.unit!r} lies on another pipeline stage"
+        )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model lies on the stages of a pipeline, and which of them are here: the same on every rank but `here`."""
+
+    sections: Sections
+    cut: Partition
+    placement: Mapping[int, int]
+    """Pipeline coordinate of each stage."""
+    coord: int
+    homes: Mapping[str, tuple[int, ...]]
+    """Stages that use each parameter, by its first name in the serial model."""
+    trainable: tuple[bool, ...]
+    """For each stage, whether anything of it trains."""
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Stages of this rank, ascending."""
+        return tuple(stage for stage, coord in sorted(self.placement.items()) if coord == self.coord)
+
+    @property
+    def last(self) -> int:
+        return len(self.cut.bounds) - 1
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lies on this rank."""
+        return any(self.placement[stage] == self.coord for stage in self.homes[name])
+
+    def is_first_holder(self, stages: Sequence[int]) -> bool:
+        """Whether of the ranks with these stages this one has the first: it counts what they hold in common."""
+        return self.placement[stages[0]] == self.coord
+
+    def run(self, stage: int, carried: Carried | None, batch: Batch) -> Any:
+        return self.sections.run(*self.cut.bounds[stage], carried, batch)
+
+
+def one_stage(model: nn.Module) -> Stages:
+    """All of a model on this rank: what runs without a pipeline."""
+    names = {name: (0,) for name, _ in model.named_parameters()}
+    whole = Unit("model", 1.0, 1.0, 1.0)
+    return Stages(WholeSections(model), Partition((whole,), ((0, 1),)), {0: 0}, 0, names, (True,))
+
+
+def lay_out(
+    model: nn.Module, facts: Facts | None, how: Any, placement: Mapping[int, int], coord: int,
+    live: Sequence[int],
+) -> Stages:  # fmt: skip
+    """Cut a whole model into the stages of `placement`; nothing is changed yet.
+
+    `how` as `partition` takes it; `live`: micro-batches that each stage holds. Raises ValueError for a model without
+    units, with fewer units than stages, or with a parameter under none of them.
+    """
+    sections = sections_of(model)
+    cut = partition(costs_of(sections, model, facts), len(placement), how, live=live, placement=placement)
+    stage_of = {
+        name: stage
+        for stage, (start, stop) in enumerate(cut.bounds)
+        for part in sections.parts[start:stop]
+        for name in part.modules
+    }
+    first = {id(p): name for name, p in model.named_parameters()}
+    homes: dict[str, set[int]] = {name: set() for name in first.values()}
+    lost = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
+        if stage is None:
+            lost.append(name)
+        elif id(tensor) in first:
+            homes[first[id(tensor)]].add(stage)
+    if lost:
+        raise ValueError(
+            f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
+            f"parameter and buffer must be"
+        )
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))
+    used = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+    return Stages(sections, cut, dict(placement), coord, used, trainable)
+
+
+def keep_own(model: nn.Module, stages: Stages) -> None:
+    """Take what lies on other ranks out of `model`, in place; names stay."""
+    for stage, (start, stop) in enumerate(stages.cut.bounds):
+        if stages.placement[stage] == stages.coord:
+            continue
+        for part in stages.sections.parts[start:stop]:
+            for name in part.modules:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, Elsewhere(name, part.name))
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]

@@ -1,0 +1,569 @@
+"""A pipeline is the serial run, under every schedule, and does what its plan says."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite import planner
+from colossal_lite.comm import CommError
+from colossal_lite.engine import Engine
+from colossal_lite.models import GPT
+from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
+from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, check
+from colossal_lite.problems import ConfigError
+from tests.covering import Choice, covering_array, name_of
+from tests.parity import (
+    SIZES,
+    Case,
+    assert_no_further,
+    assert_parity,
+    mean_loss,
+    parallel_steps,
+    relative_error,
+    serial_run,
+    start,
+)
+from tests.pool import RankEnv, WorldError, run_world
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-v": 2, "auto": 1}
+"""With the chunks that each is tried with."""
+FACTORS: dict[str, list[Any]] = dict(
+    schedule=list(SCHEDULES),
+    size=[2, 4],
+    micro_batches=[1, 2, 4, 7, 8],
+    data=[1, 2],
+    tensor=[None, True, False],  # sequence_parallel of two ranks
+    recompute=["none", "full"],
+    dropout=[0.0, 0.2],
+    tied=[True, False],
+    family=["gpt2", "llama"],
+)
+
+
+def legal(row: Choice, most_ranks: int = 8) -> bool:
+    stages = row["size"] * SCHEDULES[row["schedule"]]
+    ranks = row["size"] * row["data"] * (1 if row["tensor"] is None else 2)
+    return stages <= 4 and ranks <= most_ranks
+
+
+def quick(row: Choice) -> bool:
+    return legal(row, 4)
+
+
+def case_of(row: Choice) -> Case:
+    """Stages are cut within blocks beside dropout, and states sharded beside data parallelism."""
+    chunks = SCHEDULES[row["schedule"]]
+    stages = row["size"] * chunks
+    layers = max(stages, 2)
+    pipeline = dict(
+        size=row["size"], schedule=row["schedule"], chunks=chunks, micro_batches=row["micro_batches"]
+    )
+    if row["dropout"]:
+        pipeline["partition"] = uneven(2 * layers + 2, stages)
+    ranks = row["size"] * row["data"]
+    tensor: dict[str, Any] = {}
+    if row["tensor"] is not None:
+        ranks, tensor = 2 * ranks, dict(tensor=2, sequence_parallel=row["tensor"])
+    accumulation = 2 if row["micro_batches"] == 2 else 1
+    parts = row["data"] * accumulation
+    return Case(
+        family=row["family"],
+        tied=row["tied"],
+        dropout=row["dropout"],
+        world_size=ranks,
+        layers=layers,
+        tokens=6,
+        steps=2,
+        ragged=True,
+        # the last micro-batch is smaller than the others where it can be
+        global_batch=parts * row["micro_batches"] + (parts if row["micro_batches"] > 1 else 0),
+        pipeline=pipeline,
+        config=dict(
+            clip_grad_norm=0.05,
+            gradient_accumulation=accumulation,
+            activation_checkpoint=row["recompute"],
+            zero=dict(stage=row["data"] - 1),
+        ),
+        **tensor,
+    )
+
+
+def uneven(units: int, stages: int) -> tuple[int, ...]:
+    """Counts of which most cut a block in two."""
+    counts = [1] * stages
+    counts[-1] += (units - stages) // 2
+    counts[0] += units - sum(counts)
+    return tuple(counts)
+
+
+@pytest.mark.parametrize("row", covering_array(FACTORS, quick), ids=name_of)
+def test_every_gradient_is_the_serial_one(row: Choice) -> None:
+    assert_parity(case_of(row))
+
+
+def product_of_all() -> list[Choice]:
+    rows = (dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values()))
+    return [row for row in rows if legal(row)]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", product_of_all(), ids=name_of)
+def test_every_gradient_of_the_whole_product_is_the_serial_one(row: Choice) -> None:
+    assert_parity(case_of(row))
+
+
+MATRICES = dict(type="muon", lr=1e-2, groups=[dict(match="*norm*", type="adamw")])
+SMALL: dict[str, Any] = dict(layers=2, tokens=6, steps=2, ragged=True)
+PAIR = Case(pipeline=dict(size=2, micro_batches=3), **SMALL)
+CLIPPED = dict(clip_grad_norm=0.05)
+OTHERS = {
+    "pipeline 2 x tensor 2 x data 2, unequal batches": replace(
+        PAIR,
+        world_size=8,
+        tensor=2,
+        dropout=0.2,
+        global_batch=9,
+        config=CLIPPED | dict(zero=dict(stage=1)),
+    ),
+    "fewer samples than ranks": replace(PAIR, world_size=4, global_batch=1, dropout=0.1, pipeline=2),
+    "of a module, AdamW": replace(
+        PAIR, build="module", config=dict(optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1))
+    ),
+    "a rule that needs whole matrices": replace(
+        PAIR, family="llama", config=dict(optimizer=MATRICES)
+    ),
+    "a first stage without gradients": replace(
+        PAIR,
+        tied=False,
+        frozen=("token.weight", "position.weight", *(f"blocks.0.{n}" for n in (
+            "norm1.weight", "norm1.bias", "attention.qkv.weight", "attention.qkv.bias", "attention.out.weight",
+            "attention.out.bias", "norm2.weight", "norm2.bias", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight",
+            "mlp.down.bias",
+        ))),
+        pipeline=dict(size=2, micro_batches=3, partition=(3, 3)),
+        config=CLIPPED,
+    ),
+    "a last stage without gradients": replace(
+        PAIR, tied=False, frozen=("norm.weight", "norm.bias", "head.weight"),
+        pipeline=dict(size=2, micro_batches=2, partition=(5, 1)),
+    ),
+    "adapters": replace(PAIR, adapters=2, config=CLIPPED),
+    "chunks of 2 KB": replace(PAIR, chunk_bytes=2048, config=CLIPPED | dict(zero=dict(stage=1)), world_size=4),
+    "GPT-2 of Hugging Face": replace(
+        PAIR, family="hf-gpt2", tokens=12, dropout=0.2, pipeline=dict(size=2, schedule="zb-h1", micro_batches=3),
+        config=CLIPPED | dict(activation_checkpoint="full"),
+    ),
+    "GPT-2 of Hugging Face, tensor 2": replace(
+        PAIR, family="hf-gpt2", tokens=12, tied=False, world_size=4, tensor=2, sequence_parallel=False,
+    ),
+    "Llama of Hugging Face": replace(PAIR, family="hf-llama", tokens=12, tied=True, config=CLIPPED),
+    "float32": replace(PAIR, config=CLIPPED | dict(precision="fp32")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_gradient_is_the_serial_one_with(name: str) -> None:
+    assert_parity(OTHERS[name])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_are_no_further_off(precision: str) -> None:
+    assert_no_further(replace(PAIR, config=CLIPPED | dict(precision=precision)))
+
+
+# ---- evaluation, a criterion, other models ----
+
+
+def evaluates(env: RankEnv, case: Case) -> tuple[list[float], dict[str, Tensor], float]:
+    with env.launch(case.full_config) as context:
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        engine = cl.initialize(case.model, context=context, criterion=mean_loss)
+        before = engine.eval_step((inputs, labels)).item()
+        loss = engine.forward_backward((inputs, labels)).item()
+        gradients = engine.full_gradients()
+        engine.zero_grad()
+        odd = engine.eval_step((inputs[:1], labels[:1])).item()
+        after = engine.eval_step((inputs, labels)).item()
+        return [before, loss, after], gradients, odd
+
+
+def test_evaluation_and_a_criterion_are_the_serial_ones() -> None:
+    case = replace(PAIR, steps=1)
+    (truth,) = serial_run(case)
+    whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
+    alone = run_world(evaluates, 1, replace(case, pipeline=1))[0]
+    for losses, gradients, odd in run_world(evaluates, 2, case):
+        assert all(abs(loss - truth.loss) <= 1e-12 * abs(truth.loss) for loss in losses)
+        assert all(relative_error(gradients[n], g, whole) < 1e-10 for n, g in truth.gradients.items())
+        assert math.isclose(odd, alone[2], rel_tol=1e-12)
+
+
+class Pass(nn.Module):
+    """What goes between stages may be a dict or a tuple of tensors, some of which take no gradient."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            h, ids = x, (100 * x[..., 0]).long().abs() % 5
+        else:
+            h, ids = x.values() if isinstance(x, dict) else x
+        h = h + torch.tanh(self.linear(h)) * (ids[..., None] + 1)
+        return dict(h=h, ids=ids) if self.form == "dict" else (h, ids)
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        h: Tensor = next(iter(x.values())) if isinstance(x, dict) else x[0]
+        return h
+
+
+def sequential(form: str) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(SIZES["vocabulary"], 8), Pass(form), Pass(form), First(), nn.Linear(8, 37)
+    )
+
+
+def trains_members(env: RankEnv, form: str, pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
+    case = replace(PAIR, pipeline=pipeline)
+    with env.launch(case.full_config) as context:
+        torch.manual_seed(3)
+        engine = cl.initialize(sequential(form), context=context)
+        losses = []
+        for number in range(3):
+            inputs, labels = case.batch(number)
+            losses.append(engine.train_step((inputs, labels)).loss.item())
+            losses.append(engine.eval_step((inputs, labels)).item())
+        return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_members_of_a_sequential_may_pass_tuples_and_dicts(form: str) -> None:
+    pipeline = dict(size=2, schedule="interleaved", micro_batches=6, partition=(2, 1, 1, 1))
+    ((losses, state),) = run_world(trains_members, 1, form, 1)
+    for theirs, parameters in run_world(trains_members, 2, form, pipeline):
+        assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(theirs, losses, strict=True))
+        assert parameters.keys() == state.keys()
+        assert all(torch.allclose(parameters[n], state[n], rtol=1e-11, atol=1e-13) for n in state)
+
+
+# ---- what a rank holds and does ----
+
+
+def looks(env: RankEnv, case: Case) -> dict[str, Any]:
+    """Two steps of a case, and what this rank did in the second."""
+    alive: Counter[tuple[int, int]] = Counter()
+    most = 0
+
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    def forward(self: Engine, stage: int, part: Any, carried: Any, sums: Tensor) -> Any:
+        subject = stage, int(part.samples[0])
+
+        def gone() -> None:
+            alive[subject] -= 1
+
+        def pack(tensor: Tensor) -> Box:
+            nonlocal most
+            alive[subject] += 1
+            # What W still needs after the graph has gone is a tensor.
+            box = Box(tensor.view_as(tensor))
+            weakref.finalize(box.tensor, gone)
+            most = max(most, sum(n > 0 for n in alive.values()))
+            return box
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+            return original(self, stage, part, carried, sums)
+
+    original = Engine._forward
+    with pytest.MonkeyPatch.context() as patch, env.launch(case.full_config) as context:
+        patch.setattr(Engine, "_forward", forward)
+        engine = start(case, context)
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        for _ in range(2):
+            engine.train_step((inputs, labels))
+        rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
+        runtime = engine._runtime
+        timeline = engine.timeline()
+        return dict(
+            most=most,
+            live=runtime.live_peak,
+            rows=rows,
+            spans=[(s.rank, str(s.action), s.start_s, s.end_s) for s in timeline.spans],
+            own=[str(span.action) for span in runtime.spans],
+            slots=[(slots.most_taken, slots._count) for slots in runtime._slots.values()],
+            names={n: p.numel() for n, p in engine.model.named_parameters()},
+            tied=engine._parameters["token.weight"].detach().clone()
+            if "token.weight" in engine._parameters
+            else None,
+        )
+
+
+RUNS = {
+    "gpipe": dict(size=2, schedule="gpipe", micro_batches=4),
+    "1f1b": dict(size=4, schedule="1f1b", micro_batches=6),
+    "interleaved": dict(size=2, schedule="interleaved", chunks=2, micro_batches=4),
+    "bfs": dict(size=2, schedule="bfs", chunks=2, micro_batches=3),
+    "zb-h1": dict(size=4, schedule="zb-h1", micro_batches=5),
+    "zb-v": dict(size=2, schedule="zb-v", micro_batches=5),
+}
+
+
+def plan_of(pipeline: dict[str, Any]) -> Plan:
+    config = PipelineConfig(**pipeline)
+    return compute_plan(config, StepShape(config.micro_batches or 0))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_does_what_its_plan_says(name: str) -> None:
+    pipeline, tokens = RUNS[name], 6
+    plan = plan_of(pipeline)
+    micro_batches = int(pipeline["micro_batches"])
+    case = Case(
+        world_size=len(plan), layers=4, tokens=tokens, global_batch=2 * micro_batches, pipeline=pipeline
+    )
+    ranks = run_world(looks, len(plan), case)
+    live = check(plan).live
+    placement = plan.placement()
+    for rank, seen in enumerate(ranks):
+        compute = [a for a in seen["own"] if Action.parse(a).kind in COMPUTE_KINDS]
+        assert compute == [str(a) for a in plan[rank]]
+        assert seen["most"] == seen["live"] == live[rank], "activations that autograd really kept"
+        sends = [a for a in plan[rank] if a.kind is not Kind.W and crosses(a, placement)]
+        message_bytes = 2 * tokens * SIZES["width"] * 8
+        ends = {placement[0], placement[max(placement)]}
+        tied = int(rank in ends and len(ends) > 1)
+        numel = 1024  # the tied table of 37 x 16 in a chunk of its own
+        expected = ("send", "pipeline", len(sends) + tied, len(sends) * message_bytes + tied * numel * 8)
+        assert [row for row in seen["rows"] if row[1] == "pipeline"] == [expected]
+        assert all(taken <= planned for taken, planned in seen["slots"])
+        assert seen["spans"] == ranks[0]["spans"]
+    assert_in_order(ranks[0]["spans"], 2 * len(placement) * micro_batches)
+    copies = [seen["tied"] for seen in ranks if seen["tied"] is not None]
+    assert len(copies) == len(ends)
+    whole = {name: p.numel() for name, p in case.model().named_parameters()}
+    held: Counter[str] = Counter()
+    for seen in ranks:
+        held.update(seen["names"])
+    extra = (len(copies) - 1) * whole["token.weight"]
+    assert sum(held.values()) == sum(whole.values()) + extra, "each parameter on its own stage"
+    assert torch.equal(copies[0], copies[-1]), "both copies of the tied table have the same bits"
+
+
+def crosses(action: Any, placement: dict[int, int]) -> bool:
+    """Whether what a compute action makes goes to another rank."""
+    to = action.stage + (1 if action.kind is Kind.F else -1)
+    return to in placement and placement[to] != placement[action.stage]
+
+
+def assert_in_order(spans: list[tuple[int, str, float, float]], count: int) -> None:
+    """Nothing ends before what it needs has ended, over all ranks."""
+    ends = {word: end for _, word, _, end in spans}
+    compute = [word for word in ends if Action.parse(word).kind in (Kind.F, Kind.B, Kind.I)]
+    assert len(compute) == count
+    for word in compute:
+        stage = int(word[: len(word) - len(word.lstrip("0123456789"))])
+        rest = word.lstrip("0123456789")
+        before = f"{stage - 1}{rest}" if rest[0] == "F" else f"{stage + 1}{rest}"
+        if before in ends:
+            assert ends[before] <= ends[word], (before, word)
+        if rest[0] != "F":
+            assert ends[f"{stage}F{rest[1:]}"] <= ends[word]
+
+
+def test_the_same_run_twice_gives_the_same_bits() -> None:
+    case = replace(PAIR, dropout=0.2, world_size=4, config=CLIPPED)
+    first, second = (run_world(steps_of, 4, case) for _ in range(2))
+    for a, b in zip(first[0], second[0], strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def steps_of(env: RankEnv, case: Case) -> list[dict[str, Tensor]]:
+    return [dict(step.parameters) for step in parallel_steps(env, case)[0]]
+
+
+# ---- the plan of a run that is not here ----
+
+
+def traffic_of(env: RankEnv, case: Case) -> tuple[list[tuple[str, str, int, int]], dict[str, int]]:
+    """What this rank's second step moves, and the state that it holds."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        for number in range(2):
+            inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(number))
+            engine.train_step((inputs, labels))
+        rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
+        return rows, {row.kind: row.now_bytes for row in engine.memory_report()}
+
+
+PLANNED = {
+    "zb-v, tied, dropout": replace(
+        PAIR, layers=4, dropout=0.1, pipeline=dict(size=2, schedule="zb-v", micro_batches=4), global_batch=9
+    ),
+    "1f1b, data 2, ZeRO 1, accumulation": replace(
+        PAIR, world_size=4, layers=3, global_batch=9, pipeline=dict(size=2, micro_batches=2),
+        config=dict(zero=dict(stage=1), gradient_accumulation=2, optimizer=dict(type="adamw", lr=1e-3)),
+    ),
+    "interleaved, tensor 2, recomputed": replace(
+        PAIR, world_size=4, layers=4, tensor=2, family="llama", tied=False, global_batch=4,
+        pipeline=dict(size=2, schedule="interleaved", micro_batches=4), config=dict(activation_checkpoint="full"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_bytes_of_a_run_and_its_state_are_those_of_its_plan(name: str) -> None:
+    case = PLANNED[name]
+    model = case.model()
+    assert isinstance(model, GPT)
+    for rank, (rows, state) in enumerate(run_world(traffic_of, case.world_size, case)):
+        plan = planner.plan(
+            case.full_config, model.config, batch=case.global_batch, sequence=case.tokens,
+            world_size=case.world_size, rank=rank,
+        )  # fmt: skip
+        assert [(r.operation, r.axis, r.calls, r.payload_bytes) for r in plan.traffic] == rows
+        assert all(plan.bytes_of(kind) == held for kind, held in state.items())
+        assert plan.bytes_of("activations") > 0 and "bubble" in plan.schedule
+
+
+# ---- bad input ----
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SIZES["vocabulary"], SIZES["vocabulary"])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.table(ids)
+        return logits
+
+
+def fails(env: RankEnv, case: Case, how: str) -> str:
+    try:
+        with env.launch(case.full_config) as context:
+            model = Odd if how == "odd" else case.model
+            engine = cl.initialize(model, context=context, optimizer=case.own)
+            inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+            if how == "manual":
+                engine(inputs)
+            engine.forward_backward((inputs, labels))
+    except (ValueError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+def _nadam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=1e-2)
+
+
+BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
+    "fewer layers than stages": (
+        replace(PAIR, layers=1), "", ("parallel.pipeline.size = 2", "1 layers are fewer than 2 stages"),
+    ),
+    "fewer samples than micro-batches": (
+        replace(PAIR, global_batch=2), "", ("micro_batches=3", "2 samples", "at most 2 micro-batches"),
+    ),
+    "counts that do not cover": (
+        replace(PAIR, pipeline=dict(size=2, partition=(2, 2))), "", ("partition=(2, 2)", "6 units", "6 in all"),
+    ),
+    "a schedule's rule on chunks": (
+        replace(PAIR, pipeline=dict(size=2, chunks=2)), "", ("pipeline.chunks = 2", "'1f1b' takes 1 on each rank"),
+    ),
+    "a loop of one's own": (PAIR, "manual", ("engine(x)", "train_step", "parallel.pipeline=1")),
+    "an optimizer of one's own": (replace(PAIR, own=_nadam), "", ("optimizer", "parallel.pipeline")),
+    "sharded gradients": (
+        replace(PAIR, config=dict(zero=dict(stage=2))), "", ("zero.stage = 2", "under a pipeline"),
+    ),
+    "two dimensions": (
+        replace(PAIR, world_size=8, tensor=4, mode="2d"), "", ("parallel.tensor.mode = '2d'", "under a pipeline"),
+    ),
+    "a model without units": (PAIR, "odd", ("Odd does not say what its units are", "pipeline_sections()")),
+    "masks of half a sequence": (
+        replace(PAIR, family="hf-gpt2", world_size=4, tensor=2), "", ("sequence_parallel", "GPT2LMHeadModel", "False"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_on_every_rank(name: str) -> None:
+    case, how, words = BAD[name]
+    for said in run_world(fails, case.world_size, case, how):
+        assert all(word in said for word in words), said
+
+
+TIMEOUT_S = 1.5
+
+
+def stops_in_the_middle(env: RankEnv, guilty: int, how: str, folder: str) -> tuple[str, float]:
+    """Train, with one rank that ends or stalls in its third forward of the second step; the others leave in `folder`
+    what they say of it."""
+    case = replace(PAIR, layers=4, world_size=4, pipeline=dict(size=4, micro_batches=4), global_batch=4)
+    config = dict(case.full_config) | dict(timeout_s=TIMEOUT_S)
+    original, begun = Engine._forward, time.monotonic()
+
+    def forward(self: Engine, stage: int, part: Any, carried: Any, sums: Tensor) -> Any:
+        if env.rank == guilty and self.steps == 1 and int(part.samples[0]) == 2:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            end = time.monotonic() + 20
+            while not env.store.check(["told 0", "told 2"]) and time.monotonic() < end:
+                time.sleep(0.05)
+            raise InterruptedError("stalled for long enough")
+        return original(self, stage, part, carried, sums)
+
+    with pytest.MonkeyPatch.context() as patch, env.launch(config) as context:
+        patch.setattr(Engine, "_forward", forward)
+        engine = start(case, context)
+        try:
+            for number in range(2):
+                begun = time.monotonic()
+                engine.train_step(case.batch(number))
+        except CommError as error:
+            taken_s = time.monotonic() - begun
+            Path(folder, str(env.rank)).write_text(str(error))
+            env.store.set(f"told {env.rank}", "")
+            # Whoever leaves first is who the others hear of: both neighbours are to say what they saw.
+            while not env.store.check(["told 0", "told 2"]) and time.monotonic() < begun + 20:
+                time.sleep(0.05)
+            return str(error), taken_s
+        except InterruptedError:
+            pass
+    return "", 0.0
+
+
+def test_a_rank_that_stalls_is_named_with_stage_micro_batch_and_action(tmp_path: Path) -> None:
+    ended = run_world(stops_in_the_middle, 4, 1, "stalls", str(tmp_path))
+    assert all(taken_s < TIMEOUT_S + 6 for _, taken_s in ended)
+    for rank, waited in ((0, "0RECV_B0, stage 0, micro-batch 0"), (2, "2RECV_F2, stage 2, micro-batch 2")):
+        said = ended[rank][0]
+        assert f"{waited}, from rank 1" in said and "waiting for ranks 1;" in said, said
+        assert "rank 1 is in phase 'forward of 1F2, stage 1, micro-batch 2' of step 1" in said, said
+
+
+def test_a_rank_that_dies_is_named_with_stage_micro_batch_and_action(tmp_path: Path) -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(stops_in_the_middle, 4, 1, "dies", str(tmp_path))
+    assert caught.value.ranks("died") == [1]
+    said = (tmp_path / "2").read_text()
+    assert "2RECV_F2, stage 2, micro-batch 2, from rank 1" in said and "waiting for ranks 1;" in said, said
+    assert "rank 1 does not answer: it has died or is stopped" in said, said
