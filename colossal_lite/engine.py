@@ -619,6 +619,7 @@ class Engine:
         return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
 
     def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
+        self.mesh.progress.phase = "update"
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)

@@ -192,9 +192,9 @@ def _key_heads_not_summed(original: Any, x: torch.Tensor, comm: AxisComm) -> tor
     return x
 
 
-def _bias_on_every_rank(original: Any, x: torch.Tensor, weight: Any, bias: Any, mode: Tensor1D) -> Any:
+def _bias_on_every_rank(original: Any, x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     return original(
-        torch.cat((x, torch.ones_like(x[..., :1])), -1), torch.cat((weight, bias[:, None]), 1), None, mode
+        torch.cat((x, torch.ones_like(x[..., :1])), -1), torch.cat((weight, bias[:, None]), 1), None, *rest
     )
 
 
@@ -636,10 +636,9 @@ def _masks_from_zero(original: Any, self: SequenceParallel, given: Any) -> Any:
     return replace(part, positions=torch.arange(part.inputs.shape[1]))
 
 
-def _pieces_in_rank_order(
-    original: Any, self: SequenceParallel, ranks: torch.Tensor, dim: int
-) -> torch.Tensor:
-    return ranks
+def _blocks_of_the_next_rank(original: Any, self: Gather, block: torch.Tensor) -> Any:
+    sources, blocks = zip(*original(self, block), strict=True)
+    return zip(sources, (*blocks[1:], blocks[0]), strict=True)
 
 
 def _sum_over_data_only(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
@@ -664,7 +663,7 @@ FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "gradients of tokens of another rank": (USP, conjugate, "_to_tokens", _tokens_of_another_order),
     "positions from zero": (RING, SequenceParallel, "local_part", _positions_from_zero),
     "masks from position zero": (RING, SequenceParallel, "local_part", _masks_from_zero),
-    "zigzag pieces not put in order": (GATHERED, SequenceParallel, "in_order", _pieces_in_rank_order),
+    "gathered blocks taken for others": (GATHERED, Gather, "blocks", _blocks_of_the_next_rank),
     "gradients not summed over the sequence": (RING, ShardSpec, "sync_axes", _sum_over_data_only),
 }
 ALL |= FAULTS_SEQUENCE
