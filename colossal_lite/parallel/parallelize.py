@@ -26,6 +26,7 @@ from colossal_lite.parallel.grid import features_of
 from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
 from colossal_lite.parallel.sequence import OnSequence, SequenceParallel
 from colossal_lite.parallel.serial import Serial
+from colossal_lite.parallel.swap import ancestors
 from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
 from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D
 from colossal_lite.parallel.tensor_3d import Swap3D, Tensor3D
@@ -99,6 +100,8 @@ def parallelize(
         chosen = _auto_plan(module) if plan == "auto" else plan
         roles = assign_roles(chosen, *_names(module))
         made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel)
+        if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
+            made = _with_dropout_outside(module, roles, made)
     strategy, specs, local_rows = made
     if mesh.size("sequence") > 1:
         sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
@@ -130,6 +133,49 @@ def _check_attention(module: nn.Module, mode: str) -> None:
 # What a mode gives: its strategy, the spec of each parameter, and which rows of the counters a dropout sees, by name.
 LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
 Made = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows]
+
+
+def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Made) -> Made:
+    """`made`, with an error for a dropout that sees what lies between a first linear and its second: features that are
+    cut otherwise than those whose counters it would take, so that its mask would be another than the serial one.
+
+    Where a forward is, hooks on the linears tell; no name does.  An adapter's own dropout has counters of its own, and
+    in the models that are known no dropout lies there.
+    """
+    strategy, specs, local_rows = made
+    inside: list[str] = []  # the first linear whose second has not come yet
+
+    def enter(name: str, *_: Any) -> None:
+        inside[:] = [name]
+
+    def leave(*_: Any) -> None:
+        inside.clear()
+
+    module.register_forward_pre_hook(leave)
+    for name, role in roles.items():
+        if role.name == "first":
+            module.get_submodule(name).register_forward_hook(partial(enter, name))
+        elif role.name in ("second", "block"):
+            module.get_submodule(name).register_forward_pre_hook(leave)
+    adapters = {name for name, role in roles.items() if role.name == "adapter"}
+
+    def outside(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
+        local = local_rows(name, rows)
+        if not adapters.isdisjoint(ancestors(name)):
+            return local
+
+        def checked() -> Rows:
+            if inside:
+                raise ValueError(
+                    f"{name}: a dropout between {inside[0]}, whose features are cut over the tensor axis, and the "
+                    f"second linear of the pair: its mask would not be that of one process; legal: a dropout behind "
+                    f"the second linear, p=0, or tensor=1"
+                )
+            return local()
+
+        return checked
+
+    return strategy, specs, outside
 
 
 def _serial(module: nn.Module) -> Made:

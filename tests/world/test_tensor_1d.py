@@ -292,3 +292,42 @@ def test_what_cannot_be_cut_is_refused_in_words_on_every_rank(what: str) -> None
     with pytest.raises(WorldError, match=REFUSALS[what]) as error:
         run_world(refused, 3 if what in ("heads", "facts") else 2, what)
     assert error.value.ranks("raised") == list(range(3 if what in ("heads", "facts") else 2))
+
+
+class Dropping(nn.Module):
+    """A pair of linears with a dropout between them, or behind them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.token, self.up, self.down = nn.Embedding(32, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.between = nn.Dropout(0.3 if where == "between" else 0.0)
+        self.behind = nn.Dropout(0.3)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.behind(self.token(ids))
+        x = x + self.behind(self.down(self.between(self.up(x).relu())))
+        return self.head(self.norm(x))
+
+
+def dropping(env: RankEnv, where: str, tensor: Any) -> list[float]:
+    torch.manual_seed(0)
+    model, ids = Dropping(where), torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
+    plan = {"token": "embedding", "up": "first", "down": "second", "norm": "norm", "head": "lm_head"}
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), parallel=dict(tensor=tensor))
+    with env.launch(config) as context:
+        engine = cl.initialize(model, context=context, plan=plan)
+        return [float(engine.train_step((ids[:, :-1], ids[:, 1:])).loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "tensor", [dict(size=2), dict(size=2, sequence_parallel=False), dict(size=4, mode="2d")], ids=str
+)
+def test_a_dropout_within_a_pair_of_linears_is_refused_and_one_behind_it_is_the_serial_one(
+    tensor: dict[str, Any],
+) -> None:
+    (serial,) = run_world(dropping, 1, "behind", 1)
+    assert run_world(dropping, tensor["size"], "behind", tensor)[0] == pytest.approx(serial, rel=1e-12)
+    with pytest.raises(WorldError, match="between: a dropout between up, whose features are cut") as error:
+        run_world(dropping, tensor["size"], "between", tensor)
+    assert error.value.ranks("raised") == list(range(tensor["size"]))
