@@ -42,6 +42,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -162,6 +169,63 @@ def dtensor(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.C
     return _loop(model, *optimizers, clip=False), context
 
 
+def torch_pipeline(
+    stack: ExitStack, work: Work, *, schedule: Any, chunks: int = 1
+) -> tuple[Step, cl.Context]:
+    """torch.distributed.pipelining, a micro-batch a sample, cut as `CUTS` says. It ties no weights between stages and
+    clips no gradients."""
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG | tensor(work)))  # whole batches on all ranks
+    stages, rank = chunks * work.world, context.rank
+    v_shaped = schedule is ScheduleZBVZeroBubble
+    here = (rank, stages - 1 - rank) if v_shaped else range(rank, stages, work.world)
+    parts = [Layers(work.model, index, stages) for index in here]
+    built = [
+        PipelineStage(part, index, stages, torch.device("cpu"))
+        for part, index in zip(parts, here, strict=True)
+    ]
+    runs = schedule(built if chunks > 1 else built[0], work.global_batch, loss_fn=_mean_loss)
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True)
+
+    def step(inputs: Tensor, labels: Tensor) -> float:
+        losses: list[Tensor] = []
+        given = (inputs,) if 0 in here else ()
+        runs.step(*given, **(dict(target=labels, losses=losses) if stages - 1 in here else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.item() for loss in losses) / work.global_batch
+
+    return step, context
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+CUTS = {2: (0, 3, 6), 4: (0, 1, 3, 5, 6)}
+"""Which of 6 layers each of so many stages begins with; the first has the embedding beside, the last the head."""
+
+
+class Layers(nn.Module):
+    """One stage of the same GPT."""
+
+    def __init__(self, config: GPTConfig, stage: int, stages: int) -> None:
+        super().__init__()
+        whole = Separate(config)
+        self.token, self.position = (whole.token, whole.position) if stage == 0 else (None, None)
+        self.blocks = whole.blocks[CUTS[stages][stage] : CUTS[stages][stage + 1]]
+        if stage == stages - 1:
+            self.norm, self.head = whole.norm, nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.token is not None and self.position is not None:
+            x = self.token(x) + self.position(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
 def _loop(model: nn.Module, *optimizers: Any, clip: bool = True) -> Step:
     def step(inputs: Tensor, labels: Tensor) -> float:
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
@@ -229,8 +293,13 @@ def tensor(work: Work, **settings: Any) -> dict[str, Any]:
     return dict(parallel=dict(tensor=dict(size=work.world, **settings)))
 
 
-def ours_1d(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.Context]:
-    return ours(stack, work, **tensor(work, sequence_parallel=sequence))
+def ours_tensor(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
+    return ours(stack, work, **tensor(work, **settings))
+
+
+def ours_pipeline(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
+    pipeline = dict(size=work.world, micro_batches=work.global_batch, **settings)
+    return ours(stack, work, parallel=dict(pipeline=pipeline))
 
 
 def sequence(mode: str) -> dict[str, Any]:
@@ -257,16 +326,27 @@ TABLES: dict[int, dict[str, Side]] = {
             ours, zero=dict(stage=3, reshard_after_forward=False)
         ),
         "DTensor tensor parallel": partial(dtensor, sequence=False),
-        "colossal_lite, tensor 1d": partial(ours_1d, sequence=False),
+        "colossal_lite, tensor 1d": partial(ours_tensor, sequence_parallel=False),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
-        "colossal_lite, tensor 1d, sequence cut": partial(ours_1d, sequence=True),
+        "colossal_lite, tensor 1d, sequence cut": ours_tensor,
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
+        "torch pipelining, GPipe": partial(torch_pipeline, schedule=ScheduleGPipe),
+        "colossal_lite, pipeline gpipe": partial(ours_pipeline, schedule="gpipe"),
+        "torch pipelining, 1F1B": partial(torch_pipeline, schedule=Schedule1F1B),
+        "colossal_lite, pipeline 1f1b": partial(ours_pipeline, schedule="1f1b"),
+        "torch pipelining, interleaved": partial(torch_pipeline, schedule=ScheduleInterleaved1F1B, chunks=2),
+        "colossal_lite, pipeline interleaved": partial(ours_pipeline, schedule="interleaved", chunks=2),
+        "torch pipelining, ZBV": partial(torch_pipeline, schedule=ScheduleZBVZeroBubble, chunks=2),
+        "colossal_lite, pipeline zb-v": partial(ours_pipeline, schedule="zb-v", chunks=2),
     },
 }
-
-
 TABLES[4] = {name: side for name, side in TABLES[2].items() if name == ONE_RANK or "tensor" in name}
+TABLES[8] = TABLES[4] | {  # with --model small, whose 8 heads these ranks divide
+    "colossal_lite, tensor 2.5d": partial(ours_tensor, mode="2.5d", depth=2),
+    "colossal_lite, tensor 3d": partial(ours_tensor, mode="3d"),
+}
+TABLES[4] = TABLES[4] | {"colossal_lite, tensor 2d": partial(ours_tensor, mode="2d")}
 
 
 # ---- measuring ----
