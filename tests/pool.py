@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from colossal_lite.context import Context
 
 MAX_RANKS = 16
-# After the first failure the others have this long to say what they saw; then they are ended.
+# After the first failure the others have this long to say what they saw, if not told otherwise; then they are ended.
 GRACE_S = 2.0
 STACK_S = 2.0
 STACK_SIGNAL = signal.SIGUSR2
@@ -106,13 +106,16 @@ class WorldError(RuntimeError):
         return [f.rank for f in self.failures if f.kind == kind]
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_world(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S
+) -> list[Any]:
     """Run `fn(RankEnv, *args)` on `world_size` ranks; what each returned, in rank order.
 
     `fn` is a module-level function (the rank imports it by name); arguments and results are plain data or
-    tensors. Raises WorldError if a rank raises, dies or is not done within `timeout_s`.
+    tensors. Raises WorldError if a rank raises, dies or is not done within `timeout_s`; the others then have `grace_s`
+    to say what they saw.
     """
-    return pool().run(_import_name(fn), world_size, args, timeout_s)
+    return pool().run(_import_name(fn), world_size, args, timeout_s, grace_s)
 
 
 @functools.cache
@@ -293,7 +296,14 @@ class Pool:
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks if rank.process.pid]
 
-    def run(self, function: str, world_size: int, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def run(
+        self,
+        function: str,
+        world_size: int,
+        args: tuple[Any, ...],
+        timeout_s: float,
+        grace_s: float = GRACE_S,
+    ) -> list[Any]:
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"world_size must be 1 to {MAX_RANKS}, got {world_size}")
         try:
@@ -301,7 +311,7 @@ class Pool:
             store = f"{self._directory}/store{next(self._serial)}"
             for number, rank in enumerate(ranks):
                 rank.send(_Task(function, number, world_size, store, args))
-            answers = _collect(ranks, timeout_s)
+            answers = _collect(ranks, timeout_s, grace_s)
         except BaseException:  # an interrupt or pytest's own timeout: nobody waits for these ranks any more
             self._end_ranks()
             raise
@@ -357,7 +367,7 @@ class Pool:
         self._ranks.clear()
 
 
-def _collect(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, _Answer | None]:
+def _collect(ranks: Sequence[_Rank], timeout_s: float, grace_s: float) -> dict[int, _Answer | None]:
     """Answers by rank, None for a rank that died; a rank that did not come back in time has no entry."""
     answers: dict[int, _Answer | None] = {}
     end = time.monotonic() + timeout_s
@@ -373,7 +383,7 @@ def _collect(ranks: Sequence[_Rank], timeout_s: float) -> dict[int, _Answer | No
                 continue
             answers[number] = answer
             if answer is None or answer.error is not None:
-                end = min(end, time.monotonic() + GRACE_S)
+                end = min(end, time.monotonic() + grace_s)
     return answers
 
 

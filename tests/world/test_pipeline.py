@@ -562,7 +562,7 @@ def test_a_rank_that_stalls_is_named_with_stage_micro_batch_and_action(tmp_path:
 
 def test_a_rank_that_dies_is_named_with_stage_micro_batch_and_action(tmp_path: Path) -> None:
     with pytest.raises(WorldError) as caught:
-        run_world(stops_in_the_middle, 4, 1, "dies", str(tmp_path))
+        run_world(stops_in_the_middle, 4, 1, "dies", str(tmp_path), grace_s=20)
     assert caught.value.ranks("died") == [1]
     said = (tmp_path / "2").read_text()
     assert "2RECV_F2, stage 2, micro-batch 2, from rank 1" in said and "waiting for ranks 1;" in said, said
