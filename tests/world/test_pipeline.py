@@ -523,7 +523,10 @@ def stops_in_the_middle(env: RankEnv, guilty: int, how: str, folder: str) -> tup
 
     def forward(self: Engine, stage: int, part: Any, carried: Any, sums: Tensor) -> Any:
         if env.rank == guilty and self.steps == 1 and int(part.samples[0]) == 2:
-            if how == "dies":
+            if how == "dies":  # when it has been heard once: the steps before take less than a beat
+                end = time.monotonic() + TIMEOUT_S / 2
+                while not self.context.store.check([f"beat/{guilty}"]) and time.monotonic() < end:
+                    time.sleep(0.02)
                 os.kill(os.getpid(), signal.SIGKILL)
             end = time.monotonic() + 20
             while not env.store.check(["told 0", "told 2"]) and time.monotonic() < end:
