@@ -114,9 +114,24 @@ class SequenceParallel:
         return replace(ops, attend=partial(self._attend, ops))
 
     def _attend(
-        self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None = None
+        self,
+        ops: Ops,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        scale: float | None = None,
+        **others: Any,
     ) -> Tensor:
-        """out [B, T/N, H, K] of this rank's queries [B, T/N, H, K] over all keys; k and v [B, T/N, G, K]."""
+        """out [B, T/N, H, K] of this rank's queries [B, T/N, H, K] over all keys; k and v [B, T/N, G, K].
+
+        `others`: arguments of the op of one rank, which have no form across ranks yet: a ValueError names them."""
+        if asked := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(
+                f"attend: {', '.join(asked)} across sequence ranks (mode {self.mode!r}) is not built; legal: mask and "
+                f"scale, or sequence=1"
+            )
         n = self.heads.size
         if k.shape[2] % n:  # checked against the model's facts: then n is a multiple of the key heads
             k, v = (x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))

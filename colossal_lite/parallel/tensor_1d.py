@@ -415,7 +415,7 @@ def micro_batch_payload(
 class Swap1D(Swap):
     """Swaps for 1D, over the axis `tensor`."""
 
-    mode: Tensor1D = None  # type: ignore[assignment]  # given by keyword: fields of the base have defaults
+    mode: Tensor1D = field(kw_only=True)
     _shared: set[str] = field(default_factory=set)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     has_adapters = True

@@ -20,7 +20,7 @@ At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ def micro_batch_payload(
 class Swap2D(SwapGrid):
     """Swaps for 2D and 2.5D."""
 
-    mode: Tensor2D = None  # type: ignore[assignment]  # given by keyword: fields of the base have defaults
+    mode: Tensor2D = field(kw_only=True)
 
     @property
     def head_parts(self) -> int:

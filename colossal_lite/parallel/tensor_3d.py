@@ -23,7 +23,7 @@ Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -165,7 +165,7 @@ def micro_batch_payload(
 class Swap3D(SwapGrid):
     """Swaps for 3D."""
 
-    mode: Tensor3D = None  # type: ignore[assignment]  # given by keyword: fields of the base have defaults
+    mode: Tensor3D = field(kw_only=True)
 
     @property
     def head_parts(self) -> int:

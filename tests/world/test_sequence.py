@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.batch import Batch
+from colossal_lite.kernels import TORCH, Mask
 from colossal_lite.layout import MeshLayout
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
@@ -249,6 +250,17 @@ def test_tokens_come_back_in_order() -> None:
 
 
 # ---- other ways to use it, and bad input ----
+
+
+@pytest.mark.parametrize("argument", ["softcap", "bias", "window", "kv_prefix"])
+def test_what_attention_cannot_do_across_ranks_is_refused_by_name(argument: str) -> None:
+    sequence = SequenceParallel.on(Mesh.recording(MeshLayout.build(sequence=2)), "ring")
+    attend, (q, k, v) = sequence.ops(TORCH).attend, torch.rand(3, 1, 4, 2, 8)
+    assert attend(q, k, v, mask=Mask(True), **{argument: None}).shape == q.shape
+    with pytest.raises(
+        ValueError, match=f"attend: {argument} across sequence ranks .mode 'ring'. is not built; legal"
+    ):
+        attend(q, k, v, mask=Mask(True), **{argument: 2})
 
 
 @ALL_MODES
