@@ -12,8 +12,8 @@ A load reads the newest checkpoint that is whole.  Each slice is read entirely, 
 the rank holds, or read there at once if it fits as it is; a fault names the file and the tensor, and all ranks go on
 with the checkpoint before it.
 
-Cost: extra memory of four slices (16 MiB each) when loading, three when saving in step; asynchronous, what the rank
-owns.
+Cost: extra memory of nine slices (16 MiB each) when loading, none for what is read in place; three when saving in
+step; asynchronous, what the rank owns.
 Files are safetensors, readable by its own library; nothing is pickled, nothing outside the directory is opened.
 """
 
@@ -31,6 +31,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,8 +65,10 @@ from colossal_lite.slices import Fragment, extent, strides_of
 
 SLICE_BYTES = 16 * 2**20
 FILE_BYTES = 2**30
-AHEAD = 3
-"""slices that are read and checked in threads while one is copied: one waits for the disk, two are summed"""
+THREADS = 4
+"""that read and check slices: some wait for the disk while others sum"""
+AHEAD = 8
+"""slices that are being read, or are read, before the one that is copied: no thread waits for a slow one"""
 ATTEMPTS = 2
 """how often a save is tried before it is given up"""
 SHARED_S = 10.0
@@ -269,13 +272,31 @@ def _opened(path: Path, holds: str) -> Any:
     return os.fdopen(fd, "rb", buffering=0)
 
 
+class _Files(ExitStack):
+    """Files of one directory, each opened at most once: the system reads ahead within what stays open."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._lock = path, threading.Lock()
+        self._found: dict[str, int] = {}
+
+    def of(self, name: str, holds: str) -> int:
+        """The descriptor of a file, from any thread."""
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self.enter_context(_opened(self._path / name, holds)).fileno()
+                os.posix_fadvise(self._found[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            return self._found[name]
+
+
 def _stream(
     path: Path, plan: Sequence[Read], manifest: Manifest, *, places: Sequence[Tensor | None] = ()
 ) -> Iterator[tuple[Read, Tensor | str]]:
     """Each slice as a tensor of its box's shape, or what is wrong with it.
 
-    Slices are read and checked in `AHEAD` threads while the caller uses the one before, whose memory is then used
-    again; `places[i]`, where it is given, is where slice i is read to instead: contiguous, in host memory, its dtype.
+    Slices are read and checked in threads, `AHEAD` at most, while the caller uses the one before, whose memory is
+    then used again; `places[i]`, where it is given, is where slice i is read to instead: contiguous, in host memory,
+    its dtype.
     """
     if not plan:
         return
@@ -289,24 +310,23 @@ def _stream(
         part, place = plan[index].slice, places[index]
         into = memoryview(buffers[index % len(buffers)]) if place is None else _bytes_of(place)
         view = into[: part.stop - part.start]
-        with _opened(path / part.file, f"tensor {plan[index].name}") as source:
-            source.seek(bases[part.file] + part.start)
-            at = 0
-            try:
-                while at < len(view):
-                    count = source.readinto(view[at:])
-                    if not count:
-                        return f"only {at} of {len(view)} bytes are there"
-                    at += count
-            except OSError as error:
-                return f"byte {at} of {len(view)} cannot be read: {error.strerror}"
+        source = files.of(part.file, f"tensor {plan[index].name}")
+        at = 0
+        try:
+            while at < len(view):
+                count = os.preadv(source, [view[at:]], bases[part.file] + part.start + at)
+                if not count:
+                    return f"only {at} of {len(view)} bytes are there"
+                at += count
+        except OSError as error:
+            return f"byte {at} of {len(view)} cannot be read: {error.strerror}"
         if (found := zlib.crc32(view)) != part.crc32:
             return f"checksum is {found:08x}, not {part.crc32:08x} as stated"
         if place is not None:
             return place
         return torch.frombuffer(view, dtype=DTYPES[plan[index].dtype]).view(extent(part.box))
 
-    with ThreadPoolExecutor(AHEAD, "checkpoint-read") as pool:
+    with _Files(path) as files, ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
         pending = [pool.submit(fill, index) for index in range(min(AHEAD, len(plan)))]
         for index, read in enumerate(plan):
             data = pending.pop(0).result()
@@ -330,8 +350,11 @@ def _write_file(path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Ite
     back = bytearray(max((row.stop - row.start for *_, row in rows), default=0))
 
     def check(view: memoryview, row: tuple[str, Stored, Slice]) -> int:
-        crc32 = zlib.crc32(view)
-        count = os.preadv(fd, [memoryview(back)[: len(view)]], len(head) + row[2].start)
+        crc32, start = zlib.crc32(view), len(head) + row[2].start
+        count = os.preadv(fd, [memoryview(back)[: len(view)]], start)
+        os.posix_fadvise(
+            fd, start, len(view), os.POSIX_FADV_DONTNEED
+        )  # the disk begins on it now, not at fsync
         if count != len(view) or not back.startswith(view):
             raise CheckpointError(
                 f"{path}: tensor {row[0]}{_box(row[2])} does not read back as it was written"
