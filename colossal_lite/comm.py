@@ -7,7 +7,8 @@ An `AxisComm` is one rank's end of one group of the mesh.  Every collective of t
   unreduced input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A
   group of one rank makes no call and counts nothing.
 - a **recording** communicator has the same methods and no peers: it counts and returns at once, so that a rank of any
-  world can be run on meta tensors in one process;
+  world can be run on meta tensors in one process.  A `Pending` of it holds what that of an exchange holds, what the
+  pieces of the others land in among it, so that a meter sees a real step's bytes;
 - whoever waits has a timeout (the group's), and the error says for whom: axis, ranks, operation, shape.
 
 Asynchronous methods return a `Pending`; its `wait()` must be called, on every rank in the same order.  Sums are plain
@@ -98,10 +99,11 @@ class Pending:
         finish: Callable[[], None],
         call: int = 0,
         peer: int | None = None,
+        holds: Sequence[Tensor] = (),
     ):
         self._comm, self._what, self._result, self._call = comm, what, result, call
         self._peer = peer
-        self._works, self._finish = tuple(works), finish
+        self._works, self._finish, self._holds = tuple(works), finish, tuple(holds)
         self._done = False
 
     def wait(self) -> Tensor:
@@ -113,6 +115,7 @@ class Pending:
             except RuntimeError as error:
                 raise self._comm.failure(self._what, error, self._call, self._peer) from error
             self._finish()
+            self._works, self._finish, self._holds = (), _nothing, ()  # what they hold may go
             self._done = True
             self._comm.ledger.waited_s += time.perf_counter() - start
         return self._result
@@ -182,7 +185,10 @@ class AxisComm:
         target = out
         if self.size == 1 and target.data_ptr() != shard.data_ptr():
             target.copy_(shard)
-        return self._run("all_gather", target, target, lambda: self._start_all_gather(shard, target))
+        return self._run(
+            "all_gather", target, target, lambda: self._start_all_gather(shard, target),
+            recorded=lambda: (shard,),
+        )  # fmt: skip
 
     def all_gather(self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
         return self.all_gather_async(shard, out, dim=dim).wait()
@@ -212,7 +218,10 @@ class AxisComm:
 
         if self.size == 1:
             whole.copy_(shard)
-        return self._run("all_gather", whole, whole, start, put_in_place)
+        return self._run(
+            "all_gather", whole, whole, start, put_in_place,
+            recorded=lambda: (shard, shard.new_empty((len(others), *shard.shape))),
+        )  # fmt: skip
 
     def reduce_scatter_async(
         self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
@@ -233,7 +242,7 @@ class AxisComm:
         native = self._native(full)
         if self.size == 1 and target.data_ptr() != full.data_ptr():
             target.copy_(full)
-        if self.size == 1 or self._recording or (native and not ordered):
+        if self.size == 1 or (native and not ordered):
             return self._run(
                 "reduce_scatter",
                 full,
@@ -242,6 +251,8 @@ class AxisComm:
             )
         numel = self.scratch_numel(full.numel(), ordered=ordered, native=native)
         flat = full.new_empty(numel) if scratch is None else scratch[:numel]
+        if self._recording:
+            return self._run("reduce_scatter", full, target, list, recorded=lambda: (full, flat))
         own = full.view(self.size, *target.shape)[self.coord]
         if native:
             pieces = list(flat.view(self.size, *target.shape))
@@ -304,7 +315,11 @@ class AxisComm:
 
         if self.size == 1:
             result.copy_(own)
-        return self._run("reduce_scatter", full, result, start, add_in_rank_order)
+        copies = 1 if own.is_contiguous() else 2  # of what comes, and of what leaves
+        return self._run(
+            "reduce_scatter", full, result, start, add_in_rank_order,
+            recorded=lambda: (full, full.new_empty((copies * (self.size - 1), *own.shape))),
+        )  # fmt: skip
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Copy `tensor` of coordinate `source` to all, in place. Payload: the buffer."""
@@ -442,6 +457,7 @@ class AxisComm:
         start: Callable[[], list[Any]],
         finish: Callable[[], None] = _nothing,
         *,
+        recorded: Callable[[], Sequence[Tensor]] = tuple,
         what: str | None = None,
         peer: int | None = None,
         about: str = "",
@@ -456,7 +472,7 @@ class AxisComm:
             self.ledger.add(counted, self.axis, payload.numel() * payload.element_size())
         self._calls += 1
         if self._recording:
-            return Pending(self, description, result, (), _nothing)
+            return Pending(self, description, result, (), _nothing, holds=recorded())
         if self._watch:
             self._watch.progress.called(self.axis, description)
         try:

@@ -10,7 +10,8 @@ added for each further one: everything but the packing is linear in the blocks. 
 size of the world.
 
 `peak` is of tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the libraries that
-it loads beside torch's import, and what its allocator keeps of freed memory; buffers of the transport are left out.
+it loads beside torch's import, and what its allocator keeps of freed memory.  What the pieces of an exchange land in is
+part of `temporaries`, as on gloo (native collectives take as much or less); what a transport buffers itself is not.
 """
 
 from __future__ import annotations

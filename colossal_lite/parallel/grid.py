@@ -140,6 +140,7 @@ class _Product(Function):
             dw, dx = of_weight(), dy @ w_parts()
             return dx, dw(), None
         terms = started(dy @ w_parts(), cut.x)
+        del w_parts  # and with it the gathered weight
         dw = of_weight()
         return terms(), dw(), None
 

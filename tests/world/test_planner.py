@@ -200,34 +200,51 @@ def peak_of_a_step(env: RankEnv, case: Case) -> int:
 def test_the_peak_of_a_step_under_tensor_parallelism_is_within_a_tenth(
     mode: str, sequence_parallel: bool
 ) -> None:
-    """A real exchange has buffers that a recorded one has not: one part of an activation for each other rank."""
+    """On a CPU the words of dropout's counters are tensors, which no kernel has: 4 % of so narrow a model."""
     case = Case(
         family="llama", world_size=2, tensor=2, sequence_parallel=sequence_parallel, dropout=0.1, tokens=64,
         config=dict(precision="fp32", activation_checkpoint=mode),
     )  # fmt: skip
     for rank, peak in enumerate(run_world(peak_of_a_step, 2, case)):
-        foretold = plan(
-            case.full_config, case.model, batch=case.global_batch, sequence=64, world_size=2, rank=rank
-        )
+        foretold = planned(case, rank)
         assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.1)
 
 
-GRIDS = {
+CUT = {
     "1d": Case(world_size=2, tensor=2),
     "2d": Case(world_size=4, tensor=4, mode="2d"),
     "2.5d": Case(world_size=8, tensor=8, mode="2.5d", depth=2),
     "3d": Case(world_size=8, tensor=8, mode="3d"),
+    "ring": Case(world_size=2, sequence=2),
+    "ulysses": Case(world_size=2, sequence=2, sequence_mode="ulysses"),
+    "allgather_kv": Case(world_size=2, sequence=2, sequence_mode="allgather_kv"),
+    "usp": Case(world_size=4, sequence=4, sequence_mode="usp", ulysses=2),
+    "ring_full": Case(world_size=2, sequence=2, sequence_mode="ring_full", causal=False),
+    "ring beside 2d": Case(world_size=8, tensor=4, mode="2d", sequence=2),
 }
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_activations_under_a_tensor_mode_are_as_planned(name: str) -> None:
-    """What backward finds; on top of it, gloo's receivers need buffers that no plan of a device has."""
+@pytest.mark.parametrize("name", CUT)
+def test_activations_and_the_peak_under_a_mode_are_as_planned(name: str) -> None:
+    """What backward finds, and the worst moment, with what an exchange lands its pieces in."""
     sizes = dict(width=64, heads=4, vocabulary=256)
-    case = replace(GRIDS[name], global_batch=16, dropout=0.1, sizes=sizes, config=dict(precision="fp32"))
-    for rank, (kept, _) in enumerate(run_world(held, case.world_size, case)):
+    case = replace(
+        CUT[name], global_batch=16, tokens=16, dropout=0.1, sizes=sizes, config=dict(precision="fp32")
+    )
+    for rank, (kept, peak) in enumerate(run_world(held, case.world_size, case)):
         foretold = planned(case, rank)
-        assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=2048)
+        assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=4096)
+        assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["2d", "2.5d", "3d", "usp"])
+def test_the_peak_under_a_mode_is_as_planned_when_blocks_run_again(name: str) -> None:
+    sizes = dict(width=64, heads=4, vocabulary=256)
+    config = dict(precision="fp32", activation_checkpoint="full")
+    case = replace(CUT[name], family="llama", global_batch=16, tokens=16, sizes=sizes, config=config)
+    for rank, peak in enumerate(run_world(peak_of_a_step, case.world_size, case)):
+        foretold = planned(case, rank)
+        assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
 
 
 # ---- a whole process ----
