@@ -292,8 +292,7 @@ WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     for path, built, missing in (
         ("parallel.tensor.mode", ("1d",), "this tensor mode"),
         ("parallel.sequence.size", (1,), "sequence parallelism"),
-        ("zero.stage", (0, 1), "sharded gradients and weights"),
-        ("zero.reduction", ("fast",), "sums in rank order"),
+        ("zero.stage", (0, 1, 2), "sharded weights"),
     )
 )
 """What of the built parts is not composed with a pipeline."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,27 @@ from torch.autograd import Function
 
 from colossal_lite.models.gpt import Norm
 
-Later = list[Callable[[], None]]
+
+@dataclass(frozen=True)
+class PutOff:
+    """What makes some weight gradients later, and the weights: tensors of a graph, or its leaves."""
+
+    work: Callable[[], None]
+    weights: tuple[Tensor, ...]
+
+    def leaves(self) -> set[Tensor]:
+        """The parameters that get a gradient, once each."""
+        found = {weight for weight in self.weights if weight.grad_fn is None}
+        nodes: list[Any] = [weight.grad_fn for weight in self.weights if weight.grad_fn is not None]
+        while nodes:
+            node = nodes.pop()
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            nodes += [after for after, _ in node.next_functions if after is not None]
+        return found
+
+
+Later = list[PutOff]
 
 
 class WeightQueue:
@@ -50,9 +71,11 @@ class WeightQueue:
         finally:
             self._later = None
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], None], *weights: Tensor | None) -> None:
+        """`weights`: what the work gives a gradient to, those that take none among them."""
         assert self._later is not None
-        self._later.append(work)
+        takes = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
+        self._later.append(PutOff(work, takes))
 
 
 class Root(Function):
@@ -73,9 +96,9 @@ class Root(Function):
 
 
 def deliver(weights: list[Tensor], gradients: list[Tensor]) -> None:
-    """Give tensors of a graph, or its leaves, their gradients."""
+    """Give tensors of a graph, or its leaves, their gradients: the last first, as backward does."""
     with torch.enable_grad():
-        root: Tensor = Root.apply(gradients, *weights)  # type: ignore[no-untyped-call]
+        root: Tensor = Root.apply(gradients[::-1], *weights[::-1])  # type: ignore[no-untyped-call]
         root.backward()
 
 
@@ -130,7 +153,7 @@ class _Linear(Function):
             deliver(*linear_gradients(dy, x, target, bias))
 
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            ctx.queue.put(work)
+            ctx.queue.put(work, target, bias)
         return dx, None, None, None
 
 
@@ -152,7 +175,7 @@ class _Embedding(Function):
 
         if not ctx.queue.is_open:
             return None, gradient(), None
-        ctx.queue.put(lambda: deliver([weight], [gradient()]))
+        ctx.queue.put(lambda: deliver([weight], [gradient()]), weight)
         return None, None, None
 
 
@@ -169,7 +192,7 @@ class _Tap(Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.run, ctx.queue = forward, queue
+        ctx.run, ctx.queue, ctx.weights = forward, queue, weights
         return y.view_as(y)
 
     @staticmethod
@@ -182,7 +205,7 @@ class _Tap(Function):
             deliver([again], [dy])
 
         if ctx.queue.is_open:
-            ctx.queue.put(work)
+            ctx.queue.put(work, *ctx.weights)
         else:
             work()
         return (dy, *[None] * (len(ctx.needs_input_grad) - 1))

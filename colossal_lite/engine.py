@@ -49,13 +49,13 @@ from colossal_lite.recompute import restore
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import Span, Timeline
 from colossal_lite.whole import Names, WholeState
-from colossal_lite.zero.build import slots_of
+from colossal_lite.zero.build import sharding_of, slots_of
 from colossal_lite.zero.hooks import StageHooks
-from colossal_lite.zero.norm import fast_squares, ordered_squares
+from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
-from colossal_lite.zero.stages import Extent, Sharding, Widths, forecast
+from colossal_lite.zero.stages import Extent, Widths, forecast
 
 Criterion = Callable[[Tensor, Tensor], Any]
 
@@ -132,7 +132,8 @@ class Engine:
         self._criterion = criterion
         self._facts = facts_of(model)
         self._parameters = built.names.parameters(model)
-        self._sharding = Sharding.of(config.zero, config.gradient_accumulation)
+        self._sharding = sharding_of(config)
+        self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
         self._hooks = StageHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
         self._weights = weights_of(model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero)
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
@@ -509,8 +510,12 @@ class Engine:
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
         work = Work(
             forward=lambda stage, i, carried: self._forward(stage, parts[i], carried, sums),
-            before_backward=lambda stage, i, is_whole: self._hooks.begin(
-                stage, is_last=is_whole and i == len(parts) - 1, seed=self._seed(parts[i])
+            before_backward=lambda stage, i, kind, later: self._hooks.begin(
+                stage,
+                is_last=i == len(parts) - 1,
+                seed=self._seed(parts[i]),
+                is_whole=kind is not Kind.I,
+                to_come=[leaf for each in later for leaf in each.leaves()] if kind is Kind.W else None,
             ),
             around_backward=self._weights.backward,
             put_off=self._queue.open,
@@ -596,10 +601,10 @@ class Engine:
 
         The ranks that hold one sum of a chunk add the squares of a share each, so that no element counts twice."""
         self.mesh.progress.phase = "agreement"
-        if not self._chunks:
+        if self._sharding.ordered:
+            squares = ordered_squares(self._chunks, self._in_order, self.mesh, self.context.device)
+        elif not self._chunks:
             squares = torch.zeros(1, dtype=torch.float64, device=self.context.device)
-        elif self._sharding.ordered:
-            squares = ordered_squares(self._chunks, list(self._parameters), self.mesh)
         else:
             squares = fast_squares(self._chunks)
         # In a loop of the user's own every tensor rank has the whole micro-batch's loss.

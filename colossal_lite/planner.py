@@ -60,9 +60,9 @@ from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.simulate import grid, simulate
-from colossal_lite.zero.build import build_chunks, pack_chunks, slots_of
+from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of, slots_of
 from colossal_lite.zero.hooks import GradientHooks
-from colossal_lite.zero.norm import fast_squares, ordered_squares
+from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
@@ -384,7 +384,7 @@ class _Dry:
         chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
         for chunk in chunks:
             chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
-        hooks = GradientHooks(chunks, named, by_micro_batch=True)
+        hooks = GradientHooks(chunks, named)
         weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world)
         with _FlashAttention():
             part = self.batch(done, streams, samples)
@@ -431,8 +431,8 @@ class _Dry:
                     del root
                 waiting = meter.now_bytes
                 with torch.no_grad():
-                    for work in later:
-                        work()
+                    for each in later:
+                        each.work()
             for parameter in module.parameters():
                 parameter.grad = None
             rows = self.mesh.ledger.rows()
@@ -594,7 +594,8 @@ def _staged_plan(
         tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage in sorted(stages.placement)
     )
     costs_s = stages.cut.stage_costs()
-    shape = StepShape(count, turns, numbers, stages.trainable, costs=costs_s)
+    reduce: Any = "micro_batch" if sharding_of(config).by_micro_batch else "step"
+    shape = StepShape(count, turns, numbers, stages.trainable, reduce, costs=costs_s)
     made = step_plan(pipeline, shape)
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     mesh.ledger.clear()
@@ -657,10 +658,7 @@ def _record_pipeline(
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
     for chunk in chunks:
         chunk.conclude()
-    agreed = 3 + sum(len(spec.entries) for spec in packed) + 1
-    mesh.world.all_reduce(torch.empty(agreed, dtype=torch.float64, device=META))
-    for chunk in chunks:
-        chunk.start_gather()
+    _record_agreement(chunks, packed, sharding_of(config), mesh, whole)
 
 
 def _pipeline_memory(
@@ -717,21 +715,30 @@ def _record_step(
     """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
     if whole.has_dropout:
         mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
-    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    sharding = sharding_of(config)
     for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
         for chunk in reversed(chunks):
             chunk.start_reduce()
             chunk.finish_reduce()
     for chunk in chunks:
         chunk.conclude()
-    squares = ordered_squares(chunks, whole.names, mesh) if sharding.ordered else fast_squares(chunks)
-    agreed = 3 + sum(len(chunk.spec.entries) for chunk in chunks)  # loss, weight, stop, and what was used
-    mesh.world.all_reduce(torch.empty(agreed + squares.numel(), dtype=torch.float64, device=META))
-    for chunk in chunks:
-        chunk.start_gather()
+    _record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for index, times in gathers.gathers().items():
         for _ in range(times * config.gradient_accumulation):
             chunks[index].comm.all_gather(chunks[index].own_value)
+
+
+def _record_agreement(
+    chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
+) -> None:
+    """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
+    whole pipeline."""
+    numel = 3 + sum(len(spec.entries) for spec in packed) + 1  # loss, weight, stop, what was used, squares
+    if sharding.ordered:
+        numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
+    mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))
+    for chunk in chunks:
+        chunk.start_gather()
 
 
 def _memory(

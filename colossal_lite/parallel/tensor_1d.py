@@ -273,7 +273,7 @@ class _FirstLinear(Function):
                 deliver(*linear_gradients(dy, whole, *given))
 
             if needs_dw or needs_db:
-                ctx.queue.put(work)
+                ctx.queue.put(work, *given)
             dx = _sum_async(dy @ weight, mode).wait() if needs_dx else None
             return dx, None, None, None, None
         again = _gather_async(kept, mode) if gathers else None
@@ -300,8 +300,8 @@ class _SecondLinear(Function):
             return y if bias is None else y.add_(bias)
 
         ctx.mode, ctx.queue = mode, queue
-        if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
-            ctx.given = weight
+        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+            ctx.given = weight, bias
         ctx.save_for_backward(x, weight)
         return keep(product, x)
 
@@ -316,10 +316,16 @@ class _SecondLinear(Function):
         db = dy.flatten(0, -2).sum(0) if needs_db else None
         whole = gathered.wait() if gathered is not None else dy
         dx = whole @ weight if needs_dx else None
-        if needs_dw and ctx.queue is not None and ctx.queue.is_open:
+        if (needs_dw or needs_db) and ctx.queue is not None and ctx.queue.is_open:
             given = ctx.given
-            ctx.queue.put(lambda: deliver([given], [_weight_gradient(whole, x)]))
-            return dx, None, db, None, None
+
+            def work() -> None:
+                dw = [_weight_gradient(whole, x)] if needs_dw else []
+                takes = [needs for needs in given if needs is not None and needs.requires_grad]
+                deliver(takes, dw if db is None else [*dw, db])
+
+            ctx.queue.put(work, *given)
+            return dx, None, None, None, None
         return dx, _weight_gradient(whole, x) if needs_dw else None, db, None, None
 
 

@@ -56,12 +56,13 @@ class Work:
     """What the engine does for an action of a stage and micro-batch.
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
-    of this stage and micro-batch come now, and whether all of them; put_off: backward inside leaves those of weights
-    for later; is_empty: nothing of this micro-batch is here, and its forward is passed over.
+    of this stage and micro-batch come now, by B, I or W, and which have been put off until this W; put_off: backward
+    inside leaves those of weights for later; is_empty: nothing of this micro-batch is here, and its forward is passed
+    over.
     """
 
     forward: Callable[[int, int, Any], Any]
-    before_backward: Callable[[int, int, bool], None]
+    before_backward: Callable[[int, int, Kind, Later], None]
     around_backward: Callable[[], AbstractContextManager[None]]
     put_off: Callable[[], AbstractContextManager[Later]]
     pass_over: Callable[[], None]
@@ -238,7 +239,7 @@ class _Step:
                 self._backward(_subject(action))
             case Kind.I:
                 with self.work.put_off() as later:
-                    self._backward(_subject(action), is_whole=False)
+                    self._backward(_subject(action), Kind.I)
                 self.later[_subject(action)] = later
             case Kind.W:
                 self._weights(_subject(action))
@@ -259,8 +260,10 @@ class _Step:
         """An action of a micro-batch without samples: other ranks may have some of it."""
         if action.kind is Kind.F:
             self.work.pass_over()
+        elif action.kind is Kind.W:
+            self.work.before_backward(*_subject(action), Kind.W, [])
         elif action.kind is Kind.B:
-            self.work.before_backward(*_subject(action), True)
+            self.work.before_backward(*_subject(action), Kind.B, [])
             with self.work.around_backward():
                 return
 
@@ -300,10 +303,10 @@ class _Step:
         if stage < len(self.runtime.placement) - 1:
             self._pass_on(Kind.SEND_F, Kind.RECV_F, subject, (stage + 1, micro_batch), form, tensors)
 
-    def _backward(self, subject: Subject, is_whole: bool = True) -> None:
+    def _backward(self, subject: Subject, kind: Kind = Kind.B) -> None:
         stage, micro_batch = subject
         held, came = self.held.pop(subject), self.came.pop((Kind.RECV_B, subject), None)
-        self.work.before_backward(stage, micro_batch, is_whole)
+        self.work.before_backward(stage, micro_batch, kind, [])
         if came is not None:
             held.given += self._arrived(came)
         with self.work.around_backward():
@@ -325,10 +328,11 @@ class _Step:
 
     def _weights(self, subject: Subject) -> None:
         """What I has put off."""
-        self.work.before_backward(*subject, False)
+        later = self.later.pop(subject)
+        self.work.before_backward(*subject, Kind.W, later)
         with torch.no_grad():  # as backward is
-            for work in self.later.pop(subject):
-                work()
+            for each in later:
+                each.work()
 
     def _goes_on(self, to: Subject) -> bool:
         """Whether the plan takes gradients on to the stage before."""

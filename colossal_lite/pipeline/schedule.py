@@ -332,7 +332,7 @@ def add_step(
         for stage in sorted(last, key=lambda s: last[s]):
             speaker |= dict.fromkeys(chunks.get(stage, ()), stage)
         late: list[Action] = []
-        for chunk, stage in speaker.items():
+        for chunk, stage in sorted(speaker.items(), key=lambda found: len(owners[found[0]]) > 1):
             action = Action(Kind.REDUCE, stage=stage, chunk=chunk)
             if chunk in tied:
                 late += [replace(action, kind=Kind.TIED_REDUCE, resource=""), action]

@@ -14,12 +14,12 @@ from colossal_lite.comm import AxisComm
 from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Item, pack
+from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals
+from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals, in_turn
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
 CHUNK_BYTES = 8 * 2**20
 PIPELINE = "pipeline"
+
+
+def sharding_of(config: Config) -> Sharding:
+    """What the stage of a config shards, and when it reduces: by the micro-batches of one step."""
+    pipeline = config.parallel.pipeline
+    parts = 1 if pipeline.size == 1 else pipeline.micro_batches or 4 * pipeline.size
+    return Sharding.of(config.zero, config.gradient_accumulation * parts)
 
 
 def pack_chunks(
@@ -47,7 +54,7 @@ def pack_chunks(
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     groups = assign_groups(numels, groups_of(config.optimizer))
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
-    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    sharding = sharding_of(config)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     return pack(
         [
@@ -73,7 +80,7 @@ def build_chunks(
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
     with a chunk this one adds to the norm."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    sharding = sharding_of(config)
     comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
     staging, received = _slots(sharding, names, packed, comms, precision.gradient, device)
     return tuple(
@@ -111,19 +118,38 @@ def _slots(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Slots, Slots]:
-    """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`."""
-    place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
-    fill = fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
-    flight = flight_intervals(
-        [
-            comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
-            for spec, comm in zip(packed, comms, strict=True)
-        ]
-    )
+    """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`.
+
+    The stages on a rank of a pipeline take turns; a chunk of several stages fills through the whole step."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, spec in enumerate(packed):
+        groups.setdefault(stages_of(spec), []).append(index)
+    fill: dict[int, Interval] = {}
+    own = [indices for stages, indices in groups.items() if len(stages) == 1]
+    turns = list(in_turn([_fill_of([packed[i] for i in indices], names) for indices in own]))
+    fill |= zip((i for indices in own for i in indices), turns, strict=True)
+    end = max((one.stop for one in turns), default=0)
+    fill |= {i: Interval(0, end, spec.numel) for i, spec in enumerate(packed) if i not in fill}
+    incoming = [
+        comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
+        for spec, comm in zip(packed, comms, strict=True)
+    ]
+    turns = list(in_turn([flight_intervals([incoming[i] for i in indices]) for indices in groups.values()]))
+    flight = dict(zip((i for indices in groups.values() for i in indices), turns, strict=True))
     return (
-        Slots(fill if sharding.by_micro_batch else (), dtype, device),
-        Slots(flight if sharding.state or sharding.by_micro_batch else (), dtype, device),
+        Slots([fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device),
+        Slots(
+            [flight[i] for i in sorted(flight)] if sharding.state or sharding.by_micro_batch else (),
+            dtype,
+            device,
+        ),
     )
+
+
+def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Interval, ...]:
+    """When each of these chunks fills in one backward; `names` of all parameters in forward order."""
+    place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
+    return fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
 
 
 def _sync_axes(spec: ChunkSpec) -> tuple[str, ...]:

@@ -28,27 +28,35 @@ from colossal_lite.zero.stages import IN_FLIGHT
 class GradientHooks:
     """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
-    ) -> None:
-        self._chunks, self._by_micro_batch = tuple(chunks), by_micro_batch
+    def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._chunks = tuple(chunks)
         self.limit = len(self._chunks)
         """Chunks, counted from the last, that may be launched when they are complete."""
         self._seed = 1.0
         self._reduces = False  # whether this backward's chunks go when they are complete
-        self._missing: list[int] = []  # per chunk: entries that have not arrived in this backward
+        self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
+        self._chunk_of = {
+            id(parameters[entry.name]): number
+            for number, chunk in enumerate(self._chunks)
+            for entry in chunk.spec.entries
+        }
         self._handles = [
             parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, number, index))
             for number, chunk in enumerate(self._chunks)
             for index, entry in enumerate(chunk.spec.entries)
         ]
 
-    def begin(self, *, is_last: bool, seed: float = 1.0) -> None:
-        """Before the backward of a micro-batch, which starts with `seed`; `is_last` lets complete chunks go."""
-        self._reduces, self._seed = is_last or self._by_micro_batch, seed
-        self._missing = [len(chunk.spec.entries) for chunk in self._chunks]
+    def begin(self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None) -> None:
+        """Before the backward of a micro-batch, which starts with `seed`; `is_last` before the sum over the ranks: it
+        lets complete chunks go.  `to_come`: the parameters whose gradients come now, once for each time; None: all,
+        once."""
+        self._reduces, self._seed = is_last, seed
+        self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
+        for parameter in to_come or ():
+            if (number := self._chunk_of.get(id(parameter))) is not None:
+                self._missing[number] += 1
         self._next = len(self._chunks) - 1
 
     def start_ready(self) -> None:
@@ -128,7 +136,8 @@ class GradientHooks:
 
 class StageHooks:
     """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
-    that several stages use, which are complete only when the last of these is. Chunks are named by their numbers."""
+    that several stages use, which are complete only when the last of these is at the end of a step, and are summed then
+    in any case. Chunks are named by their numbers."""
 
     def __init__(
         self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
@@ -139,11 +148,9 @@ class StageHooks:
             stages = stages_of(chunk.spec)
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
+        self._by_micro_batch = by_micro_batch
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
-        self._hooks = {
-            stages: GradientHooks(group, parameters, by_micro_batch=by_micro_batch)
-            for stages, group in groups.items()
-        }
+        self._hooks = {stages: GradientHooks(group, parameters) for stages, group in groups.items()}
 
     @property
     def only(self) -> GradientHooks:
@@ -154,11 +161,16 @@ class StageHooks:
     def chunk(self, number: int) -> Chunk:
         return self._chunks[number]
 
-    def begin(self, stage: int, *, is_last: bool, seed: float = 1.0) -> None:
-        """Before the backward of a micro-batch on a stage; see `GradientHooks`."""
+    def begin(
+        self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
+        to_come: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
+        of this micro-batch come, and complete chunks may go where the time has come; `to_come` as `GradientHooks`."""
+        goes = is_whole and (is_last or self._by_micro_batch)
         for stages, hooks in self._hooks.items():
             if stage in stages:
-                hooks.begin(is_last=is_last and len(stages) == 1, seed=seed)
+                hooks.begin(is_last=goes and len(stages) == 1, seed=seed, to_come=to_come)
 
     def reduce(self, number: int) -> None:
         """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""

@@ -9,13 +9,13 @@ and every rank adds them up in the order of the model's parameters: the same bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk, blocks_of
-from colossal_lite.memory.pack import ChunkKey
+from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Entry
 from colossal_lite.mesh import Mesh
 
 
@@ -24,22 +24,32 @@ def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
     return torch.stack([chunk.squares() for chunk in chunks]).sum().view(1)
 
 
-def ordered_squares(chunks: Sequence[Chunk], names: Sequence[str], mesh: Mesh) -> Tensor:
-    """This rank's terms [sections * blocks]: the squares of its blocks in the order of `names`.
+def ordered_squares(
+    chunks: Sequence[Chunk], entries: Sequence[Entry], mesh: Mesh, device: torch.device
+) -> Tensor:
+    """This rank's terms [sections * blocks]: the squares of its blocks, in the order of `entries`, which are those of
+    the whole pipeline.
 
     A section for each rank of the tensor axis, which hold pieces of their own; what some of them hold in common is in
     the section of the first of these.
     """
     found = {entry.name: (chunk, entry) for chunk in chunks for entry in chunk.spec.entries}
-    placed = [found[name] for name in names if name in found]
-    blocks = sum(blocks_of(entry) for _, entry in placed)
-    out = torch.zeros(mesh.size("tensor"), blocks, dtype=torch.float64, device=chunks[0].gradient.device)
+    blocks = sum(blocks_of(entry) for entry in entries)
+    out = torch.zeros(mesh.size("tensor"), blocks, dtype=torch.float64, device=device)
     start = 0
-    for chunk, entry in placed:
-        stop = start + blocks_of(entry)
-        out[_section(chunk, mesh), start:stop] = chunk.block_squares(entry)
+    for each in entries:
+        stop = start + blocks_of(each)
+        if each.name in found:
+            chunk, entry = found[each.name]
+            out[_section(chunk, mesh), start:stop] = chunk.block_squares(entry)
         start = stop
     return out.view(-1)
+
+
+def in_order(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Entry, ...]:
+    """The entries of chunks in the order of `names`; names that are in none are left out."""
+    found = {entry.name: entry for spec in packed for entry in spec.entries}
+    return tuple(found[name] for name in names if name in found)
 
 
 def _section(chunk: Chunk, mesh: Mesh) -> int:

@@ -11,11 +11,14 @@ Logical payload of a step with k micro-batches, P elements of chunks, r and w by
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
     stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
+
+In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
+several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from colossal_lite.memory.pack import Interval
@@ -36,12 +39,12 @@ class Sharding:
     ordered: bool = False
 
     @classmethod
-    def of(cls, zero: ZeroConfig, accumulation: int) -> Sharding:
-        """The plan of a config. With one micro-batch a step, reducing by step and by micro-batch move the same bytes,
-        and the second needs less memory."""
+    def of(cls, zero: ZeroConfig, micro_batches: int) -> Sharding:
+        """The plan of a config whose steps have so many micro-batches. With one, reducing by step and by micro-batch
+        move the same bytes, and the second needs less memory."""
         ordered = zero.reduction == "ordered"
         as_you_go = zero.stage == 3 or (
-            zero.stage == 2 and (zero.reduce == "micro_batch" or accumulation == 1)
+            zero.stage == 2 and (zero.reduce == "micro_batch" or micro_batches == 1)
         )
         return cls(
             state=zero.stage >= 1,
@@ -93,6 +96,14 @@ def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[Interva
             stop[last] = launched + IN_FLIGHT
             launched += 1
     return tuple(Interval(start[c], stop[c], numel) for c, numel in enumerate(numels))
+
+
+def in_turn(groups: Sequence[Sequence[Interval]]) -> Iterator[Interval]:
+    """The intervals of groups that are used one after the other."""
+    clock = 0
+    for group in groups:
+        yield from (Interval(clock + one.start, clock + one.stop, one.numel) for one in group)
+        clock += 1 + max((one.stop for one in group), default=0)
 
 
 def flight_intervals(numels: Sequence[int]) -> tuple[Interval, ...]:

@@ -60,7 +60,7 @@ class _Slow(Function):
         until(time.monotonic() + ctx.seconds)
         if ctx.queue is None or not ctx.queue.is_open:
             return dy, gradient(), None, None
-        ctx.queue.put(lambda: deliver([ctx.weight], [gradient()]))
+        ctx.queue.put(lambda: deliver([ctx.weight], [gradient()]), ctx.weight)
         return dy, None, None, None
 
 

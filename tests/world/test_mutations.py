@@ -34,7 +34,7 @@ from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import unshard
-from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
@@ -300,8 +300,8 @@ def _scale_kept(original: Any, self: Chunk, index: int, gradient: torch.Tensor, 
     original(self, index, gradient)
 
 
-def _one_seed_for_all_parts(original: Any, self: GradientHooks, *, is_last: bool, seed: float) -> None:
-    original(self, is_last=is_last, seed=2.0**16 / 32)
+def _one_seed_for_all_parts(original: Any, self: GradientHooks, *, seed: float, **more: Any) -> None:
+    original(self, seed=2.0**16 / 32, **more)
 
 
 def _not_published(original: Any, self: Chunk, start: int, stop: int) -> torch.Tensor | None:
@@ -748,6 +748,38 @@ FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_PIPELINE
 
 
+def _sums_before_forgotten(original: Any, self: Chunk) -> None:
+    self._sums = 0
+    original(self)
+
+
+def _tied_by_micro_batch(original: Any, self: StageHooks, stage: int, **more: Any) -> None:
+    original(self, stage, **more)
+    for stages, hooks in self._hooks.items():
+        if stage in stages and len(stages) > 1:
+            hooks.begin(is_last=True)
+
+
+def _norm_of_own_stages(original: Any, packed: Any, names: Any) -> Any:
+    return original(packed, [name for name in names if not name.startswith("blocks.1")])
+
+
+PIPED_SHARDS = replace(
+    PIPED, world_size=4, chunk_bytes=4096, steps=2,
+    config=PIPED.config | dict(zero=dict(stage=2, reduce="micro_batch")),
+)  # fmt: skip
+PIPED_ORDER = replace(
+    PIPED_SHARDS, config=PIPED.config | dict(zero=dict(reduction="ordered")), chunk_bytes=None
+)
+FAULTS_PIPED_SHARDS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "sums of the micro-batches before lost": (PIPED_SHARDS, Chunk, "finish_reduce", _sums_before_forgotten),
+    "tied gradients over ranks before stages": (PIPED_SHARDS, StageHooks, "begin", _tied_by_micro_batch),
+    "a stage's parameters left out of the norm": (PIPED_ORDER, engine, "in_order", _norm_of_own_stages),
+    "in order, tied weights counted twice": (PIPED_ORDER, Stages, "is_first_holder", _every_stage_counts),
+}
+ALL |= FAULTS_PIPED_SHARDS
+
+
 def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     case, owner, name, change = ALL[fault]
     try:
@@ -793,6 +825,8 @@ CASES = {
     "ring": RING,
     "gathered": GATHERED,
     "piped": PIPED,
+    "piped, sharded gradients": PIPED_SHARDS,
+    "piped, in order": PIPED_ORDER,
     "usp": USP,
     "full": FULL,
 }

@@ -9,9 +9,10 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from colossal_lite.models import GPT
 from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
 from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, check
 from colossal_lite.problems import ConfigError
+from colossal_lite.zero import build
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
     SIZES,
     Case,
     assert_no_further,
     assert_parity,
+    chunk_numel,
     mean_loss,
     parallel_steps,
     relative_error,
@@ -38,9 +41,18 @@ from tests.parity import (
     start,
 )
 from tests.pool import RankEnv, WorldError, run_world
+from tests.world.test_zero import assert_same_bits, bits
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-v": 2, "auto": 1}
 """With the chunks that each is tried with."""
+ZERO: dict[str, dict[str, Any]] = {
+    "0": dict(stage=0),
+    "1": dict(stage=1),
+    "2": dict(stage=2),
+    "2 by micro-batch": dict(stage=2, reduce="micro_batch"),
+    "0 ordered": dict(reduction="ordered"),
+    "2 ordered": dict(stage=2, reduction="ordered"),
+}
 FACTORS: dict[str, list[Any]] = dict(
     schedule=list(SCHEDULES),
     size=[2, 4],
@@ -51,6 +63,7 @@ FACTORS: dict[str, list[Any]] = dict(
     dropout=[0.0, 0.2],
     tied=[True, False],
     family=["gpt2", "llama"],
+    zero=list(ZERO),
 )
 
 
@@ -65,7 +78,7 @@ def quick(row: Choice) -> bool:
 
 
 def case_of(row: Choice) -> Case:
-    """Stages are cut within blocks beside dropout, and states sharded beside data parallelism."""
+    """Stages are cut within blocks beside dropout; a stage has several chunks where they are reduced by micro-batch."""
     chunks = SCHEDULES[row["schedule"]]
     stages = row["size"] * chunks
     layers = max(stages, 2)
@@ -96,8 +109,9 @@ def case_of(row: Choice) -> Case:
             clip_grad_norm=0.05,
             gradient_accumulation=accumulation,
             activation_checkpoint=row["recompute"],
-            zero=dict(stage=row["data"] - 1),
+            zero=ZERO[row["zero"]],
         ),
+        chunk_bytes=4096 if row["zero"] not in ("0", "1") else None,
         **tensor,
     )
 
@@ -116,8 +130,10 @@ def test_every_gradient_is_the_serial_one(row: Choice) -> None:
 
 
 def product_of_all() -> list[Choice]:
-    rows = (dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values()))
-    return [row for row in rows if legal(row)]
+    """Of the other factors, one way of sharding after the other."""
+    others = {name: values for name, values in FACTORS.items() if name != "zero"}
+    rows = [dict(zip(others, values, strict=True)) for values in product(*others.values())]
+    return [row | dict(zero=zero) for row, zero in zip(filter(legal, rows), cycle(ZERO), strict=False)]
 
 
 @pytest.mark.campaign
@@ -401,6 +417,71 @@ def steps_of(env: RankEnv, case: Case) -> list[dict[str, Tensor]]:
     return [dict(step.parameters) for step in parallel_steps(env, case)[0]]
 
 
+# ---- sharded state ----
+
+ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
+IN_ORDER = Case(
+    dropout=0.1, ragged=True, layers=2, tokens=6, steps=2, global_batch=7, vocabulary=200, chunk_bytes=4 * 1500,
+    config=dict(precision="fp32", optimizer=ADAMW, clip_grad_norm=0.05, gradient_accumulation=3),
+)  # fmt: skip
+
+
+def in_rank_order(case: Case, stage: int, **changes: Any) -> Case:
+    config = case.config | dict(zero=dict(stage=stage, reduction="ordered"))
+    if changes.get("pipeline"):
+        config |= dict(gradient_accumulation=1)
+    return replace(case, world_size=4 if changes.get("pipeline") else 2, config=config, **changes)
+
+
+def test_sums_in_rank_order_have_the_bits_of_accumulation_without_a_pipeline() -> None:
+    alone = run_world(bits, 2, in_rank_order(IN_ORDER, 0, tied=False))
+    for stage, schedule in ((0, "1f1b"), (2, "gpipe")):
+        pipeline = dict(size=2, schedule=schedule, micro_batches=3)
+        piped = run_world(bits, 4, in_rank_order(IN_ORDER, stage, tied=False, pipeline=pipeline))
+        assert_same_bits([piped[0], piped[3]], alone)
+
+
+def test_sums_in_rank_order_have_the_same_bits_at_every_stage_of_sharding() -> None:
+    pipeline = dict(size=2, schedule="zb-v", micro_batches=3)
+    case = replace(IN_ORDER, layers=4, pipeline=pipeline)
+    plain = run_world(bits, 4, in_rank_order(case, 0, pipeline=pipeline, chunk_bytes=None))
+    assert_same_bits(run_world(bits, 4, in_rank_order(case, 2, pipeline=pipeline)), plain)
+
+
+def state_of(env: RankEnv, case: Case) -> tuple[set[Any], dict[str, tuple[int, int]], list[int]]:
+    """Of a second step its bytes over data ranks, then memory by kind, as it is and as foreseen, and sizes of
+    parameters."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        for number in range(2):
+            inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(number))
+            engine.train_step((inputs, labels))
+        rows = {(r.operation, r.calls, r.payload_bytes) for r in engine.ledger.rows() if r.axis == "data"}
+        memory = {row.kind: (row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
+        return rows, memory, [p.numel() for p in engine.model.parameters()]
+
+
+@pytest.mark.parametrize("reduce", ["step", "micro_batch"])
+def test_bytes_and_memory_of_sharded_gradients_are_the_formula(reduce: str) -> None:
+    """(k r + w) P of the stage's own chunk, k = 1 by step; gradients whole, or P / 2 and a slot that fills."""
+    k, two_sizes_bytes = 3 if reduce == "micro_batch" else 1, 2 * 8
+    case = replace(
+        PAIR, world_size=4, tied=False, pipeline=dict(size=2, micro_batches=3), global_batch=6,
+        config=dict(zero=dict(stage=2, reduce=reduce), precision="bf16", optimizer=ADAMW),
+    )  # fmt: skip
+    for rows, memory, sizes in run_world(state_of, 4, case):
+        numel = chunk_numel(sizes, 2)
+        assert rows == {("reduce_scatter", k, 4 * k * numel), ("all_gather", 2, 2 * numel + two_sizes_bytes)}
+        expected = {
+            "weights": 2 * numel,
+            "masters": 4 * numel // 2,
+            "gradients": 4 * numel // (2 if k > 1 else 1),
+            "optimizer": 8 * numel // 2,
+            "staging": 4 * (numel // 2 + (numel if k > 1 else 0)),
+        }
+        assert memory == {kind: (held, held) for kind, held in expected.items()}
+
+
 # ---- the plan of a run that is not here ----
 
 
@@ -423,6 +504,14 @@ PLANNED = {
         PAIR, world_size=4, layers=3, global_batch=9, pipeline=dict(size=2, micro_batches=2),
         config=dict(zero=dict(stage=1), gradient_accumulation=2, optimizer=dict(type="adamw", lr=1e-3)),
     ),
+    "zb-v, tied, data 2, ZeRO 2 by micro-batch": replace(
+        PAIR, world_size=4, layers=4, global_batch=9, pipeline=dict(size=2, schedule="zb-v", micro_batches=3),
+        config=dict(zero=dict(stage=2, reduce="micro_batch"), precision="bf16"), chunk_bytes=4096,
+    ),
+    "1f1b, tensor 2, sums in rank order, accumulation": replace(
+        PAIR, world_size=4, tensor=2, pipeline=dict(size=2, micro_batches=2), global_batch=6,
+        config=dict(zero=dict(stage=1, reduction="ordered"), gradient_accumulation=2),
+    ),
     "interleaved, tensor 2, recomputed": replace(
         PAIR, world_size=4, layers=4, tensor=2, family="llama", tied=False, global_batch=4,
         pipeline=dict(size=2, schedule="interleaved", micro_batches=4), config=dict(activation_checkpoint="full"),
@@ -436,12 +525,13 @@ def test_bytes_of_a_run_and_its_state_are_those_of_its_plan(name: str) -> None:
     model = case.model()
     assert isinstance(model, GPT)
     for rank, (rows, state) in enumerate(run_world(traffic_of, case.world_size, case)):
-        plan = planner.plan(
-            case.full_config, model.config, batch=case.global_batch, sequence=case.tokens,
-            world_size=case.world_size, rank=rank,
-        )  # fmt: skip
+        with patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES):
+            plan = planner.plan(
+                case.full_config, model.config, batch=case.global_batch, sequence=case.tokens,
+                world_size=case.world_size, rank=rank,
+            )  # fmt: skip
         assert [(r.operation, r.axis, r.calls, r.payload_bytes) for r in plan.traffic] == rows
-        assert all(plan.bytes_of(kind) == held for kind, held in state.items())
+        assert {kind: plan.bytes_of(kind) for kind in state} == state
         assert plan.bytes_of("activations") > 0 and "bubble" in plan.schedule
 
 
@@ -491,8 +581,8 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
     ),
     "a loop of one's own": (PAIR, "manual", ("engine(x)", "train_step", "parallel.pipeline=1")),
     "an optimizer of one's own": (replace(PAIR, own=_nadam), "", ("optimizer", "parallel.pipeline")),
-    "sharded gradients": (
-        replace(PAIR, config=dict(zero=dict(stage=2))), "", ("zero.stage = 2", "under a pipeline"),
+    "sharded weights": (
+        replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "under a pipeline"),
     ),
     "two dimensions": (
         replace(PAIR, world_size=8, tensor=4, mode="2d"), "", ("parallel.tensor.mode = '2d'", "under a pipeline"),
