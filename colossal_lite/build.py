@@ -108,7 +108,8 @@ def _lay_out(module: nn.Module, facts: ModelFacts | None, context: Context) -> S
     how: Any = pipeline.partition
     stages = lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan))
     tensor = context.config.parallel.tensor
-    if isinstance(stages.sections, LibrarySections) and tensor.size > 1 and tensor.sequence_parallel:
+    cuts_sequence = tensor.size > 1 and tensor.mode == "1d" and tensor.sequence_parallel
+    if isinstance(stages.sections, LibrarySections) and cuts_sequence:
         raise ValueError(
             f"parallel.tensor.sequence_parallel: a {type(module).__name__} makes its masks from the length it sees, "
             f"which is cut between its blocks; legal with a pipeline: False"

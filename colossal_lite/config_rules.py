@@ -289,11 +289,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
-    for path, built, missing in (
-        ("parallel.tensor.mode", ("1d",), "this tensor mode"),
-        ("parallel.sequence.size", (1,), "sequence parallelism"),
-        ("zero.stage", (0, 1, 2), "sharded weights"),
-    )
+    for path, built, missing in (("zero.stage", (0, 1, 2), "sharded weights"),)
 )
 """What of the built parts is not composed with a pipeline."""
 

@@ -7,6 +7,8 @@ of their weights; run later, it delivers them through autograd, so that hooks on
 ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
 - linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are kept until then;
 - embedding: all of it is W;
+- linear of a grid (2D, 2.5D, 3D): W gathers x again, as backward in one part does, and sums its terms; y's gradient,
+  where that was gathered, stays so from I to W;
 - norm: W runs the norm forward again on the x that it keeps anyway, and backward for its weights alone.
 Parameters of other modules get their gradients in I, which is right and no faster.  With the queue closed every layer
 computes both at once.  Cost: of each layer x and dy stay from I to W; a norm is computed once more.
@@ -118,6 +120,14 @@ def embedding(ids: Tensor, weight: Tensor, queue: WeightQueue | None) -> Tensor:
     return out
 
 
+def add_bias(y: Tensor, bias: Tensor, queue: WeightQueue | None) -> Tensor:
+    """y [..., D] + bias [D]."""
+    if queue is None:
+        return y + bias
+    out: Tensor = _Bias.apply(y, bias, queue)  # type: ignore[no-untyped-call]
+    return out
+
+
 def linear_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -155,6 +165,23 @@ class _Linear(Function):
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             ctx.queue.put(work, target, bias)
         return dx, None, None, None
+
+
+class _Bias(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, queue: WeightQueue) -> Tensor:
+        ctx.bias, ctx.queue = bias, queue
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        bias = ctx.bias
+        if not ctx.needs_input_grad[1]:
+            return dy, None, None
+        if not ctx.queue.is_open:
+            return dy, dy.flatten(0, -2).sum(0), None
+        ctx.queue.put(lambda: deliver([bias], [dy.flatten(0, -2).sum(0)]), bias)
+        return dy, None, None
 
 
 class _Embedding(Function):

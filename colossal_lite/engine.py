@@ -474,7 +474,12 @@ class Engine:
         whole = read_batch(batch, device=self.context.device, first_sample=self._first_sample(sizes))
         turns = whole.cut(self.context.config.gradient_accumulation)
         micro_batches = self._micro_batches(sizes) if torch.is_grad_enabled() else self._fewer(sizes)
-        return tuple(part for turn in turns for part in turn.cut(micro_batches))
+        parts = tuple(part for turn in turns for part in turn.cut(micro_batches))
+        if self._runtime.comm.size > 1:
+            for part in parts:  # what cannot be cut is told by every stage, before any waits for another
+                if part.size:
+                    self._parallelized.strategy.local_part(part)
+        return parts
 
     def _sizes(self, size: int) -> list[int]:
         """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do."""

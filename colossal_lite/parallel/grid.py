@@ -28,6 +28,7 @@ from torch.autograd import Function
 from colossal_lite import conjugate
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow
+from colossal_lite.deferral import WeightQueue, add_bias, deliver, embedding
 from colossal_lite.kernels import Ops, Rows
 from colossal_lite.parallel.roles import ModelFacts, Role
 from colossal_lite.parallel.swap import Heads, Swap, is_transposed, oriented, output_rows, padded, plain
@@ -105,24 +106,28 @@ def _scatter_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
     return along.comm.reduce_scatter_async(x.contiguous(), dim=along.dim).wait
 
 
-def product(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+def product(x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None = None) -> Tensor:
     """This rank's part of y = x w^T from its parts of x [..., D_in] and w [D_out, D_in]."""
-    y: Tensor = _Product.apply(x, weight, cut)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x, weight, cut, queue)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None) -> Tensor:
+        ctx.cut, ctx.queue = cut, queue
+        if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
+            ctx.given = weight
         ctx.save_for_backward(x, weight)
         x_parts, w_parts = _gather_async(x, cut.x), _gather_async(weight, cut.weight)
         return _scatter_async(F.linear(x_parts(), w_parts()), cut.y)()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cut: Cut = ctx.cut
         x, weight = ctx.saved_tensors
+        if ctx.queue is not None and ctx.queue.is_open:
+            return _Product.in_two_parts(ctx, dy, x, weight), None, None, None
         w_parts = _gather_async(weight, cut.weight)
         dy_parts, x_parts = _gather_async(dy, cut.y), _gather_async(x, cut.x)
         dy = dy_parts()
@@ -138,11 +143,30 @@ class _Product(Function):
 
         if cut.x is None:  # the sum that runs beside the other product is that of w
             dw, dx = of_weight(), dy @ w_parts()
-            return dx, dw(), None
+            return dx, dw(), None, None
         terms = started(dy @ w_parts(), cut.x)
         del w_parts  # and with it the gathered weight
         dw = of_weight()
-        return terms(), dw(), None
+        return terms(), dw(), None, None
+
+    @staticmethod
+    def in_two_parts(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+        """The gradient of x; that of w is put off, with its communication."""
+        cut, given = ctx.cut, getattr(ctx, "given", weight)
+        w_parts, dy_parts = _gather_async(weight, cut.weight), _gather_async(dy, cut.y)
+        dy = dy_parts()
+
+        def work() -> None:
+            x_parts = _gather_async(x, cut.x)()
+            terms = dy.flatten(0, -2).t() @ x_parts.flatten(0, -2)
+            deliver([given], [_scatter_async(terms, cut.weight)()])
+
+        if ctx.needs_input_grad[1]:
+            ctx.queue.put(work, given)
+        if not ctx.needs_input_grad[0]:
+            w_parts()
+            return None
+        return _scatter_async(dy @ w_parts(), cut.x)()
 
 
 # ---- the norm ----
@@ -156,8 +180,9 @@ class _Norm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, comm: AxisComm
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, comm: AxisComm,
+        queue: WeightQueue | None,
+    ) -> Tensor:  # fmt: skip
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         width = x.shape[-1] * comm.size
         if centred:
@@ -167,11 +192,12 @@ class _Norm(Function):
         x_hat = wide * rstd
         ctx.save_for_backward(x_hat.to(x.dtype), rstd, weight)
         ctx.centred, ctx.comm, ctx.has_bias = centred, comm, bias is not None
+        ctx.queue, ctx.given = queue, (weight, bias)
         y = x_hat * weight
         return (y if bias is None else y + bias).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, rstd, weight = ctx.saved_tensors
         comm: AxisComm = ctx.comm
         wide, g = x_hat.to(rstd.dtype), (dy * weight).to(rstd.dtype)
@@ -181,16 +207,23 @@ class _Norm(Function):
         dx = g - wide * means[..., :1]
         if ctx.centred:
             dx = dx - means[..., 1:]
-        rows = dy.flatten(0, -2)
-        dw = (rows * x_hat.flatten(0, -2)).sum(0)
-        return (
-            (dx * rstd).to(dy.dtype),
-            dw.to(weight.dtype),
-            rows.sum(0) if ctx.has_bias else None,
-            None,
-            None,
-            None,
-        )
+        given, kind = ctx.given, weight.dtype
+
+        def of_weights() -> list[Tensor]:
+            rows = dy.flatten(0, -2)
+            dw = (rows * x_hat.flatten(0, -2)).sum(0).to(kind)
+            return [dw, rows.sum(0)] if given[1] is not None else [dw]
+
+        def work() -> None:
+            pairs = [(w, g) for w, g in zip(given, of_weights(), strict=False) if w.requires_grad]
+            deliver([w for w, _ in pairs], [g for _, g in pairs])
+
+        if ctx.queue is not None and ctx.queue.is_open:
+            if any(ctx.needs_input_grad[1:3]):
+                ctx.queue.put(work, *given)
+            return (dx * rstd).to(dy.dtype), *[None] * 6
+        dw, db = (*of_weights(), None)[:2]
+        return (dx * rstd).to(dy.dtype), dw, db, *[None] * 4
 
 
 # ---- layers ----
@@ -203,11 +236,13 @@ class GridNorm(nn.Module):
         self, comm: AxisComm, weight: nn.Parameter, bias: nn.Parameter | None, *, eps: float, centred: bool
     ) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.comm, self.eps, self.centred = comm, eps, centred
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Norm.apply(x, self.weight, self.bias, self.eps, self.centred, self.comm)  # type: ignore[no-untyped-call]
+        settings = self.eps, self.centred, self.comm, self.weight_queue
+        y: Tensor = _Norm.apply(x, self.weight, self.bias, *settings)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -223,13 +258,15 @@ class GridLinear(nn.Module):
         padded: int = 0, shared: SharedHead | None = None, q_rows: int = 0, heads: AxisComm | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.cut, self.transposed, self.padded = cut, transposed, padded
         self.shared, self.q_rows, self.heads = shared, q_rows, heads
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = product(x, self._used(self.weight.t() if self.transposed else self.weight), self.cut)
-        y = y if self.bias is None else y + self._used(self.bias)
+        weight = self._used(self.weight.t() if self.transposed else self.weight)
+        y = product(x, weight, self.cut, self.weight_queue)
+        y = y if self.bias is None else add_bias(y, self._used(self.bias), self.weight_queue)
         if not self.padded:
             return y
         real = y[..., : y.shape[-1] - self.padded]
@@ -246,11 +283,11 @@ class GridLinear(nn.Module):
         return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
 
 
-def looked_up(ids: Tensor, table: Tensor, part: int) -> Tensor:
+def looked_up(ids: Tensor, table: Tensor, part: int, queue: WeightQueue | None = None) -> Tensor:
     """Rows of `ids` [...] from part `part` of a table [V, D] cut over V: [..., D], zeros for words of other parts."""
     start = part * table.shape[0]
     here = (ids >= start) & (ids < start + table.shape[0])
-    return F.embedding(torch.where(here, ids - start, 0), table) * here.unsqueeze(-1)
+    return embedding(torch.where(here, ids - start, 0), table, queue) * here.unsqueeze(-1)
 
 
 def features_of(rows: Callable[[], Rows], comm: AxisComm, width: int) -> Callable[[], Rows]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from colossal_lite import conjugate
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow
+from colossal_lite.deferral import WeightQueue
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.grid import (
     Along,
@@ -90,11 +91,12 @@ class Embedding2D(nn.Module):
 
     def __init__(self, mode: Tensor2D, weight: nn.Parameter) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         sheet = self.mode.row.all_gather(ids.contiguous())  # every row of the grid looks its words up for all
-        terms = looked_up(sheet, self.weight, self.mode.row.coord)
+        terms = looked_up(sheet, self.weight, self.mode.row.coord, self.weight_queue)
         return conjugate.reduce_scatter(terms, self.mode.row, 0)
 
 

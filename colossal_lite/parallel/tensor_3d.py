@@ -26,13 +26,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from colossal_lite import conjugate
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow
+from colossal_lite.deferral import WeightQueue, embedding
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.grid import (
     Along,
@@ -93,13 +93,14 @@ class Embedding3D(nn.Module):
 
     def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         mode, edge = self.mode, self.mode.edge
         everyone = mode.plane.all_gather(ids.contiguous())
         by_j = rearrange(everyone, "(i j b) t -> (j i b) t", i=edge, j=edge)
-        terms = looked_up(by_j, self.weight, mode.j.coord)
+        terms = looked_up(by_j, self.weight, mode.j.coord, self.weight_queue)
         own_j = conjugate.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
         parts = conjugate.heads_to_tokens(rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i)
         return rearrange(parts, "1 b i (t d) -> b t (i d)", t=ids.shape[1])
@@ -110,13 +111,14 @@ class Positions3D(nn.Module):
 
     def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
         super().__init__()
+        self.weight_queue: WeightQueue | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, positions: Tensor) -> Tensor:
         if positions.dim() > 1:
             block = self.mode.k.all_gather(positions.contiguous())
             positions = block.chunk(self.mode.edge)[self.mode.j.coord]
-        return F.embedding(positions, self.weight)
+        return embedding(positions, self.weight, self.weight_queue)
 
 
 # ---- formulas (parallel.md 1.5, DESIGN 10), as the ledger counts them ----

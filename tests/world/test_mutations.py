@@ -780,6 +780,36 @@ FAULTS_PIPED_SHARDS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_PIPED_SHARDS
 
 
+def _terms_put_off_not_summed(original: Any, weights: Any, gradients: Any) -> None:
+    if weights[0].shape[-1] == 64 // 2:  # the second linear of an MLP, cut in two
+        gradients = [gradient * 2 for gradient in gradients]
+    original(weights, gradients)
+
+
+def _biases_in_no_step(original: Any, y: torch.Tensor, bias: torch.Tensor, queue: Any) -> torch.Tensor:
+    return original(y, bias.detach(), queue)
+
+
+PIPED_GRID = replace(PIPED, world_size=8, tensor=4, mode="2d", steps=1)
+PIPED_DEEP = replace(PIPED, world_size=4, tensor=2, mode="2.5d", depth=2, steps=1)
+PIPED_RING = replace(PIPED, world_size=4, sequence=2, steps=1)
+FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "piped grid, weight gradients put off are twice": (
+        PIPED_GRID,
+        grid,
+        "deliver",
+        _terms_put_off_not_summed,
+    ),
+    "piped grid, mask of other features": (PIPED_GRID, parallelize, "features_of", _features_from_zero),
+    "piped sheets, biases in no step": (PIPED_DEEP, grid, "add_bias", _biases_in_no_step),
+    "piped sheets, depth not summed": (PIPED_DEEP, ShardSpec, "sync_axes", _depth_not_summed),
+    "piped ring, positions from zero": (PIPED_RING, SequenceParallel, "local_part", _positions_from_zero),
+    "piped ring, gradients not summed": (PIPED_RING, ShardSpec, "sync_axes", _sum_over_data_only),
+    "piped ring, tied not summed over stages": (PIPED_RING, AxisComm, "exchange_sum", _tied_not_summed),
+}
+ALL |= FAULTS_PIPED_CUTS
+
+
 def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     case, owner, name, change = ALL[fault]
     try:
@@ -827,6 +857,9 @@ CASES = {
     "piped": PIPED,
     "piped, sharded gradients": PIPED_SHARDS,
     "piped, in order": PIPED_ORDER,
+    "piped grid": PIPED_GRID,
+    "piped sheets": PIPED_DEEP,
+    "piped ring": PIPED_RING,
     "usp": USP,
     "full": FULL,
 }

@@ -34,6 +34,7 @@ from tests.parity import (
     assert_no_further,
     assert_parity,
     chunk_numel,
+    ledger,
     mean_loss,
     parallel_steps,
     relative_error,
@@ -41,7 +42,7 @@ from tests.parity import (
     start,
 )
 from tests.pool import RankEnv, WorldError, run_world
-from tests.world.test_zero import assert_same_bits, bits
+from tests.world.test_zero import assert_same_bits, bits, loads, saves
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-v": 2, "auto": 1}
 """With the chunks that each is tried with."""
@@ -140,6 +141,91 @@ def product_of_all() -> list[Choice]:
 @pytest.mark.parametrize("row", product_of_all(), ids=name_of)
 def test_every_gradient_of_the_whole_product_is_the_serial_one(row: Choice) -> None:
     assert_parity(case_of(row))
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "2d": dict(tensor=4, mode="2d"),
+    "2.5d": dict(tensor=2, mode="2.5d", depth=2),
+    "ring": dict(sequence=2),
+    "ulysses": dict(sequence=2, sequence_mode="ulysses"),
+    "allgather_kv": dict(sequence=2, sequence_mode="allgather_kv"),
+    "ring_full": dict(sequence=2, sequence_mode="ring_full", causal=False),
+    "usp": dict(sequence=4, sequence_mode="usp", ulysses=2),
+    "1d x ring": dict(tensor=2, sequence=2),
+    "2.5d x ulysses": dict(tensor=2, mode="2.5d", depth=2, sequence=2, sequence_mode="ulysses"),
+}
+CUT_FACTORS: dict[str, list[Any]] = dict(
+    cut=list(CUTS),
+    schedule=["zb-v", "1f1b", "zb-h1", "interleaved", "gpipe"],
+    zero=["2 by micro-batch", "0", "0 ordered", "1"],
+    data=[1, 2],
+    recompute=["none", "full"],
+    dropout=[0.2, 0.0],
+    tied=[True, False],
+    family=["gpt2", "llama", "hf-gpt2"],
+)
+
+
+def cut_case(row: Choice) -> Case:
+    """A pipeline of two ranks whose activations are cut."""
+    cut, chunks = CUTS[row["cut"]], SCHEDULES[row["schedule"]]
+    samples = (
+        1 if "tensor" not in cut or cut.get("mode", "1d") == "1d" else 2
+    )  # that a micro-batch divides into
+    theirs = row["family"].startswith("hf-")
+    pipeline = dict(size=2, schedule=row["schedule"], chunks=chunks, micro_batches=3)
+    case = Case(
+        family=row["family"], tied=row["tied"], dropout=row["dropout"], layers=2 * chunks, tokens=12 if theirs else 8,
+        steps=1, ragged=True, global_batch=3 * samples * row["data"], pipeline=pipeline,
+        config=dict(
+            clip_grad_norm=0.05, activation_checkpoint=row["recompute"], zero=ZERO[row["zero"]],
+        ),
+        chunk_bytes=4096, build="module" if theirs else "callable",
+    )  # fmt: skip
+    case = replace(case, **cut)
+    return replace(case, world_size=2 * row["data"] * case.tensor * case.sequence)
+
+
+def legal_cut(row: Choice) -> bool:
+    cut = CUTS[row["cut"]]
+    ranks = 2 * row["data"] * cut.get("tensor", 1) * cut.get("sequence", 1)
+    theirs = row["family"].startswith("hf-")  # has two layers, a sequence of 12, and its masks
+    odd = SCHEDULES[row["schedule"]] > 1 or "causal" in cut or row["cut"] in ("usp", "1d x ring")
+    return ranks <= 8 and not (theirs and odd)
+
+
+def one_of_each(rows: list[Choice]) -> list[Choice]:
+    """The first rows that show every cut, schedule and family."""
+    chosen, seen = [], set[tuple[str, Any]]()
+    for row in rows:
+        new = {(factor, row[factor]) for factor in ("cut", "schedule", "family")} - seen
+        if any(factor == "cut" for factor, _ in new) or len(new) > 1:
+            chosen.append(row)
+            seen |= new
+    return chosen
+
+
+CUT_ROWS = covering_array(CUT_FACTORS, legal_cut)
+
+
+@pytest.mark.parametrize("row", one_of_each(CUT_ROWS), ids=name_of)
+def test_every_gradient_is_the_serial_one_where_activations_are_cut(row: Choice) -> None:
+    assert_parity(cut_case(row))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", CUT_ROWS, ids=name_of)
+def test_every_gradient_is_the_serial_one_for_each_pair_of_cuts_and_the_rest(row: Choice) -> None:
+    assert_parity(cut_case(row))
+
+
+def test_every_gradient_is_the_serial_one_in_three_dimensions() -> None:
+    assert_parity(
+        Case(
+            tensor=8, mode="3d", world_size=16, layers=2, tokens=4, steps=1, ragged=True, dropout=0.2, global_batch=8,
+            pipeline=dict(size=2, schedule="zb-h1", micro_batches=2), config=dict(clip_grad_norm=0.05),
+        )
+    )  # fmt: skip
 
 
 MATRICES = dict(type="muon", lr=1e-2, groups=[dict(match="*norm*", type="adamw")])
@@ -482,6 +568,37 @@ def test_bytes_and_memory_of_sharded_gradients_are_the_formula(reduce: str) -> N
         assert memory == {kind: (held, held) for kind, held in expected.items()}
 
 
+# ---- messages and checkpoints where activations are cut ----
+
+
+@pytest.mark.parametrize("cut", ["2d", "ring"])
+def test_bytes_of_messages_are_those_of_the_local_pieces(cut: str) -> None:
+    """B T D / 4 on a grid of 2 x 2, B T D / 2 on a sequence of two ranks: forward, and as much back."""
+    case = replace(cut_case(dict(PLAIN, cut=cut)), tied=False)
+    parts = 4 if cut == "2d" else 2
+    numel = case.global_batch * case.tokens * SIZES["width"] // parts
+    for rows in run_world(ledger, case.world_size, case):
+        assert [row for row in rows if row[1] == "pipeline"] == [("send", "pipeline", 3, 8 * numel)]
+
+
+PLAIN = dict(schedule="1f1b", zero="0", data=1, recompute="none", dropout=0.0, tied=False, family="gpt2")
+KEEPS = dict(precision="bf16", optimizer=ADAMW, zero=dict(stage=2, reduce="micro_batch"))
+WHERE = {
+    "2d": replace(cut_case(dict(PLAIN, cut="2d", tied=True)), config=KEEPS),
+    "ring": replace(cut_case(dict(PLAIN, cut="ring", tied=True, schedule="zb-h1")), config=KEEPS, global_batch=6),
+    "one": Case(world_size=1, tokens=8, layers=2, ragged=True, config=dict(precision="bf16", optimizer=ADAMW)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("here", "there"), [("2d", "ring"), ("ring", "one"), ("one", "2d")])
+def test_a_checkpoint_of_cut_stages_is_the_same_elsewhere(here: str, there: str, tmp_path: Path) -> None:
+    weights, state = run_world(saves, WHERE[here].world_size, WHERE[here], str(tmp_path))[0]
+    for others, their_state in run_world(loads, WHERE[there].world_size, WHERE[there], str(tmp_path)):
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
+        for name, values in state.items():
+            assert all(torch.equal(value, their_state[name][kind]) for kind, value in values.items()), name
+
+
 # ---- the plan of a run that is not here ----
 
 
@@ -511,6 +628,19 @@ PLANNED = {
     "1f1b, tensor 2, sums in rank order, accumulation": replace(
         PAIR, world_size=4, tensor=2, pipeline=dict(size=2, micro_batches=2), global_batch=6,
         config=dict(zero=dict(stage=1, reduction="ordered"), gradient_accumulation=2),
+    ),
+    "2d, zb-h1, ZeRO 2 by micro-batch": replace(
+        PAIR, world_size=8, tensor=4, mode="2d", global_batch=6, dropout=0.1,
+        pipeline=dict(size=2, schedule="zb-h1", micro_batches=3),
+        config=dict(zero=dict(stage=2, reduce="micro_batch")), chunk_bytes=4096,
+    ),
+    "ring, zb-h1, uneven, recomputed": replace(
+        PAIR, world_size=4, sequence=2, tokens=8, global_batch=7, family="llama", tied=False,
+        pipeline=dict(size=2, schedule="zb-h1", micro_batches=3), config=dict(activation_checkpoint="full"),
+    ),
+    "ulysses, data 2, interleaved": replace(
+        PAIR, world_size=8, layers=4, sequence=2, sequence_mode="ulysses", tokens=8, global_batch=8,
+        pipeline=dict(size=2, schedule="interleaved", micro_batches=2), config=dict(zero=dict(stage=1)),
     ),
     "interleaved, tensor 2, recomputed": replace(
         PAIR, world_size=4, layers=4, tensor=2, family="llama", tied=False, global_batch=4,
@@ -584,8 +714,9 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
     "sharded weights": (
         replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "under a pipeline"),
     ),
-    "two dimensions": (
-        replace(PAIR, world_size=8, tensor=4, mode="2d"), "", ("parallel.tensor.mode = '2d'", "under a pipeline"),
+    "micro-batches that a grid cannot cut": (
+        replace(PAIR, world_size=8, tensor=4, mode="2d", global_batch=9), "",
+        ("a micro-batch of 3 samples does not divide over 2 parts", "such as 2 or 4"),
     ),
     "a model without units": (PAIR, "odd", ("Odd does not say what its units are", "pipeline_sections()")),
     "masks of half a sequence": (
