@@ -561,6 +561,11 @@ class Engine:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
+        if getattr(outputs, "aux_loss", None) is not None:
+            raise ValueError(
+                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, and auxiliary losses are not "
+                f"built; legal: a model that gives none (output_router_logits=False)"
+            )
         outputs = getattr(outputs, "logits", outputs)
         loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
         self._add(sums, loss.detach(), count)

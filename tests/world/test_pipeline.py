@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -219,6 +220,7 @@ def test_every_gradient_is_the_serial_one_for_each_pair_of_cuts_and_the_rest(row
     assert_parity(cut_case(row))
 
 
+@pytest.mark.campaign  # sixteen ranks
 def test_every_gradient_is_the_serial_one_in_three_dimensions() -> None:
     assert_parity(
         Case(
@@ -678,16 +680,34 @@ class Odd(nn.Module):
         return logits
 
 
+class Routed(nn.Module):
+    """A head whose output carries a loss beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, SIZES["vocabulary"])
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(x), aux_loss=x.square().mean())
+
+
+def routed() -> nn.Module:
+    return nn.Sequential(nn.Embedding(SIZES["vocabulary"], 8), nn.Linear(8, 8), Routed())
+
+
+MODELS = {"odd": Odd, "routed": routed}
+
+
 def fails(env: RankEnv, case: Case, how: str) -> str:
     try:
         with env.launch(case.full_config) as context:
-            model = Odd if how == "odd" else case.model
+            model = MODELS.get(how, case.model)
             engine = cl.initialize(model, context=context, optimizer=case.own)
             inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
             if how == "manual":
                 engine(inputs)
             engine.forward_backward((inputs, labels))
-    except (ValueError, ConfigError) as error:
+    except (ValueError, ConfigError, CommError) as error:  # the last: another rank's words
         return str(error)
     return ""
 
@@ -718,6 +738,8 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         replace(PAIR, world_size=8, tensor=4, mode="2d", global_batch=9), "",
         ("a micro-batch of 3 samples does not divide over 2 parts", "such as 2 or 4"),
     ),
+    "a loss beside the logits": (replace(PAIR, pipeline=1, world_size=1), "routed", ("Sequential carry an aux_loss",)),
+    "a loss beside the logits of a last stage": (PAIR, "routed", ("Sequential carry an aux_loss",)),
     "a model without units": (PAIR, "odd", ("Odd does not say what its units are", "pipeline_sections()")),
     "masks of half a sequence": (
         replace(PAIR, family="hf-gpt2", world_size=4, tensor=2), "", ("sequence_parallel", "GPT2LMHeadModel", "False"),
