@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.context import Context
-from colossal_lite.engine import Built, Criterion, Engine
+from colossal_lite.engine import Built, Criterion, Engine, Foretell
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.models import GPT
 from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
@@ -29,6 +31,7 @@ from colossal_lite.parallel.swap import cut_values
 from colossal_lite.pipeline.partition import held
 from colossal_lite.pipeline.schedule import StepShape, compute_plan
 from colossal_lite.pipeline.units import LibrarySections, Stages, keep_own, lay_out, one_stage
+from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
@@ -63,6 +66,7 @@ def initialize(
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
     streams = DropoutStreams(config.seed)
+    foretell = _foretell(model, context, plan)
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
@@ -96,7 +100,7 @@ def initialize(
     chunks = _build_chunks(module, names, originals, recipes, parallelized.specs, packed, stages, context)
     buffers_to_device(module, context.device)
     built = Built(module, names, stages, parallelized, streams, packed, chunks)
-    return Engine(built, context, criterion, optimizer)
+    return Engine(built, context, criterion, optimizer, foretell)
 
 
 def _lay_out(module: nn.Module, facts: ModelFacts | None, context: Context) -> Stages:
@@ -115,6 +119,36 @@ def _lay_out(module: nn.Module, facts: ModelFacts | None, context: Context) -> S
             f"which is cut between its blocks; legal with a pipeline: False"
         )
     return stages
+
+
+def _foretell(
+    model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
+) -> Foretell | None:
+    """How `plan` foretells what a step here holds, of a model that can be built once more; None for any other."""
+    if isinstance(model, nn.Module) and type(model) is not GPT:
+        return None
+    frozen = {n: not p.requires_grad for n, p in model.named_parameters()} if isinstance(model, GPT) else {}
+    builder = partial(GPT, model.config) if isinstance(model, GPT) else model
+
+    def again() -> nn.Module:
+        with torch.device("meta"):
+            module = builder()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
+        return module
+
+    def foretell(samples: int, tokens: int) -> Mapping[str, int] | None:
+        if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
+            return None  # it was changed after it was built
+        mesh = context.mesh
+        made = plan_of(
+            context.config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
+            world_size=mesh.world_size, rank=mesh.rank,
+        )  # fmt: skip
+        activations = made.bytes_of("activations") + made.bytes_of("logits")
+        return {"activations": activations, "temporaries": made.bytes_of("temporaries")}
+
+    return foretell
 
 
 def _check_optimizer(

@@ -10,6 +10,7 @@ keeps for backward, recomputation included.  What a kernel takes and gives back 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,22 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, held_bytes: int) -> None:
         self._alive.discard(key)
         self.now_bytes -= held_bytes
+
+
+class StepMeter(LiveBytes):
+    """Live bytes over whole steps of training: `kept_bytes` is the most that the end of a forward pass left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept_bytes = 0
+        self.shape = (0, 0)
+        """Samples of all micro-batches of a step as long as the largest, and tokens of one sample."""
+
+    def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
+        """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""
+        self.kept_bytes = max(self.kept_bytes, self.now_bytes)
+        sizes = [(len(shapes) * shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+        self.shape = max(self.shape, *sizes)
 
 
 def _key(tensor: Tensor) -> int:

@@ -247,6 +247,69 @@ def test_the_peak_under_a_mode_is_as_planned_when_blocks_run_again(name: str) ->
         assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
 
 
+def metered(env: RankEnv, case: Case, built: bool) -> dict[str, tuple[int, int, int | None]]:
+    with env.launch(case.full_config) as context:
+        model = case.model
+        if built:
+            torch.manual_seed(0)
+            model = case.model()
+            model.blocks[0].mlp.up.weight.requires_grad_(False)
+        engine = cl.initialize(model, context=context)
+        batch = tuple(t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        with pytest.raises(ValueError, match="metered: after 0 steps.*legal: after the first step"):
+            with engine.metered():
+                engine.train_step(batch)
+        engine.train_step(batch)
+        assert not {row.kind for row in engine.memory_report()} & {"activations", "temporaries"}
+        with engine.metered():
+            engine.train_step(batch)
+        engine.train_step(batch)  # tells nothing of itself
+        rows = [row for row in engine.memory_report() if row.kind in ("activations", "temporaries")]
+        return {row.kind: (row.now_bytes, row.peak_bytes, row.forecast_bytes) for row in rows}
+
+
+METERED = {
+    "1d": replace(CUT["1d"], family="llama"),
+    "1d, recomputed, in parts": replace(
+        CUT["1d"], config=dict(activation_checkpoint="full", gradient_accumulation=2)
+    ),
+    "2d": CUT["2d"],
+    "2d, recomputed": replace(CUT["2d"], family="llama", config=dict(activation_checkpoint="full")),
+    "data 2, a module with a frozen weight": Case(world_size=2),
+}
+
+
+@pytest.mark.parametrize("name", METERED)
+def test_the_memory_report_tells_metered_activations_beside_the_plan(name: str) -> None:
+    case = replace(
+        METERED[name], global_batch=16, tokens=16, sizes=dict(width=64, heads=4, vocabulary=256),
+        config=dict(precision="fp32") | METERED[name].config,
+    )  # fmt: skip
+    for rows in run_world(metered, case.world_size, case, "module" in name):
+        assert list(rows) == ["activations", "temporaries"]
+        totals = [sum(column) for column in zip(*rows.values(), strict=True)]
+        now, peak, foretold = rows["activations"]
+        assert now == 0 and peak == pytest.approx(foretold, abs=4096)
+        assert totals[1] == pytest.approx(totals[2], rel=0.03)
+
+
+def metered_module(env: RankEnv) -> list[int | None]:
+    with env.launch(dict(precision="fp32")) as context:
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8))
+        engine = cl.initialize(model, context=context)
+        batch = torch.arange(8).view(2, 4), torch.arange(8).flip(0).view(2, 4)
+        engine.train_step(batch)
+        with engine.metered():
+            engine.train_step(batch)
+        rows = {row.kind: row for row in engine.memory_report()}
+        assert rows["activations"].peak_bytes > 0
+        return [rows[kind].forecast_bytes for kind in ("activations", "temporaries")]
+
+
+def test_what_a_module_that_cannot_be_built_again_holds_is_measured_alone() -> None:
+    assert run_world(metered_module, 1) == [[None, None]]
+
+
 # ---- a whole process ----
 
 PROCESS = """
