@@ -25,10 +25,11 @@ from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.models import GPT
 from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
-from colossal_lite.parallel.parallelize import facts_of, parallelize
+from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.parallel.swap import cut_values
 from colossal_lite.pipeline.partition import held
+from colossal_lite.pipeline.profile import Profiler
 from colossal_lite.pipeline.schedule import StepShape, compute_plan
 from colossal_lite.pipeline.units import LibrarySections, Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
@@ -91,7 +92,7 @@ def initialize(
             f"emulated on the cpu); legal: 'device'"
         )
     names = Names.of(module, parallelized.specs)
-    stages = _lay_out(module, facts, context)
+    stages = _lay_out(module, facts, parallelized, streams, context)
     trainable = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
     packed = pack_chunks(
         trainable, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
@@ -103,14 +104,26 @@ def initialize(
     return Engine(built, context, criterion, optimizer, foretell)
 
 
-def _lay_out(module: nn.Module, facts: ModelFacts | None, context: Context) -> Stages:
+def _lay_out(
+    module: nn.Module,
+    facts: ModelFacts | None,
+    parallelized: Parallelized,
+    streams: DropoutStreams,
+    context: Context,
+) -> Stages:
     """Which units of the model are on which stage of the pipeline; without one, all are here."""
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
     plan = compute_plan(pipeline, StepShape(pipeline.micro_batches or 4 * pipeline.size))
     how: Any = pipeline.partition
-    stages = lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan))
+    measure = None
+    if how == "profiled":
+        given, how = context.config.precision, "balanced"
+        dtype = Precision.of(given.dtype, given.master_dtype).compute
+        profiler = Profiler(module, parallelized, streams, mesh, context.device, dtype)
+        measure = partial(profiler.costs, facts=facts)
+    stages = lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan), measure)
     tensor = context.config.parallel.tensor
     cuts_sequence = tensor.size > 1 and tensor.mode == "1d" and tensor.sequence_parallel
     if isinstance(stages.sections, LibrarySections) and cuts_sequence:

@@ -81,7 +81,7 @@ class Form:
 
     @classmethod
     def of(cls, carried: Any) -> Form:
-        keys, tensors = _flat(carried)
+        keys, tensors = flat(carried)
         return cls(keys, tuple((_name(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors))
 
     def encode(self) -> Tensor:
@@ -106,7 +106,8 @@ class Form:
         return tuple(tensors) if isinstance(self.keys, int) else dict(zip(self.keys, tensors, strict=True))
 
 
-def _flat(carried: Any) -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
+def flat(carried: Any) -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
+    """The form of what passes between stages, as `Form.keys`, and its tensors. Raises ValueError for other things."""
     if isinstance(carried, Tensor):
         return None, (carried,)
     keys: tuple[str, ...] | int = tuple(carried) if isinstance(carried, Mapping) else len(carried)
@@ -290,7 +291,7 @@ class _Step:
             carried = came.form.packed(leaves)
         outputs = self.work.forward(stage, micro_batch, carried)
         form, given = Form.of(outputs), list[Tensor]()
-        tensors = [t for t in _flat(outputs)[1]]
+        tensors = [t for t in flat(outputs)[1]]
         grown = [t for t in tensors if t.requires_grad]
         if self.last_use[subject].kind is not Kind.F:
             self.live.add(subject)

@@ -47,8 +47,11 @@ class PipelineConfig(BaseModel):
     """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
     chunks: Annotated[int, Field(ge=1)] = 1
     """Stages on each rank; left out, the least that the schedule is defined for."""
-    partition: Literal["balanced", "uniform"] | tuple[Annotated[int, Field(ge=1)], ...] = "balanced"
-    """Units on each stage: balanced by cost, equal counts, or the counts of all size x chunks stages."""
+    partition: Literal["balanced", "profiled", "uniform"] | tuple[Annotated[int, Field(ge=1)], ...] = (
+        "balanced"
+    )
+    """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal counts, or the
+    counts of all size x chunks stages."""
 
     @model_validator(mode="before")
     @classmethod

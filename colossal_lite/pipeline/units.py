@@ -304,15 +304,19 @@ def one_stage(model: nn.Module) -> Stages:
 
 def lay_out(
     model: nn.Module, facts: Facts | None, how: Any, placement: Mapping[int, int], coord: int,
-    live: Sequence[int],
+    live: Sequence[int], measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
 ) -> Stages:  # fmt: skip
     """Cut a whole model into the stages of `placement`; nothing is changed yet.
 
-    `how` as `partition` takes it; `live`: micro-batches that each stage holds. Raises ValueError for a model without
-    units, with fewer units than stages, or with a parameter under none of them.
+    `how` as `partition` takes it; `live`: micro-batches that each stage holds; `measure`: gives units the costs by
+    which they are balanced, in the place of a formula's. Raises ValueError for a model without units, with fewer units
+    than stages, or with a parameter under none of them.
     """
     sections = sections_of(model)
-    cut = partition(costs_of(sections, model, facts), len(placement), how, live=live, placement=placement)
+    units = costs_of(sections, model, facts)
+    if measure is not None:
+        units = tuple(measure(sections, units))
+    cut = partition(units, len(placement), how, live=live, placement=placement)
     stage_of = {
         name: stage
         for stage, (start, stop) in enumerate(cut.bounds)

@@ -72,7 +72,10 @@ pipeline = st.integers(1, 8) | st.builds(
     lambda size, schedule, more: {"size": size, "schedule": schedule} | more,
     st.integers(1, 8),
     st.sampled_from(["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]),
-    section(micro_batches=st.none() | st.integers(1, 64), partition=st.sampled_from(["balanced", "uniform"])),
+    section(
+        micro_batches=st.none() | st.integers(1, 64),
+        partition=st.sampled_from(["balanced", "profiled", "uniform"]),
+    ),
 )
 tensor = st.integers(1, 64) | section(
     size=st.integers(1, 64),

@@ -44,7 +44,7 @@ LEVELS: tuple[set[str], ...] = (
     {"batch", "checkpoint", "conjugate", "context", "data", "deferral", "memory.chunk", "optim", "tokens"},
     {"compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"pipeline.units"},
-    {"whole"},
+    {"pipeline.profile", "whole"},
     {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner"},
     {"build"},
     {"__init__", "launcher"},

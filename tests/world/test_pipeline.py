@@ -23,7 +23,7 @@ import colossal_lite as cl
 from colossal_lite import planner
 from colossal_lite.comm import CommError
 from colossal_lite.engine import Engine
-from colossal_lite.models import GPT
+from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
 from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, check
 from colossal_lite.problems import ConfigError
@@ -667,6 +667,39 @@ def test_bytes_of_a_run_and_its_state_are_those_of_its_plan(name: str) -> None:
         assert plan.bytes_of("activations") > 0 and "bubble" in plan.schedule
 
 
+# ---- partition by the clock ----
+
+SLOW_S = 0.1
+
+
+def lopsided() -> nn.Module:
+    """The first block costs what no formula knows."""
+    model = GPT(GPTConfig(**SIZES | dict(layers=4)))
+    for module in (model.blocks[0].attention, model.blocks[0].mlp):
+        module.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
+    return model
+
+
+def cut_of(env: RankEnv, partition: str) -> tuple[tuple[int, int], ...]:
+    case = replace(PAIR, pipeline=dict(size=2, partition=partition))
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(lopsided, context=context)
+        assert not engine.ledger.rows()
+        return engine._stages.cut.bounds
+
+
+def test_a_profiled_partition_is_balanced_by_what_a_micro_batch_takes() -> None:
+    by_formula = run_world(cut_of, 2, "balanced")
+    assert by_formula[0] == by_formula[1] and by_formula[0][0][1] > 3, "both slow halves on the first stage"
+    for bounds in run_world(cut_of, 2, "profiled"):
+        assert bounds == ((0, 2), (2, 10)), "one slow half on each stage"
+
+
+def test_every_gradient_is_the_serial_one_with_a_profiled_partition() -> None:
+    pipeline = dict(size=2, schedule="zb-h1", micro_batches=3, partition="profiled")
+    assert_parity(replace(PAIR, world_size=4, tensor=2, dropout=0.2, pipeline=pipeline, config=CLIPPED))
+
+
 # ---- bad input ----
 
 
@@ -739,6 +772,9 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         ("a micro-batch of 3 samples does not divide over 2 parts", "such as 2 or 4"),
     ),
     "a loss beside the logits": (replace(PAIR, pipeline=1, world_size=1), "routed", ("Sequential carry an aux_loss",)),
+    "a profile of a model without sizes": (
+        replace(PAIR, pipeline=dict(size=2, partition="profiled")), "routed", ("Sequential states no sizes",),
+    ),
     "a model without units": (PAIR, "odd", ("Odd does not say what its units are", "pipeline_sections()")),
     "masks of half a sequence": (
         replace(PAIR, family="hf-gpt2", world_size=4, tensor=2), "", ("sequence_parallel", "GPT2LMHeadModel", "False"),
