@@ -50,6 +50,8 @@ FEATURES: dict[str, Feature] = {
     "usp": _feature("sequence", sequence=4, sequence_mode="usp", ulysses=2),
     "allgather_kv": _feature("sequence", sequence=2, sequence_mode="allgather_kv"),
     "ring_full": _feature("sequence", sequence=2, sequence_mode="ring_full", causal=False),
+    "1f1b": _feature("pipeline", layers=2, pipeline=dict(size=2, micro_batches=2)),
+    "zb-h1": _feature("pipeline", layers=2, pipeline=dict(size=2, schedule="zb-h1", micro_batches=2)),
     "data 2": _feature("data", data=2),
     "ZeRO-1": _feature("zero", data=2, config=dict(zero=dict(stage=1))),
     "ZeRO-2": _feature("zero", data=2, config=dict(zero=dict(stage=2))),
@@ -86,7 +88,7 @@ def case_of(*names: str) -> Case:
     if case.sequence == 4 and (is_theirs or case.tensor * case.sequence > MOST_RANKS):
         case = replace(case, sequence=2)  # usp without a ring
     case = replace(case, tokens=12) if is_theirs else case  # their positions
-    inner = case.tensor * case.sequence
+    inner = case.tensor * case.sequence * (1 if case.pipeline == 1 else case.pipeline["size"])
     return replace(case, world_size=inner * min(data, max(1, MOST_RANKS // inner)), config=config)
 
 
