@@ -103,6 +103,12 @@ def small_pipeline_tensor(steps: int = 600) -> Recipe:
     return _parallel(steps, pipeline=dict(size=2, schedule="1f1b", micro_batches=4), tensor=2)
 
 
+def small_pipeline_ring(steps: int = 600) -> Recipe:
+    """`small` on a pipeline of two stages, sequences cut over two ranks each; gradients sharded as they come."""
+    recipe = _parallel(steps, pipeline=dict(size=2, schedule="zb-h1", micro_batches=4), sequence=2)
+    return recipe | dict(config=recipe["config"] | dict(zero=dict(stage=2, reduce="micro_batch")))
+
+
 def gpt2_124m(steps: int = 2000) -> Recipe:
     """GPT-2 with 124 million parameters, for GPUs."""
     return _large(steps, dict(vocabulary=50257, layers=12, heads=12, width=768, sequence=1024), 32, 6e-4)
@@ -152,7 +158,7 @@ CONFIGS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
     for function in (
         *(small, small_llama, small_fp64, small_tensor, small_2d, small_2p5d, small_3d, small_ring),
-        *(small_pipeline, small_pipeline_tensor),
+        *(small_pipeline, small_pipeline_tensor, small_pipeline_ring),
         *(zero1, zero2, zero3, zero3_host, gpt2_124m, gpt2_355m),
     )
 }
