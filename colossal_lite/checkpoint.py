@@ -116,7 +116,8 @@ class LocalStore:
 class Held:
     """A tensor of this rank to save or to fill: elements [start, start + numel) of the flattened local tensor of
     `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO). `is_copy`: a rank of another
-    pipeline stage saves it."""
+    pipeline stage saves it. `fetch` gives the elements where `tensor` has none of them (it is on the meta device), for
+    a while, to be changed if it is given True."""
 
     name: str
     spec: ShardSpec
@@ -124,17 +125,23 @@ class Held:
     start: int = 0
     flat_axes: tuple[str, ...] = ()
     is_copy: bool = False
+    fetch: Callable[[bool], Tensor] | None = None
 
     def part(self) -> Part:
         stop = self.start + self.tensor.numel()
         dtype = NAMES[self.tensor.dtype]
         return Part(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
 
-    def view(self, fragment: Fragment, layout: MeshLayout) -> Tensor:
-        """The elements of a fragment, in its shape, sharing memory."""
-        assert self.tensor.is_contiguous(), f"{self.name}: only a contiguous tensor can be sliced flat"
-        offset = self.tensor.storage_offset() + fragment.offset - self.start
-        return self.tensor.as_strided(extent(fragment.box), strides_of(self.spec.local_shape(layout)), offset)
+    def elements(self, *, write: bool = False) -> Tensor:
+        """The tensor in memory, to be changed if `write`."""
+        return self.tensor if self.fetch is None else self.fetch(write)
+
+    def view(self, fragment: Fragment, layout: MeshLayout, *, write: bool = False) -> Tensor:
+        """The elements of a fragment, in its shape, sharing memory; to be changed if `write`."""
+        tensor = self.elements(write=write)
+        assert tensor.is_contiguous(), f"{self.name}: only a contiguous tensor can be sliced flat"
+        offset = tensor.storage_offset() + fragment.offset - self.start
+        return tensor.as_strided(extent(fragment.box), strides_of(self.spec.local_shape(layout)), offset)
 
 
 @dataclass(frozen=True)
@@ -510,7 +517,8 @@ class Checkpointer:
         if asynchronous:
             owned = {write.part for rows in plan.values() for write in rows}
             held = [
-                replace(one, tensor=to_host(one.tensor)) if i in owned else one for i, one in enumerate(held)
+                replace(one, tensor=to_host(one.elements()), fetch=None) if i in owned else one
+                for i, one in enumerate(held)
             ]
         needed = sum(
             part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
@@ -569,7 +577,7 @@ class Checkpointer:
             if not faults:
                 for one in held:
                     if not _is_stored(one.name, manifest):
-                        one.tensor.zero_()
+                        one.elements(write=True).zero_()
                 self.is_mixed = False
                 return Loaded(path, manifest, changed, tuple(skipped))
             skipped = skipped + faults
@@ -652,8 +660,8 @@ def _fill(
             for index, fragment in read.into if place is None else ():
                 corner = [start for start, _ in read.slice.box]
                 inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))
-                held[index].view(fragment, layout).copy_(data[inner])
-    except CheckpointError as error:
+                held[index].view(fragment, layout, write=True).copy_(data[inner])
+    except (CheckpointError, OSError) as error:
         return str(error)
     return None
 
@@ -763,10 +771,10 @@ class _Save:
 
         def data() -> Iterator[Tensor]:
             for write in rows:
-                view = self.held[write.part].view(write.fragment, self.layout)
-                yield (
-                    view if view.device.type == "cpu" and view.is_contiguous() else to_host(view).contiguous()
-                )
+                held = self.held[write.part]
+                view = held.view(write.fragment, self.layout)
+                stays = held.fetch is None and view.device.type == "cpu"
+                yield view if stays and view.is_contiguous() else to_host(view).contiguous()
 
         named = [
             (part.name, Stored(dtype=part.dtype, shape=part.spec.shape, slices=()), write.slice)

@@ -265,7 +265,7 @@ def _is_cut(config: Config) -> bool:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("memory.placement", ("device", "host"), "weights on the host, and the disk"),
+    NotBuilt("memory.placement", ("device", "host", "disk"), "planning under a budget"),
     NotBuilt("memory.device_budget", (None,), "planning under a budget"),
     NotBuilt("memory.host_budget", (None,), "planning under a budget"),
     NotBuilt("precision.master", ("auto", "fp32", "none"), "split master weights"),

@@ -39,7 +39,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.tracer import StepMeter
-from colossal_lite.optim import groups_of, learning_rate_factor
+from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
 from colossal_lite.pipeline.runtime import Runtime, Work, run
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
@@ -50,7 +50,7 @@ from colossal_lite.recompute import restore
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import Span, Timeline
 from colossal_lite.whole import Names, WholeState
-from colossal_lite.zero.build import sharding_of, slots_of
+from colossal_lite.zero.build import chunk_optimizer, sharding_of, slots_of
 from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -153,10 +153,7 @@ class Engine:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
-            self._optimizer = ChunkOptimizer(
-                chunks, groups_of(config.optimizer), parallelized.ops, shapes,
-                placement=config.memory.placement, timeout_s=config.timeout_s,
-            )  # fmt: skip
+            self._optimizer = chunk_optimizer(chunks, config, parallelized.ops, shapes, self.mesh)
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
@@ -183,6 +180,7 @@ class Engine:
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
+        context.on_close(self._optimizer.close)
         context.on_close(self._checkpoints.settle)
 
     # ---- a step ----
@@ -374,8 +372,10 @@ class Engine:
             )
         if loaded is not None:
             for chunk in self._chunks:
-                chunk.publish(0, chunk.owned[1] - chunk.owned[0])
+                with self._optimizer.at_hand(chunk):
+                    chunk.publish(0, chunk.owned[1] - chunk.owned[0])
                 chunk.start_gather()
+            self._optimizer.settle()
             self._weights.flush()
             self._clear()
             self._optimizer.set_updates(loaded.manifest.updates)
@@ -393,10 +393,10 @@ class Engine:
         return {row.path: row.value for row in self.context.config.resolved()}
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
-        """Bytes of weights, masters, gradients and optimizer state on this rank, and of the slots in which gradients
-        wait to be summed. All are allocated once, at the start, so that the peak is what they hold now; a model whose
-        backward leaves parameters out may take more slots than were planned. After `metered` steps, what those held
-        beside it."""
+        """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
+        to be summed, and of those through which state visits the device. All are allocated once, at the start, so that
+        the peak is what they hold now; a model whose backward leaves parameters out may take more slots than were
+        planned. After `metered` steps, what those held beside it."""
         device, config = self.context.device.type, self.context.config
         precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
         widths = Widths(precision.compute.itemsize, precision.master_copy_bytes, precision.gradient.itemsize)
@@ -415,14 +415,16 @@ class Engine:
         if isinstance(self._weights, ShardedWeights):
             kinds["gathered"] = self._weights.arena_bytes
             foreseen["gathered"] = self._weights.forecast_bytes
-        rests = dict.fromkeys(("masters", "optimizer"), "host") if self._optimizer.tiers else {}
-        if self._optimizer.tiers:
-            kinds["visiting"] = self._optimizer.tiers.device_bytes
-            foreseen["visiting"] = self._optimizer.visiting_bytes
+        rests = self._optimizer.tiers.tier if self._optimizer.tiers else device
+        on = dict.fromkeys(("masters", "optimizer"), rests)
         state = (
-            MemoryRow(kind, rests.get(kind, device), now, now, foreseen[kind]) for kind, now in kinds.items()
+            MemoryRow(kind, on.get(kind, device), now, now, foreseen[kind]) for kind, now in kinds.items()
         )
-        return (*state, *self._beside_state())
+        visits = (
+            MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes)
+            for v in self._optimizer.visits
+        )
+        return (*state, *visits, *self._beside_state())
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -507,6 +509,7 @@ class Engine:
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
         """The micro-batches of a step, some of them perhaps empty; as many on every data rank."""
+        self._optimizer.check()
         check_batch(batch, vocabulary=self._facts.vocabulary if self._facts else None)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self._sizes(labels.shape[0])

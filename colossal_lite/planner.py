@@ -125,8 +125,13 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> int:
-        """State that rests in host memory."""
+        """State that rests in host memory or passes through it."""
         return sum(row.bytes for row in self.memory if row.tier == "host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file of state that rests on disk."""
+        return sum(row.bytes for row in self.memory if row.tier == "disk")
 
     @property
     def state_bytes(self) -> int:
@@ -747,7 +752,7 @@ def _memory(
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     placement = config.memory.placement
     optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
-    rests = "host" if optimizer.tiers else "device"
+    rests = optimizer.tiers.tier if optimizer.tiers else "device"
     masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
     update = max(
         (_bytes(chunk.master) for chunk in chunks), default=0
@@ -766,7 +771,7 @@ def _memory(
         Held("gradients", sum(_bytes(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
         Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),
-        Held("visiting", optimizer.visiting_bytes, "slots of state that has come from the host for its update"),
+        *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
         Held("frozen", sum(whole.frozen.values()) * precision.compute.itemsize, compute),
         Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
         Held("logits", cost.logits, compute),

@@ -10,7 +10,10 @@ whole copy of what it returns and the ranks one all-gather and one broadcast a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +71,14 @@ class WholeState:
     def gradients(self, weight: float) -> dict[str, Tensor]:
         """What the chunks have summed, divided by `weight`; zeros for a parameter that no rank used. Collective."""
         with self._mesh.ledger.paused():
-            mine = {name: whole / weight for name, whole in self._tensors(lambda chunk: chunk.gradient)}
+            mine = {name: whole / weight for name, whole in self._tensors("gradient")}
             return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype. Collective."""
         first = self._names.first
         with self._mesh.ledger.paused():
-            mine = dict(self._tensors(lambda chunk: chunk.master))
+            mine = dict(self._tensors("master"))
             trained = set(mine)
             for name, parameter in self._parameters.items():
                 if name not in trained:
@@ -122,9 +125,11 @@ class WholeState:
                     value = cut_values(self._specs[first[name]], layout, coords, _reader(value))
                 if first.get(name) in chunked:
                     chunk, entry = chunked[first[name]]
-                    chunk.load(entry, value)
+                    with self._optimizer.at_hand(chunk, write=True):
+                        chunk.load(entry, value)
                 else:
                     target.copy_(value)
+        self._optimizer.settle()
 
     def held(self) -> Iterator[Held]:
         """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
@@ -134,8 +139,10 @@ class WholeState:
             for entry in chunk.spec.entries:
                 local, start = chunk.part_of(entry) or (slice(0, 0), 0)
                 for kind, flat in buffers.items():
-                    spec = self._specs[entry.name]
-                    yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy)
+                    spec, fetch = self._specs[entry.name], None
+                    if flat.is_meta:
+                        fetch = partial(self._fetched, chunk, kind, local)
+                    yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch)
         seen = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
         for name, value in self._weights.state_dict(keep_vars=True).items():
             name = self._names.first.get(name, name)
@@ -149,14 +156,18 @@ class WholeState:
                 )
                 yield Held(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
 
-    def _tensors(self, buffer_of: Callable[[Chunk], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _fetched(self, chunk: Chunk, kind: str, local: slice, write: bool) -> Tensor:
+        return self._optimizer.opened(chunk, kind, write=write)[local]
+
+    def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
         """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
         self._weights.flush()
         for chunk in self._chunks:
-            flat = chunk.whole(buffer_of(chunk))
-            for entry in chunk.spec.entries:
-                local = chunk.of(flat, entry, self._parameters[entry.name].shape)
-                yield entry.name, self._whole(entry.name, local)
+            with self._optimizer.at_hand(chunk) if buffer == "master" else nullcontext():
+                flat = chunk.whole(chunk.master if buffer == "master" else chunk.gradient)
+                for entry in chunk.spec.entries:
+                    local = chunk.of(flat, entry, self._parameters[entry.name].shape)
+                    yield entry.name, self._whole(entry.name, local)
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor of a parameter's shape in host memory, from every rank's part; collective if it is cut."""

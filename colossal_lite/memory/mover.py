@@ -4,15 +4,20 @@ Note: two forms.
 Functions move what is moved once: initial values, buffers, batches.  A `Link` moves what travels in a step, by plan:
 one direction between two tiers, copies in order on a thread of its own, each with a `Transfer` to wait for.  Two links
 run at once, so both directions of a bus are in use.  On one machine a link can be given a speed, and then emulates a
-device behind a bus: every order of copies, waits and reuse of slots is tried without one.
+device behind a bus: every order of copies, waits and reuse of slots is tried without one.  Transfers come after
+transfers that were asked for before them, on whatever link, so none waits in a circle.  `Buffers` hand out equal
+buffers, each with the transfer that still uses it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +61,19 @@ class Transfer:
 
     def wait(self) -> None:
         start = time.perf_counter()
-        self._done.result(timeout=self._link.timeout_s)
+        self.join()
         self._link.waited_s += time.perf_counter() - start
 
     def join(self) -> None:
         """`wait`, on the thread of another link, which does not count."""
-        self._done.result(timeout=self._link.timeout_s)
+        try:
+            self._done.result(timeout=self._link.timeout_s)
+        except TimeoutError as error:
+            if self._done.done():  # the copy's own
+                raise
+            raise TimeoutError(
+                f"a copy over the link {self._link.name} has not ended in {self._link.timeout_s:g} s (timeout_s)"
+            ) from error
 
 
 class Link:
@@ -77,24 +89,43 @@ class Link:
         self._thread = ThreadPoolExecutor(1, f"link-{name}")
         self._closed = threading.Event()
 
-    def copy(self, target: Tensor, source: Tensor, *, after: Transfer | None = None) -> Transfer:
-        """Copy `source` to `target` of the same size and dtype, when `after` is done. Neither may be written until
+    def copy(self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = ()) -> Transfer:
+        """Copy `source` to `target` of the same size and dtype, when all `after` are done. Neither may be written until
         then, nor `target` read."""
         assert target.shape == source.shape and target.dtype == source.dtype
-        size_bytes = source.numel() * source.element_size()
+        return self.run(partial(target.copy_, source), source.numel() * source.element_size(), after=after)
+
+    def run(self, work: Callable[[], object], size_bytes: int, *, after: Sequence[Transfer] = ()) -> Transfer:
+        """As `copy`, where `work` moves the `size_bytes`."""
         self.moved_bytes += size_bytes
-        return Transfer(self, self._thread.submit(self._copy, target, source, size_bytes, after))
+        return Transfer(self, self._thread.submit(self._run, work, size_bytes, after))
 
     def close(self) -> None:
         """No copy is asked for any more; those on their way are finished at once."""
         self._closed.set()
         self._thread.shutdown()
 
-    def _copy(self, target: Tensor, source: Tensor, size_bytes: int, after: Transfer | None) -> None:
-        if after is not None:
-            after.join()
+    def _run(self, work: Callable[[], object], size_bytes: int, after: Sequence[Transfer]) -> None:
+        for transfer in after:
+            transfer.join()
         start = time.perf_counter()
-        target.copy_(source)
+        work()
         left_s = self._speed.seconds(size_bytes) - (time.perf_counter() - start)
         if left_s > 0:
             self._closed.wait(left_s)
+
+
+class Buffers:
+    """Equal buffers that transfers fill and empty: the one that was handed back first is taken first."""
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._free: deque[tuple[Tensor, tuple[Transfer, ...]]] = deque((one, ()) for one in buffers)
+
+    def take(self) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """A buffer, and the transfers after which it may be written."""
+        assert self._free, "the plan takes more buffers than there are"
+        return self._free.popleft()
+
+    def give(self, buffer: Tensor, *last: Transfer) -> None:
+        """Hand a buffer back, which may be written when `last` are done."""
+        self._free.append((buffer, last))

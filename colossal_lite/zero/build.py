@@ -6,19 +6,25 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from colossal_lite.comm import AxisComm
+from colossal_lite.kernels import Ops
 from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
+from colossal_lite.problems import Problem, refuse
 from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals, in_turn
 
 if TYPE_CHECKING:
@@ -102,6 +108,34 @@ def build_chunks(
         )
         for slot, (spec, comm) in enumerate(zip(packed, comms, strict=True))
     )
+
+
+def chunk_optimizer(
+    chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh
+) -> ChunkOptimizer:
+    """The optimizer over these chunks. Where its state rests on disk it is collective, and raises ConfigError on every
+    rank if that of one has no room or cannot be written."""
+    memory, faults, made = config.memory, [], None
+    open_file = None
+    if memory.placement == "disk" and memory.disk_dir is not None:
+        open_file = partial(
+            DiskFile, Path(memory.disk_dir), label=f"rank{mesh.rank}", timeout_s=config.timeout_s
+        )
+    try:
+        made = ChunkOptimizer(
+            chunks, groups_of(config.optimizer), ops, shapes,
+            placement=memory.placement, timeout_s=config.timeout_s, open_file=open_file,
+        )  # fmt: skip
+    except DiskError as error:
+        faults = [f"rank {mesh.rank}: {error}"]
+    if open_file is not None:
+        faults = [fault for row in mesh.world.gather_json(faults) for fault in row]
+    if faults and made is not None:
+        made.close()
+    legal = "a directory with room, memory.placement='host', a higher zero.stage or more ranks"
+    refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
+    assert made is not None
+    return made
 
 
 def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:

@@ -5,26 +5,36 @@ State that rests on the host is brought to the device chunk by chunk: FETCH, UPD
 before the one that is updated, and one on its way back, `ahead + 2` slots hold what is on the device; the link is used
 in both directions at once.  Bytes each way are those of the state, once a step: nothing is used twice, so no order of
 eviction could do with less.
+State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
+another from its copy down to its write; the disk is read and written at once, each in the order of the updates.
 """
 
 from __future__ import annotations
 
-from colossal_lite.plan import Action, Kind, Plan
+from colossal_lite.plan import DISK, Action, Kind, Plan
 
 
-def update_plan(num_chunks: int, *, ahead: int | None = None) -> Plan:
+def update_plan(num_chunks: int, *, ahead: int | None = None, below: int | None = None) -> Plan:
     """One rank's updates in forward order; `ahead`: the state is fetched from the host so many chunks before its
-    update, and evicted after it. None: it is on the device."""
+    update, and evicted after it. None: it is on the device. `below`: it rests on disk, and is read so many chunks
+    before it is fetched from the host. None: it rests on the host."""
     actions: list[Action] = []
     for chunk in range(num_chunks):
-        if ahead is not None:
-            first = 0 if chunk == 0 else chunk + ahead
-            actions += [_action(Kind.FETCH, c) for c in range(first, min(chunk + ahead + 1, num_chunks))]
+        for fetched in _next(chunk, ahead, num_chunks):
+            actions += [_action(Kind.FETCH, c, DISK) for c in _next(fetched, below, num_chunks)]
+            actions.append(_action(Kind.FETCH, fetched))
         actions.append(_action(Kind.UPDATE, chunk))
-        if ahead is not None:
-            actions.append(_action(Kind.EVICT, chunk))
+        actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
+        actions += [_action(Kind.EVICT, chunk, DISK)] if below is not None else []
     return Plan((tuple(actions),))
 
 
-def _action(kind: Kind, chunk: int) -> Action:
-    return Action(kind, stage=0, chunk=chunk)
+def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:
+    """What is asked for before `chunk`, so that `ahead` chunks beyond it are: the first time it and those."""
+    if ahead is None:
+        return range(0)
+    return range(chunk + ahead if chunk else 0, min(chunk + ahead + 1, num_chunks))
+
+
+def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+    return Action(kind, stage=0, chunk=chunk, resource=resource)

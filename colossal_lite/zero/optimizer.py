@@ -8,12 +8,15 @@ tensors gets them one by one.  State has the gradient's dtype, float32 or better
 alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
 masters are written by the update itself, while the new masters are in cache.  A rank that owns a shard of
 a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
-State may rest on the host and visit the device chunk by chunk (zero/tiers.py): the plan says when.
+State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when.  State
+that rests on disk is in memory while `at_hand` says so, or after `opened`; at other times its tensors are on the meta
+device, where nobody can read them by mistake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,11 +25,13 @@ from torch import Tensor
 
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.pack import ChunkKey
+from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import Action, Kind
 from colossal_lite.zero.interleave import update_plan
-from colossal_lite.zero.tiers import AHEAD, SLOTS, HostStates
+from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,42 @@ def ranges_to_update(
                 yield Range(start - owned_start, stop - owned_start, steps[first], first, last)
 
 
+@dataclass(frozen=True)
+class Visit:
+    """Bytes that state off the device takes beside itself, on a tier (None: the device): as they are, and by the
+    formula."""
+
+    kind: str
+    tier: str | None
+    bytes: int
+    forecast_bytes: int
+    origin: str
+
+
 class ChunkOptimizer:
     """State tensors and step counts of every chunk, and the update of one chunk at a time."""
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         placement: str = "device", timeout_s: float = 600.0,
+        open_file: Callable[[FileLayout], DiskFile] | None = None,
     ) -> None:  # fmt: skip
-        """`placement`: the tier on which state, and masters that are apart from the weights, rest."""
+        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `open_file` makes
+        the disk's; None where no step is taken.  Raises DiskError."""
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         names = [rule.states for rule in self._rules]
-        self.tiers = HostStates(self._chunks, names, timeout_s) if placement == "host" else None
-        """Copies to and from the host; None if state rests on the device."""
-        self.plan = update_plan(len(self._chunks), ahead=AHEAD if self.tiers else None)
+        self.tiers: States | None = None
+        """Copies to and from where state rests; None if that is the device."""
+        if placement == "host":
+            self.tiers = HostStates(self._chunks, names, timeout_s)
+        elif placement == "disk":
+            self.tiers = DiskStates(self._chunks, names, timeout_s, open_file)
+        self.plan = update_plan(
+            len(self._chunks),
+            ahead=AHEAD if self.tiers else None,
+            below=self.tiers.below if self.tiers else None,
+        )
         self._state: list[dict[str, Tensor]] = [
             self.tiers.at_rest(index)
             if self.tiers
@@ -126,29 +153,61 @@ class ChunkOptimizer:
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
-        if self.tiers is None:
-            return {}
-        tiers = self.tiers
-        return {
-            Kind.FETCH: lambda a: tiers.fetch(a.chunk or 0),
-            Kind.EVICT: lambda a: tiers.evict(a.chunk or 0),
-        }
+        return self.tiers.moves if self.tiers else {}
 
     def close(self) -> None:
         if self.tiers:
             self.tiers.close()
 
+    # ---- reads and writes between steps ----
+
+    @contextmanager
+    def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """The state of a chunk by name, and its master in the chunk, in memory; to be changed if `write`. Raises
+        DiskError."""
+        index = self._index[chunk.spec.id]
+        if self.tiers is None:
+            yield self._state[index]
+            return
+        self.tiers.check()
+        parts = dict(self.tiers.opened(index, write=write))
+        before = chunk.master
+        chunk.master = parts.pop(MASTER, before)
+        try:
+            yield parts
+        finally:
+            chunk.master = before
+
+    def opened(self, chunk: Chunk, name: str, *, write: bool) -> Tensor:
+        """One buffer [owned] of a chunk that `flat_state` or its master has on the meta device: in memory, until some
+        others are asked for. `name`: of the state, or "model". Raises DiskError."""
+        assert self.tiers is not None
+        return self.tiers.opened(self._index[chunk.spec.id], write=write)[MASTER if name == "model" else name]
+
+    def check(self) -> None:
+        """Raise what has ended the use of the state, if anything has: DiskError."""
+        if self.tiers:
+            self.tiers.check()
+
+    def settle(self) -> None:
+        """What was changed between steps is where it rests. Raises DiskError."""
+        if self.tiers:
+            self.tiers.settle()
+
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
         int64). Collective where state is sharded."""
         index = self._index[chunk.spec.id]
-        whole = {name: chunk.whole(flat) for name, flat in self._state[index].items()}
-        for entry, steps in zip(chunk.spec.entries, self._steps[index], strict=True):
-            views = {name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()}
-            yield views | {"step": torch.tensor(steps)}
+        with self.at_hand(chunk) as state:
+            whole = {name: chunk.whole(flat) for name, flat in state.items()}
+            for entry, steps in zip(chunk.spec.entries, self._steps[index], strict=True):
+                views = {
+                    name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()
+                }
+                yield views | {"step": torch.tensor(steps)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
-        """The state buffers [owned] of a chunk by name."""
+        """The state buffers [owned] of a chunk by name; on the meta device where they rest on disk."""
         return self._state[self._index[chunk.spec.id]]
 
     def updates(self) -> dict[str, int]:
@@ -169,15 +228,28 @@ class ChunkOptimizer:
         return sum(t.numel() * t.element_size() for state in self._state for t in state.values())
 
     @property
-    def visiting_bytes(self) -> int:
-        """By the formula: slots on the device, each for the largest state and master of a chunk; 0 without tiers."""
-        if self.tiers is None:
-            return 0
-        records = [
-            (chunk.owned[1] - chunk.owned[0]) * (len(rule.states) + (chunk.master is not chunk.own_value))
+    def visits(self) -> tuple[Visit, ...]:
+        """What state that rests off the device takes beside itself."""
+        tiers = self.tiers
+        if tiers is None:
+            return ()
+        sizes = [
+            (chunk.owned[1] - chunk.owned[0])
+            * (len(rule.states) + (chunk.master is not chunk.own_value))
+            * chunk.gradient.element_size()
             for chunk, rule in zip(self._chunks, self._rules, strict=True)
         ]
-        return SLOTS * max(records) * self._chunks[0].gradient.element_size()
+        device = Visit(
+            "visiting", None, tiers.device_bytes, SLOTS * max(sizes), "slots of state that visits the device"
+        )
+        if tiers.below is None:
+            return (device,)
+        padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
+        return (
+            device,
+            Visit("passing", "host", tiers.host_bytes, HOST_SLOTS * max(padded), "slots of state from and to the disk"),
+            Visit("unused", "disk", tiers.disk_bytes - tiers.record_bytes, sum(padded) - sum(sizes), "ends of pages"),
+        )  # fmt: skip
 
     @property
     def forecast_bytes(self) -> int:

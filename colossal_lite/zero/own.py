@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,8 @@ class OwnOptimizer:
         _check(self._optimizer, given)
         self.plan = update_plan(len(self._chunks))
         self.tiers = None
+        self.visits = ()
         self.moves: dict[Kind, Callable[[Action], None]] = {}
-        self.visiting_bytes = 0
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.changed = False
 
@@ -78,6 +79,20 @@ class OwnOptimizer:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def check(self) -> None:
+        """Nothing can have failed."""
+
+    def settle(self) -> None:
+        """Everything is where it rests."""
+
+    @contextmanager
+    def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """All is in memory; which state a chunk has, only the optimizer knows."""
+        yield {}
+
+    def opened(self, chunk: Chunk, name: str, *, write: bool) -> Tensor:
+        raise AssertionError("everything is in memory")
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk whatever tensors the optimizer keeps for it."""

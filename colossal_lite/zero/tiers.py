@@ -1,104 +1,112 @@
-"""Optimizer state that rests on the host and visits the device for its update.
+"""Optimizer state that rests on the host or on disk and visits the device for its update.
 
 Note: records and slots.
 A chunk has a record: its state tensors and, where masters are apart from the weights, its master, side by side in one
-buffer of the host arena, so that a visit is one copy each way.  On the device there are `AHEAD + 2` slots as large as
-the largest record: one is updated, `AHEAD` are filled, one is emptied.  A slot is refilled only when the copy out of it
-is done, a record is read only when the copy into it is done (`Transfer`s say so), and all copies are done when the step
-ends.  What is computed, and in which order, is the same as without tiers: so are the bits.
+buffer, so that a visit is one copy each way.  On the device there are `AHEAD + 2` slots as large as the largest record:
+one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have an arena there.  Records that
+rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
+down, one is written.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into
+it is done (`Transfer`s say so), and all copies are done when the step ends.  What is computed, and in which order, is
+the same as without tiers: so are the bits.
+
+Between steps nothing is on its way, and whoever reads or changes a record that rests on disk has it in one of the slots
+on the host; what was changed is written before the next step, or when the slot is needed for another record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.mover import Link, LinkSpeed, Transfer
+from colossal_lite.memory.disk import DiskFile, pages
+from colossal_lite.memory.mover import Buffers, Link, LinkSpeed, Transfer
+from colossal_lite.memory.records import FileLayout
+from colossal_lite.plan import DISK, Action, Kind
 
 AHEAD = 1
 SLOTS = AHEAD + 2
+BELOW = 1
+HOST_SLOTS = BELOW + 3
 # As fast as the machine copies; tests emulate slower ones.
 LINK = LinkSpeed()
+MASTER = "master"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One chunk's state: names of its parts, each of `numel` elements, and all of them on the host."""
+    """The form of one chunk's state: names of its parts, each of `numel` elements."""
 
     names: tuple[str, ...]
     numel: int
-    host: Tensor
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return len(self.names) * self.numel
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a buffer that holds such a record."""
         return {name: flat[i * self.numel : (i + 1) * self.numel] for i, name in enumerate(self.names)}
 
 
-MASTER = "master"
+class States:
+    """The records of all chunks, and the slots and links by which they visit the device. Where they rest is said by
+    `HostStates` and `DiskStates`."""
 
-
-class HostStates:
-    """The records of all chunks, and the slots and links by which they come and go."""
+    tier = ""
+    """On which they rest."""
+    below: int | None = None
+    """Records that are read before the one that is copied to the device; None: they are on the host."""
 
     def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
+        """`states`: for each chunk the names of its state tensors, which begin as zeros."""
         self._chunks = tuple(chunks)
-        self._records: list[Record] = []
-        shapes = [
-            (
+        self._records = [
+            Record(
                 (*names, MASTER) if chunk.master is not chunk.own_value else tuple(names),
                 chunk.owned[1] - chunk.owned[0],
             )
             for chunk, names in zip(chunks, states, strict=True)
         ]
-        dtype, device = chunks[0].gradient.dtype, chunks[0].gradient.device
-        host = torch.device("cpu") if device.type != "meta" else device
-        self._arena = torch.zeros(
-            sum(len(names) * numel for names, numel in shapes), dtype=dtype, device=host
-        )
-        start = 0
-        for chunk, (names, numel) in zip(self._chunks, shapes, strict=True):
-            record = Record(names, numel, self._arena[start : start + len(names) * numel])
-            start += len(names) * numel
-            self._records.append(record)
-            if MASTER in names:
-                assert chunk.master.dtype == dtype, "masters and states are of one width"
-                rest = record.parts(record.host)[MASTER]
-                rest.copy_(chunk.master)
-                chunk.master = rest
-        largest = max(len(names) * numel for names, numel in shapes)
-        self._free = list(torch.zeros(SLOTS, largest, dtype=dtype, device=device)) if largest else []
-        self._slots_bytes = SLOTS * largest * dtype.itemsize
+        for chunk, record in zip(chunks, self._records, strict=True):
+            assert MASTER not in record.names or chunk.master.dtype == chunk.gradient.dtype, "of one width"
+        self._dtype, device = chunks[0].gradient.dtype, chunks[0].gradient.device
+        self._host_device = torch.device("cpu") if device.type != "meta" else device
+        largest = max(record.size for record in self._records)
+        self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=device))
+        self.device_bytes = SLOTS * largest * self._dtype.itemsize
+        self.host_bytes = 0
+        """Of the arena or the slots."""
+        self.disk_bytes = 0
+        """Of the file."""
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
         self._outgoing: list[Transfer] = []
-        self._emptied: dict[int, Transfer] = {}  # slot (by address) -> the copy out of it
         self.up, self.down = Link("h2d", LINK, timeout_s=timeout_s), Link("d2h", LINK, timeout_s=timeout_s)
 
     @property
-    def host_bytes(self) -> int:
-        return self._arena.numel() * self._arena.element_size()
+    def moves(self) -> dict[Kind, Callable[[Action], None]]:
+        """What the actions of the plan beside UPDATE do."""
+        return {
+            Kind.FETCH: lambda a: self.fetch(a.chunk or 0),
+            Kind.EVICT: lambda a: self.evict(a.chunk or 0),
+        }
 
     @property
-    def device_bytes(self) -> int:
-        return self._slots_bytes
+    def record_bytes(self) -> int:
+        """Of all records."""
+        return sum(record.size for record in self._records) * self._dtype.itemsize
 
-    def at_rest(self, index: int) -> dict[str, Tensor]:
-        """The state of a chunk on the host, between steps."""
-        return {n: t for n, t in self._records[index].parts(self._records[index].host).items() if n != MASTER}
+    # ---- in a step ----
 
     def fetch(self, index: int) -> None:
         """Begin to bring a record to the device."""
-        record = self._records[index]
-        if not record.names:
-            return
-        slot = self._free.pop(0)
-        self._here[index] = slot
-        before = self._emptied.pop(slot.data_ptr(), None)
-        self._incoming[index] = self.up.copy(slot[: record.host.numel()], record.host, after=before)
+        raise NotImplementedError
 
     def here(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk on the device, whose master is there too from now on."""
@@ -106,31 +114,225 @@ class HostStates:
         if not record.names:
             return {}
         self._incoming.pop(index).wait()
-        parts = record.parts(self._here[index])
-        if (master := parts.pop(MASTER, None)) is not None:
-            self._chunks[index].master = master
-        return parts
+        return self._without_master(index, record.parts(self._here[index]))
 
     def evict(self, index: int) -> None:
         """Begin to take a record back to the host."""
-        record = self._records[index]
-        if not record.names:
-            return
-        slot = self._here.pop(index)
-        transfer = self.down.copy(record.host, slot[: record.host.numel()])
-        self._emptied[slot.data_ptr()] = transfer
-        self._outgoing.append(transfer)
-        self._free.append(slot)
-        if MASTER in record.names:
-            self._chunks[index].master = record.parts(record.host)[MASTER]
+        raise NotImplementedError
 
     def flush(self) -> None:
-        """Every record is whole on the host."""
+        """Every record is whole where it rests."""
         for transfer in self._outgoing:
             transfer.wait()
         self._outgoing.clear()
-        self._emptied.clear()
 
     def close(self) -> None:
         self.up.close()
         self.down.close()
+
+    # ---- between steps ----
+
+    def check(self) -> None:
+        """Raise what has ended the use of these records, if anything has."""
+
+    def at_rest(self, index: int) -> dict[str, Tensor]:
+        """The state of a chunk between steps: where there is no memory of it, its shapes on the meta device."""
+        raise NotImplementedError
+
+    def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
+        """All parts of a record in host memory, until some others are asked for; to be changed if `write`."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """What was changed between steps is where it rests."""
+
+    # ---- how ----
+
+    def _bring(self, index: int, source: Tensor, *after: Transfer) -> Transfer:
+        slot, emptied = self._slots.take()
+        self._here[index] = slot
+        self._incoming[index] = transfer = self.up.copy(
+            slot[: source.numel()], source, after=(*emptied, *after)
+        )
+        return transfer
+
+    def _take_back(self, index: int, target: Tensor, *after: Transfer) -> Transfer:
+        slot = self._here.pop(index)
+        transfer = self.down.copy(target, slot[: target.numel()], after=after)
+        self._slots.give(slot, transfer)
+        return transfer
+
+    def _without_master(self, index: int, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The other parts; the chunk has its master in these."""
+        if (master := parts.pop(MASTER, None)) is not None:
+            self._chunks[index].master = master
+        return parts
+
+
+class HostStates(States):
+    """Records that rest in an arena on the host."""
+
+    tier = "host"
+
+    def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
+        super().__init__(chunks, states, timeout_s)
+        sizes = [record.size for record in self._records]
+        self._arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
+        self.host_bytes = self.record_bytes
+        self._rest = self._arena.split(sizes)
+        for index, chunk in enumerate(self._chunks):
+            parts = self._records[index].parts(self._rest[index])
+            if MASTER in parts:
+                parts[MASTER].copy_(chunk.master)
+            self._without_master(index, parts)
+
+    def fetch(self, index: int) -> None:
+        if self._records[index].names:
+            self._bring(index, self._rest[index])
+
+    def evict(self, index: int) -> None:
+        if self._records[index].names:
+            self._outgoing.append(self._take_back(index, self._rest[index]))
+            self.at_rest(index)
+
+    def at_rest(self, index: int) -> dict[str, Tensor]:
+        return self._without_master(index, self._records[index].parts(self._rest[index]))
+
+    def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
+        return self._records[index].parts(self._rest[index])
+
+
+class DiskStates(States):
+    """Records that rest in a file, and pass through slots on the host."""
+
+    tier = "disk"
+    below = BELOW
+
+    def __init__(
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float,
+        open_file: Callable[[FileLayout], DiskFile] | None,
+    ) -> None:  # fmt: skip
+        """`open_file` makes the file of a layout; None: nothing is ever read or written."""
+        super().__init__(chunks, states, timeout_s)
+        self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
+        self._file = open_file(self.layout) if open_file else None
+        self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
+        self.host_bytes = HOST_SLOTS * largest
+        room = pages(self.host_bytes, self._host_device)
+        self._passing = Buffers(room[i * largest : (i + 1) * largest] for i in range(HOST_SLOTS))
+        self._came: dict[int, tuple[Tensor, Transfer]] = {}  # read from disk, or on its way
+        self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
+        self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
+        self._changed: set[int] = set()
+        self.reads = Link("read", LINK, timeout_s=timeout_s)
+        self.writes = Link("write", LINK, timeout_s=timeout_s)
+        for index, chunk in enumerate(self._chunks):
+            if self._file is not None and self._records[index].names:
+                slot, _ = self._passing.take()
+                parts = self._records[index].parts(self._elements(slot, index).zero_())
+                if MASTER in parts:
+                    parts[MASTER].copy_(chunk.master)
+                self._write(index, slot)
+                self._passing.give(slot)
+            self.at_rest(index)
+
+    @property
+    def moves(self) -> dict[Kind, Callable[[Action], None]]:
+        on_host = super().moves
+        on_disk = {Kind.FETCH: self.read, Kind.EVICT: self.write}
+
+        def move(action: Action) -> None:
+            if action.resource == DISK:
+                on_disk[action.kind](action.chunk or 0)
+            else:
+                on_host[action.kind](action)
+
+        return dict.fromkeys(on_host, move)
+
+    # ---- in a step ----
+
+    def read(self, index: int) -> None:
+        """Begin to read a record into a slot of the host."""
+        self.settle()
+        if self._records[index].names:
+            slot, free = self._passing.take()
+            size_bytes = self.layout.sizes_bytes[index]
+            self._came[index] = slot, self.reads.run(partial(self._read, index, slot), size_bytes, after=free)
+
+    def fetch(self, index: int) -> None:
+        if self._records[index].names:
+            slot, came = self._came.pop(index)
+            self._passing.give(slot, self._bring(index, self._elements(slot, index), came))
+
+    def evict(self, index: int) -> None:
+        if self._records[index].names:
+            slot, free = self._passing.take()
+            self._leaving[index] = slot, self._take_back(index, self._elements(slot, index), *free)
+            self.at_rest(index)
+
+    def write(self, index: int) -> None:
+        """Begin to write a record that has come from the device."""
+        if self._records[index].names:
+            slot, came = self._leaving.pop(index)
+            size_bytes = self.layout.sizes_bytes[index]
+            transfer = self.writes.run(partial(self._write, index, slot), size_bytes, after=(came,))
+            self._passing.give(slot, transfer)
+            self._outgoing.append(transfer)
+
+    def close(self) -> None:
+        super().close()
+        self.reads.close()
+        self.writes.close()
+        if self._file is not None:
+            self._file.close()
+
+    # ---- between steps ----
+
+    def check(self) -> None:
+        if self._file is not None:
+            self._file.check()
+
+    def at_rest(self, index: int) -> dict[str, Tensor]:
+        record = self._records[index]
+        shapes = torch.empty(record.size, dtype=self._dtype, device="meta")
+        return self._without_master(index, record.parts(shapes))
+
+    def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
+        self.check()
+        record = self._records[index]
+        if not record.names:
+            return {}
+        if index not in self._opened:
+            if len(self._opened) == HOST_SLOTS:
+                self._put_back(next(iter(self._opened)))
+            slot, _ = self._passing.take()
+            self._read(index, slot)
+            self._opened[index] = slot
+        self._opened[index] = slot = self._opened.pop(index)
+        if write:
+            self._changed.add(index)
+        return record.parts(self._elements(slot, index))
+
+    def settle(self) -> None:
+        for index in tuple(self._opened):
+            self._put_back(index)
+
+    def _put_back(self, index: int) -> None:
+        slot = self._opened.pop(index)
+        if index in self._changed:
+            self._changed.remove(index)
+            self._write(index, slot)
+        self._passing.give(slot)
+
+    # ---- how ----
+
+    def _elements(self, slot: Tensor, index: int) -> Tensor:
+        return slot[: self.layout.sizes_bytes[index]].view(self._dtype)
+
+    def _read(self, index: int, slot: Tensor) -> None:
+        assert self._file is not None
+        self._file.read(index, slot[: self.layout.padded_bytes(index)])
+
+    def _write(self, index: int, slot: Tensor) -> None:
+        assert self._file is not None
+        self._file.write(index, slot[: self.layout.padded_bytes(index)])

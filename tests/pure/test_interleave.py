@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_lite.plan import Action, Kind, Memory, Plan, PlanError, check
+from colossal_lite.plan import D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError, check
 from colossal_lite.simulate import simulate
 from colossal_lite.zero.interleave import update_plan
 
 
-def memory(num_chunks: int, slots: int) -> Memory:
+def memory(num_chunks: int, slots: int, host_slots: int | None = None) -> Memory:
+    """Of state that rests on the host, or on disk where slots on the host are given."""
     chunks = [(0, c) for c in range(num_chunks)]
     return Memory(
-        dict.fromkeys(chunks, "host"),
+        dict.fromkeys(chunks, "host" if host_slots is None else "disk"),
         {},
         sizes_bytes=dict.fromkeys(chunks, 1),
-        budget_bytes={"device": slots},
+        budget_bytes={"device": slots} | ({} if host_slots is None else {"host": host_slots}),
     )
 
 
@@ -24,6 +25,11 @@ def test_the_plan_reads_as_it_runs() -> None:
         "0FETCH#0 0FETCH#1 0UPDATE#0 0EVICT#0 0FETCH#2 0UPDATE#1 0EVICT#1 0UPDATE#2 0EVICT#2"
     )
     assert str(update_plan(2)) == "0UPDATE#0 0UPDATE#1"
+    assert str(update_plan(3, ahead=0, below=1)) == (
+        "0FETCH#0@disk 0FETCH#1@disk 0FETCH#0 0UPDATE#0 0EVICT#0 0EVICT#0@disk "
+        "0FETCH#2@disk 0FETCH#1 0UPDATE#1 0EVICT#1 0EVICT#1@disk "
+        "0FETCH#2 0UPDATE#2 0EVICT#2 0EVICT#2@disk"
+    )
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5, 6, 9, 12])
@@ -33,6 +39,32 @@ def test_every_chunk_is_updated_once_and_is_back_on_the_host_in_its_newest_versi
 ) -> None:
     found = check(update_plan(num_chunks, ahead=ahead), memory=memory(num_chunks, ahead + 2))
     assert found.bytes[0]["device"] == min(num_chunks, ahead + 1)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("below", [0, 1, 2])
+def test_state_on_disk_is_there_again_in_its_newest_version(num_chunks: int, ahead: int, below: int) -> None:
+    plan = update_plan(num_chunks, ahead=ahead, below=below)
+    found = check(plan, memory=memory(num_chunks, ahead + 2, below + 3))
+    assert found.bytes[0] == {
+        "disk": num_chunks,
+        "host": min(num_chunks, below + 1),
+        "device": min(num_chunks, ahead + 1),
+    }
+    reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, DISK)]
+    writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.EVICT, DISK)]
+    assert reads == writes == list(range(num_chunks))
+
+
+@pytest.mark.parametrize(
+    "without", [(Kind.FETCH, DISK), (Kind.EVICT, DISK), (Kind.FETCH, H2D), (Kind.EVICT, D2H)]
+)
+def test_a_plan_that_leaves_out_one_way_of_a_record_is_refused(without: tuple[Kind, str]) -> None:
+    (actions,) = update_plan(4, ahead=1, below=1)
+    fewer = tuple(a for a in actions if a.chunk != 2 or (a.kind, a.resource) != without)
+    with pytest.raises(PlanError):
+        check(Plan((fewer,)), memory=memory(4, 3, 4))
 
 
 def test_a_plan_that_forgets_to_take_the_last_chunk_back_is_refused() -> None:
@@ -63,3 +95,20 @@ def test_a_step_takes_what_the_slower_of_link_and_update_takes_and_one_fill_and_
     assert (
         n * slower + 2 * copy_s - copy_s * (copy_s > update_s) <= makespan_s <= (n + 2) * slower + 2 * faster
     )
+
+
+@pytest.mark.parametrize(
+    ("disk_s", "copy_s", "update_s"), [(3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (1.0, 1.0, 3.0), (2.0, 2.0, 2.0)]
+)
+def test_with_the_disk_a_step_takes_what_the_slowest_takes_and_one_fill_and_drain(
+    disk_s: float, copy_s: float, update_s: float
+) -> None:
+    """A disk that reads and writes by turns is one resource, so its share is both."""
+
+    def seconds(action: Action) -> float:
+        return {Kind.UPDATE: update_s}.get(action.kind, disk_s if action.resource == DISK else copy_s)
+
+    n = 12
+    made = simulate(update_plan(n, ahead=1, below=1), seconds, memory=memory(n, 3, 4))
+    slowest = n * max(2 * disk_s, copy_s, update_s)
+    assert slowest <= made.makespan_s <= slowest + 3 * (2 * disk_s + 2 * copy_s + update_s)

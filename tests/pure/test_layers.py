@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PURE = {
     *("config", "config_rules", "config_source", "legacy_keys", "problems", "settings"),
     *("layout", "manifest", "plan", "shard", "simulate", "slices"),
-    *("memory.pack", "memory.placement", "multi.sharp", "multi.spill"),
+    *("memory.pack", "memory.placement", "memory.records", "multi.sharp", "multi.spill"),
     *("parallel.roles", "pipeline.partition", "pipeline.schedule", "zero.interleave", "zero.stages"),
 }
 LEVELS: tuple[set[str], ...] = (
@@ -33,6 +33,7 @@ LEVELS: tuple[set[str], ...] = (
         "comm",
         "keep",
         "memory.arena",
+        "memory.disk",
         "memory.mover",
         "memory.tracer",
         "mesh",

@@ -49,7 +49,7 @@ def test_a_copy_waits_for_the_one_it_comes_after_on_another_link(links: list[Lin
     gate = threading.Event()
     down._thread.submit(gate.wait, 10)
     out = down.copy(host, slot)
-    into = up.copy(slot, torch.full((4,), 2.0), after=out)
+    into = up.copy(slot, torch.full((4,), 2.0), after=(out,))
     assert not into._done.done() and float(slot[0]) == 1.0
     gate.set()
     into.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
 from colossal_lite.keep import Kept
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
@@ -38,7 +40,7 @@ from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
-from colossal_lite.zero.tiers import HostStates
+from colossal_lite.zero.tiers import DiskStates, HostStates
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 
@@ -561,12 +563,11 @@ def _refilled_before_it_is_empty(original: Any, self: Link, target: Any, source:
 
 
 def _not_taken_back(original: Any, self: HostStates, index: int) -> None:
-    record = self._records[index]
-    before = record.host.clone()
+    before = self._rest[index].clone()
     original(self, index)
     if index == len(self._records) - 1:
         self.flush()
-        record.host.copy_(before)
+        self._rest[index].copy_(before)
 
 
 def _read_before_it_came(original: Any, self: HostStates, index: int) -> Any:
@@ -587,6 +588,51 @@ FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "state is read before it has come": (HOST, HostStates, "here", _read_before_it_came),
 }
 ALL |= FAULTS_HOST
+
+
+# ---- state on disk ----
+
+
+def _not_awaited(original: Any, self: DiskStates, index: int) -> None:
+    slot, came = self._came[index]
+    came.wait()
+    self._elements(slot, index).fill_(0.1)  # what was in the slot before
+    original(self, index)
+
+
+def _of_the_record_before(original: Any, self: DiskFile, record: int, target: torch.Tensor) -> None:
+    original(self, max(record - 1, 0), target)
+
+
+def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None:
+    slot, came = self._leaving[index]
+    came.wait()
+    before = slot.clone()
+    slot.zero_()
+    original(self, index)
+    self._outgoing[-1].wait()
+    slot.copy_(before)
+
+
+def _not_written(original: Any, self: DiskStates, index: int) -> None:
+    if index == 0:
+        slot, _ = self._leaving.pop(index)
+        self._passing.give(slot)
+    else:
+        original(self, index)
+
+
+DISK = replace(
+    HOST,
+    config=HOST.config | dict(memory=dict(placement="disk", disk_dir=tempfile.gettempdir())),
+)
+FAULTS_DISK: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a read from disk is not awaited": (DISK, DiskStates, "fetch", _not_awaited),
+    "a record is read for another": (DISK, DiskFile, "read", _of_the_record_before),
+    "a record is written before it has come": (DISK, DiskStates, "write", _written_before_it_came),
+    "a record is not written": (DISK, DiskStates, "write", _not_written),
+}
+ALL |= FAULTS_DISK
 
 
 # ---- sequence parallelism ----
@@ -815,7 +861,7 @@ def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     try:
         with _around(owner, name, change):
             return parallel_run(env, case)
-    except (AssertionError, ValueError) as error:  # the product's own rules may be first
+    except (AssertionError, OSError, ValueError) as error:  # the product's own rules may be first
         return f"stopped: {error}"
 
 
@@ -844,6 +890,7 @@ CASES = {
     "sharded": SHARDED,
     "sharded weights": WEIGHTS,
     "state on the host": HOST,
+    "state on disk": DISK,
     "cut": CUT,
     "whole": WHOLE,
     "shared": SHARED,

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,15 @@ DATA = {
         world_size=2,
         config=dict(
             zero=dict(stage=1), memory=dict(placement="host"), precision="bf16", optimizer=dict(type="adamw")
+        ),
+    ),
+    "ZeRO-1, state on disk": Case(
+        world_size=2,
+        config=dict(
+            zero=dict(stage=1),
+            memory=dict(placement="disk", disk_dir=tempfile.gettempdir()),
+            precision="bf16",
+            optimizer=dict(type="adamw"),
         ),
     ),
     "bf16, groups, frozen": Case(

@@ -1,8 +1,10 @@
-"""State that rests on the host and visits the device gives the bits of state that stays."""
+"""State that rests on the host or on disk and visits the device gives the bits of state that stays."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -35,30 +37,39 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def slow(env: RankEnv, case: Case, up: LinkSpeed, down: LinkSpeed) -> Any:
-    speeds, make = {"h2d": up, "d2h": down}, Link.__init__
+def on_disk(directory: Path) -> dict[str, Any]:
+    return dict(memory=dict(placement="disk", disk_dir=str(directory)))
+
+
+def slow(env: RankEnv, case: Case, speeds: dict[str, LinkSpeed]) -> Any:
+    make = Link.__init__
 
     def of_its_own(self: Link, name: str, speed: LinkSpeed, **more: Any) -> None:
-        make(self, name, speeds[name], **more)
+        make(self, name, speeds.get(name, speed), **more)
 
     with patch.object(Link, "__init__", of_its_own):
         return bits(env, case)
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_the_host_gives_the_bits_of_the_device(name: str) -> None:
+def test_host_and_disk_give_the_bits_of_the_device(name: str, tmp_path: Path) -> None:
     ranks, config, change = COMBINATIONS[name]
     case = replace(BITS, world_size=ranks, config=BITS.config | config, **change)
     expected = run_world(bits, ranks, case)
-    assert_same_bits(run_world(bits, ranks, replace(case, config=case.config | HOST)), expected)
+    for placement in (HOST, on_disk(tmp_path)):
+        assert_same_bits(run_world(bits, ranks, replace(case, config=case.config | placement)), expected)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("up_s", "down_s"), [(0.003, 0.0), (0.0, 0.003), (0.002, 0.002)])
-def test_bits_do_not_depend_on_the_speed_of_the_link(up_s: float, down_s: float) -> None:
+@pytest.mark.parametrize(
+    "slow_ones", [("h2d",), ("d2h",), ("h2d", "d2h"), ("read",), ("write",), ("read", "write")]
+)
+def test_bits_do_not_depend_on_the_speed_of_a_link(slow_ones: tuple[str, ...], tmp_path: Path) -> None:
     case = replace(BITS, config=BITS.config | dict(precision="bf16"))
     expected = run_world(bits, 1, case)
-    links = LinkSpeed(latency_s=up_s), LinkSpeed(latency_s=down_s)
-    assert_same_bits(run_world(slow, 1, replace(case, config=case.config | HOST), *links), expected)
+    placement = on_disk(tmp_path) if {"read", "write"} & {*slow_ones} else HOST
+    speeds = dict.fromkeys(slow_ones, LinkSpeed(latency_s=0.002))
+    assert_same_bits(run_world(slow, 1, replace(case, config=case.config | placement), speeds), expected)
 
 
 def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
@@ -68,31 +79,46 @@ def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
         inputs, labels = case.batch(0)
         engine.train_step((inputs[cut], labels[cut]))
         moved = engine._optimizer.tiers
-        assert isinstance(moved, tiers.HostStates)
+        assert isinstance(moved, tiers.States)
         rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
-        assert moved.up.moved_bytes == moved.down.moved_bytes == moved.host_bytes
-        assert all(torch.isfinite(chunk.master).all() for chunk in engine._chunks)
+        assert moved.up.moved_bytes == moved.down.moved_bytes == moved.record_bytes
+        if isinstance(moved, tiers.DiskStates):
+            assert moved.reads.moved_bytes == moved.writes.moved_bytes == moved.record_bytes
+            assert moved._file is not None
+            assert os.fstat(moved._file._fds[0]).st_size == moved.disk_bytes == moved._file.layout.file_bytes
+        assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
         return rows
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_and_bytes_over_the_link_are_the_formula(world_size: int) -> None:
-    """(m + 2 g) P / W on the host, three slots of the largest on the device, all of it up and down once a step."""
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_memory_and_bytes_over_the_links_are_the_formula(world_size: int, tier: str, tmp_path: Path) -> None:
+    """(m + 2 g) P / W where state rests, three slots of the largest record on the device, all of it up and down once a
+    step; from the disk through four slots of whole pages on the host."""
+    placement = on_disk(tmp_path) if tier == "disk" else HOST
     case = Case(
-        config=HOST | dict(zero=dict(stage=1), precision="bf16", optimizer=ADAMW), world_size=world_size
+        config=placement | dict(zero=dict(stage=1), precision="bf16", optimizer=ADAMW), world_size=world_size
     )
     owned = chunk_numel([v.numel() for v in initial_values(case).values()], world_size) // world_size
+    whole_pages = -(-12 * owned // 4096) * 4096
     for rows in run_world(report, world_size, case):
-        assert rows["masters"][:2] == ("host", 4 * owned) and rows["optimizer"][:2] == ("host", 8 * owned)
+        assert rows["masters"][:2] == (tier, 4 * owned) and rows["optimizer"][:2] == (tier, 8 * owned)
         assert rows["visiting"] == ("cpu", 3 * 12 * owned, 3 * 12 * owned)
         assert all(peak == forecast for _, peak, forecast in rows.values())
-        assert {kind for kind, (tier, _, _) in rows.items() if tier == "host"} == {"masters", "optimizer"}
+        away = {"masters", "optimizer"}
+        if tier == "disk":
+            assert rows["passing"][:2] == ("host", 4 * whole_pages)
+            assert rows["unused"][:2] == ("disk", whole_pages - 12 * owned)
+            away |= {"unused", "passing"}
+        assert {kind for kind, (where, _, _) in rows.items() if where != "cpu"} == away
 
 
-def test_a_checkpoint_of_one_placement_is_the_same_on_the_other(tmp_path: Any) -> None:
+@pytest.mark.parametrize("away", ["host", "disk"])
+def test_a_checkpoint_of_one_placement_is_the_same_on_the_other(away: str, tmp_path: Path) -> None:
     device = Case(config=dict(precision="bf16", optimizer=ADAMW), chunk_bytes=SMALL // 2)
-    host = replace(device, config=device.config | HOST | dict(zero=dict(stage=3)))
-    for number, (here, there) in enumerate(((device, host), (host, device))):
+    placement = on_disk(tmp_path) if away == "disk" else HOST
+    other = replace(device, config=device.config | placement | dict(zero=dict(stage=3)))
+    for number, (here, there) in enumerate(((device, other), (other, device), (other, other))):
         weights, state = run_world(saves, 2, here, str(tmp_path / str(number)))[0]
         for other_weights, other_state in run_world(loads, 2, there, str(tmp_path / str(number))):
             assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())

@@ -1,0 +1,73 @@
+"""Where the records of chunks lie in a file: pages, blocks, and the checksums' places.
+
+Note: direct reads and writes want whole pages, at a page's start in the file and in memory; so each record begins on
+a page and takes whole ones, less than a page of it unused.  Records lie in the order of their chunks, which is that
+of their updates: a step reads the file once from its start to its end, and writes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+PAGE_BYTES = 4096
+BLOCK_BYTES = 8 * 2**20
+"""Of one read or write: large enough for a disk's full speed, small enough that a record keeps several busy."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes [start, stop) of a record, of a file those from `offset` on; whole pages."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Records of `sizes_bytes`, one after the other, each from a page's start on. Prints as a table."""
+
+    sizes_bytes: tuple[int, ...]
+    page_bytes: int = PAGE_BYTES
+    block_bytes: int = BLOCK_BYTES
+
+    def __post_init__(self) -> None:
+        assert self.block_bytes % self.page_bytes == 0, "a block is whole pages"
+
+    def padded_bytes(self, record: int) -> int:
+        """The pages of a record."""
+        return -(-self.sizes_bytes[record] // self.page_bytes) * self.page_bytes
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each record begins in the file, and at last where the file ends."""
+        return tuple(accumulate((self.padded_bytes(i) for i in range(len(self.sizes_bytes))), initial=0))
+
+    @property
+    def file_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def largest_bytes(self) -> int:
+        """A buffer that can hold the pages of any record."""
+        return max(map(self.padded_bytes, range(len(self.sizes_bytes))), default=0)
+
+    @property
+    def unused_bytes(self) -> int:
+        """At the records' ends."""
+        return self.file_bytes - sum(self.sizes_bytes)
+
+    def blocks(self, record: int) -> tuple[Block, ...]:
+        """What a record is read and written by."""
+        start, size = self.starts[record], self.padded_bytes(record)
+        cuts: Sequence[int] = (*range(0, size, self.block_bytes), size)
+        return tuple(Block(a, b, start + a) for a, b in zip(cuts, cuts[1:], strict=False))
+
+    def __str__(self) -> str:
+        rows = [
+            f"record {i}: {size:,} bytes from {start:,} in {len(self.blocks(i))} blocks"
+            for i, (size, start) in enumerate(zip(self.sizes_bytes, self.starts, strict=False))
+        ]
+        return "\n".join([*rows, f"file: {self.file_bytes:,} bytes, {self.unused_bytes:,} of them unused"])
