@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
 from colossal_lite.planner import plan
+from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
     SIZES,
     Case,
     assert_documents,
+    assert_no_further,
     assert_other_ways,
     assert_parity,
     first_weights,
@@ -52,26 +55,14 @@ def test_every_gradient_is_the_serial_one_on_eight_ranks(case: Case, family: str
 
 
 COMBINATIONS = {
-    "everything": replace(
-        CASE, dropout=0.2, ragged=True, global_batch=8, config=CLIPPED | dict(gradient_accumulation=2)
-    ),
-    "data 2": replace(CASE, world_size=8, global_batch=4, ragged=True, config=CLIPPED, steps=2),
     "frozen, AdamW": replace(
         CASE,
         frozen=("blocks.0.mlp.up.weight", "blocks.1.norm1.bias", "position.weight"),
         config=dict(optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1)),
     ),
-    "depth, dropout": replace(DEEP, dropout=0.2),
-    "data 2, ZeRO-1": replace(
-        CASE, world_size=8, global_batch=4, ragged=True, config=CLIPPED | dict(zero=dict(stage=1)), steps=2
-    ),
-    "depth, ZeRO-2": replace(DEEP, config=CLIPPED | dict(zero=dict(stage=2))),
     "2d, q=3": replace(CASE, world_size=9, tensor=9, dropout=0.1, sizes=NINE, steps=1),
     "2d, q=3, one key head": replace(
         CASE, family="llama", world_size=9, tensor=9, tied=False, sizes=NINE | dict(kv_heads=1), steps=1
-    ),
-    "3d, everything": replace(
-        CUBE, dropout=0.2, ragged=True, config=CLIPPED | dict(gradient_accumulation=2, zero=dict(stage=1))
     ),
     "3d, one key head, untied, recomputed": replace(
         CUBE,
@@ -85,6 +76,9 @@ COMBINATIONS = {
     "hf-llama": replace(CASE, family="hf-llama", build="module", tied=False),
     "3d, hf-gpt2": replace(CUBE, family="hf-gpt2", build="module", dropout=0.1, steps=1),
     "3d, hf-llama": replace(CUBE, family="hf-llama", build="module", tied=False, steps=1),
+    "3d x ring": replace(
+        CUBE, world_size=16, sequence=2, tokens=8, layers=1, dropout=0.1, ragged=True, steps=1, config=CLIPPED
+    ),
 }
 
 
@@ -93,11 +87,67 @@ def test_every_gradient_is_the_serial_one_with(name: str) -> None:
     assert_parity(COMBINATIONS[name])
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "2d": dict(tensor=4, mode="2d"),
+    "2.5d": dict(tensor=8, mode="2.5d", depth=2),
+    "2.5d, q=1": dict(tensor=2, mode="2.5d", depth=2),
+    "3d": dict(tensor=8, mode="3d"),
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "ring": dict(sequence=2),
+    "zb-h1": dict(pipeline=dict(size=2, schedule="zb-h1", micro_batches=2)),
+}
+
+
+def together(row: Choice) -> Case:
+    config = CLIPPED | dict(
+        gradient_accumulation=row["parts"],
+        zero=dict(stage=row["zero"]),
+        activation_checkpoint=row["recompute"],
+    )
+    case = Case(
+        family=row["family"], tied=row["tied"], dropout=row["dropout"], layers=2, tokens=8, ragged=True, steps=1,
+        global_batch=16, config=config,
+    )  # fmt: skip
+    case = replace(case, **MODES[row["grid"]], **BESIDE[row["beside"]])
+    stages = 2 if "pipeline" in BESIDE[row["beside"]] else 1
+    return replace(case, world_size=case.tensor * case.sequence * stages * row["data"])
+
+
+TOGETHER = covering_array(
+    dict(
+        grid=tuple(MODES),
+        beside=tuple(BESIDE),
+        data=(1, 2),
+        parts=(1, 2),
+        zero=(0, 2),
+        recompute=("none", "full"),
+        dropout=(0.0, 0.2),
+        family=("gpt2", "llama"),
+        tied=(True, False),
+    ),
+    lambda row: together(row).world_size <= 8,
+)
+
+
+@pytest.mark.parametrize("row", TOGETHER, ids=name_of)
+def test_every_gradient_is_the_serial_one_together_with(row: Choice) -> None:
+    assert_parity(together(row))
+
+
+@GRIDS
+def test_16_bits_are_no_further_from_the_truth_than_a_plain_run(case: Case) -> None:
+    assert_no_further(case, config=dict(precision="bf16"), steps=2)
+
+
 LARGE = {
     "data 2 x 3d": replace(CUBE, world_size=16, dropout=0.1, ragged=True, config=CLIPPED),
     "data 2 x 3d, ZeRO-2": replace(CUBE, world_size=16, config=CLIPPED | dict(zero=dict(stage=2))),
     "data 2 x 2.5d": replace(DEEP, world_size=16, dropout=0.1, ragged=True, config=CLIPPED),
-    "sequence 2 x 3d": replace(CUBE, world_size=16, sequence=2, dropout=0.1, ragged=True),
+    "ulysses x 3d": replace(
+        CUBE, world_size=16, sequence=2, sequence_mode="ulysses", dropout=0.1, ragged=True
+    ),
     "sequence 2 x 2.5d": replace(DEEP, world_size=16, sequence=2, dropout=0.1, ragged=True),
 }
 
