@@ -76,6 +76,7 @@ def initialize(
         context.mesh,
         plan,
         sequence_parallel=config.parallel.tensor.sequence_parallel,
+        regather=config.parallel.tensor.regather,
         sequence_mode=config.parallel.sequence.mode,
         kernels=config.kernels,
         compiled=config.compile == "block",

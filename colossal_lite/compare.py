@@ -116,7 +116,7 @@ def compare_tensor(
     inner = config.parallel.pipeline.size * config.parallel.sequence.size
     rows: list[ModeCost] = []
     refused: list[Refused] = []
-    for tensor in candidates(max(1, world_size // inner), config.parallel.tensor.sequence_parallel):
+    for tensor in candidates(max(1, world_size // inner), config.parallel.tensor):
         data = world_size // inner // tensor.size
         try:
             rows.append(_cost(_with(config, tensor), model, batch, sequence, world_size))
@@ -130,11 +130,12 @@ def compare_tensor(
     return Comparison(tuple(sorted(rows, key=lambda row: row.wire_bytes)), tuple(refused), model.width)
 
 
-def candidates(ranks: int, sequence_parallel: bool = True) -> Iterator[TensorConfig]:
-    """Tensor meshes whose size divides `ranks`: none, and every mode of every size that it can be cut into."""
+def candidates(ranks: int, like: TensorConfig | None = None) -> Iterator[TensorConfig]:
+    """Tensor meshes whose size divides `ranks`: none, and every mode of every size that it fits; 1d as in `like`."""
+    chosen = like or TensorConfig()
     yield TensorConfig()
     for number in divisors(ranks)[1:]:
-        yield TensorConfig(size=number, sequence_parallel=sequence_parallel)
+        yield TensorConfig(size=number, sequence_parallel=chosen.sequence_parallel, regather=chosen.regather)
         if math.isqrt(number) ** 2 == number:
             yield TensorConfig(size=number, mode="2d")
         for depth in divisors(number)[1:]:
@@ -198,7 +199,9 @@ def layer_traffic(
     mesh = Mesh.recording(layout)
     options: dict[str, Any] = dict(batch=batch, sequence=sequence, itemsize=itemsize, bias=model.bias)
     if tensor.mode == "1d":
-        mode = Tensor1D(mesh.axis("tensor"), sequence_parallel=tensor.sequence_parallel)
+        mode = Tensor1D(
+            mesh.axis("tensor"), sequence_parallel=tensor.sequence_parallel, regather=tensor.regather
+        )
         return tensor_1d.micro_batch_payload(facts, mode, **options)
     options |= dict(gated=model.activation == "swiglu", centred=model.norm == "layer")
     if tensor.mode == "3d":

@@ -304,6 +304,7 @@ class _Dry:
             self.mesh,
             self.layers,
             sequence_parallel=config.parallel.tensor.sequence_parallel,
+            regather=config.parallel.tensor.regather,
             sequence_mode=config.parallel.sequence.mode,
             kernels="torch",
             device_type="meta",

@@ -59,6 +59,7 @@ class Case:
     steps: int = 3
     tensor: int = 1
     sequence_parallel: bool = True
+    regather: bool = True
     mode: str = "1d"
     depth: int = 1
     sequence: int = 1
@@ -97,6 +98,7 @@ class Case:
             options = (
                 dict(sequence_parallel=self.sequence_parallel) if self.mode == "1d" else dict(mode=self.mode)
             )
+            options |= {} if self.regather else dict(regather=False)
             options |= dict(depth=self.depth) if self.mode == "2.5d" else {}
             base["parallel"] = dict(tensor=dict(size=self.tensor, **options))
         if self.pipeline != 1:

@@ -75,6 +75,7 @@ def parallelize(
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
     sequence_parallel: bool = True,
+    regather: bool = True,
     sequence_mode: str = "ring",
     kernels: Literal["auto", "torch", "triton"] = "auto",
     compiled: bool = False,
@@ -99,7 +100,7 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else plan
         roles = assign_roles(chosen, *_names(module))
-        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel)
+        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel, regather)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
             made = _with_dropout_outside(module, roles, made)
     strategy, specs, local_rows = made
@@ -184,8 +185,10 @@ def _serial(module: nn.Module) -> Made:
     return strategy, specs, lambda name, rows: rows
 
 
-def _tensor_1d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
-    strategy = Tensor1D(mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel)
+def _tensor_1d(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather: bool
+) -> Made:
+    strategy = Tensor1D(mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel, regather)
     swap = Swap1D(module, mesh.layout, roles, mode=strategy)
 
     def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
@@ -194,7 +197,7 @@ def _tensor_1d(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequenc
     return strategy, swap.run(), local_rows
 
 
-def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool) -> Made:
+def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: bool, _regather: bool) -> Made:
     vocabulary, width = _head(module, roles).shape
     swap: Swap2D | Swap3D
     if _mode_of(mesh) == "3d":

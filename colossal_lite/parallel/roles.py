@@ -37,6 +37,8 @@ class TensorConfig(Section):
     """1d (1909.08053); 2d: size = q*q (2104.05343); 2.5d: q*q*depth (2105.14500); 3d: l*l*l (2105.14450)."""
     sequence_parallel: bool = True
     """1d: norms, dropout and residuals are cut along the sequence (2205.05198)."""
+    regather: bool = True
+    """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole instead."""
     depth: Count = 1
     """2.5d: layers of q*q ranks that share the batch."""
 
@@ -62,13 +64,16 @@ class TensorConfig(Section):
 
     def unread(self) -> Iterable[Unread]:
         if self.size == 1:
-            for name in ("mode", "sequence_parallel", "depth"):
+            for name in ("mode", "sequence_parallel", "regather", "depth"):
                 yield Unread(name, "tensor.size is 1")
             return
         if self.mode != "2.5d":
             yield Unread("depth", f"only mode='2.5d' has a depth, and mode is {self.mode!r}")
         if self.mode != "1d":
             yield Unread("sequence_parallel", f"mode={self.mode!r} cuts activations in any case")
+            yield Unread("regather", f"only mode='1d' gathers whole inputs, and mode is {self.mode!r}")
+        elif not self.sequence_parallel:
+            yield Unread("regather", "without sequence_parallel inputs are whole already")
 
 
 class SequenceConfig(Section):

@@ -329,6 +329,7 @@ TABLES: dict[int, dict[str, Side]] = {
         "colossal_lite, tensor 1d": partial(ours_tensor, sequence_parallel=False),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
         "colossal_lite, tensor 1d, sequence cut": ours_tensor,
+        "colossal_lite, tensor 1d, sequence cut, inputs kept": partial(ours_tensor, regather=False),
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
         "torch pipelining, GPipe": partial(torch_pipeline, schedule=ScheduleGPipe),

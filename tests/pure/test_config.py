@@ -81,6 +81,7 @@ tensor = st.integers(1, 64) | section(
     size=st.integers(1, 64),
     mode=st.sampled_from(["1d", "2d", "2.5d", "3d"]),
     sequence_parallel=st.booleans(),
+    regather=st.booleans(),
     depth=st.integers(1, 4),
 )
 sequence = st.integers(1, 64) | section(
@@ -393,6 +394,7 @@ FLAGS = {
     "--parallel.tensor.size": ["2"],
     "--parallel.tensor.mode": ["2d"],
     "--parallel.tensor.sequence_parallel": ["True", "False"],
+    "--parallel.tensor.regather": ["True", "False"],
     "--optimizer.betas": ["0.5 0.75"],
     "--optimizer.lr": ["1", "1e-3"],
     "--clip_grad_norm": ["None", "2.5"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,37 @@ def test_every_gradient_is_the_serial_one_with(name: str, sequence_parallel: boo
     assert_parity(COMBINATIONS[name], sequence_parallel=sequence_parallel)
 
 
+KEPT = Case(tensor=2, regather=False, dropout=0.2, global_batch=3, ragged=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "recomputed", "selective", "zb-v"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient_is_the_serial_one_with_inputs_kept_whole(family: str, name: str) -> None:
+    changes: dict[str, Any] = {
+        "plain": dict(tied=False),
+        "recomputed": dict(config=dict(activation_checkpoint="full")),
+        "selective": dict(config=dict(activation_checkpoint="selective")),
+        "zb-v": dict(
+            layers=4, world_size=4, global_batch=4,
+            pipeline=dict(size=2, schedule="zb-v", chunks=2, micro_batches=4),
+        ),
+    }  # fmt: skip
+    assert_parity(KEPT, family=family, **changes[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_kept_whole_are_gathered_once(family: str) -> None:
+    case = replace(KEPT, family=family, steps=1, ragged=False, dropout=0.0)
+    gathers: list[int] = []
+    for each in (case, replace(case, regather=True)):
+        (expected,) = (row for row in formula(each) if row[0] == "all_gather")
+        for rows in run_world(ledger, 2, each):
+            assert [row for row in rows if row[:2] == ("all_gather", "tensor")] == [expected]
+        gathers.append(expected[2])
+    pairs = 2 * 2  # of a first and a second linear, in two layers
+    assert gathers[1] - gathers[0] in (pairs, pairs + 1)  # the head may be one
+
+
 def test_float32_is_within_its_own_rounding() -> None:
     assert_parity(Case(tensor=2, config=dict(precision="fp32", clip_grad_norm=0.05)))
 
@@ -91,7 +123,7 @@ def test_initial_bits_are_those_of_the_seed(sequence_parallel: bool) -> None:
 
 def formula(case: Case) -> set[tuple[str, str, int, int]]:
     mesh = Mesh.recording(MeshLayout.build(tensor=case.tensor))
-    mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], case.sequence_parallel)
+    mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], case.sequence_parallel, case.regather)
     facts = facts_of(case.model())
     assert facts is not None
     rows = micro_batch_payload(
