@@ -24,6 +24,8 @@ from rich.text import Text
 
 from colossal_lite import __version__, kernels
 from colossal_lite.data import read_corpus
+from colossal_lite.memory.disk import DiskError, DiskFile
+from colossal_lite.memory.records import FileLayout
 
 Status = Literal["ok", "note", "fault"]
 Probe = Callable[[], Iterable["Row"]]
@@ -198,6 +200,8 @@ def host() -> Iterator[Row]:
     yield _space("/dev/shm", Path("/dev/shm"), GIB, "loader workers hand batches over in it")
     yield _space("working folder", Path.cwd(), 10 * GIB, "checkpoints go there")
     yield _space("temporary folder", Path(tempfile.gettempdir()), GIB, "")
+    for name, path in (("working folder", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
+        yield _direct(name, path)
     shared = hasattr(os, "memfd_create")
     why = "" if shared else "host memory cannot be shared between processes"
     yield Row("host", "memfd", "yes" if shared else "no", "ok" if shared else "note", why)
@@ -218,6 +222,19 @@ def _space(name: str, path: Path, enough_bytes: int, use: str) -> Row:
     text = f"{free / GIB:.1f} GiB free"
     return (
         Row("host", name, text) if free >= enough_bytes else Row("host", name, text, "note", use or "little")
+    )
+
+
+def _direct(name: str, path: Path) -> Row:
+    """Whether `memory.disk_dir` could be there, and whether it goes past the page cache."""
+    try:
+        file = DiskFile(path, FileLayout(()), label="doctor")
+    except DiskError as error:
+        return Row("host", f"disk tier in the {name}", "no", "note", str(error))
+    file.close()
+    text = "direct" if file.is_direct else "through the page cache"
+    return Row(
+        "host", f"disk tier in the {name}", text, "ok" if file.is_direct else "note", file.why_buffered
     )
 
 

@@ -76,7 +76,7 @@ class DiskFile:
             self._close_fds()
             raise DiskError(
                 error.errno,
-                f"a file of {layout.file_bytes:,} bytes for the disk tier cannot be made: {error.strerror}",
+                f"a file of {layout.file_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
                 str(directory),
             ) from error
         self._pool = ThreadPoolExecutor(THREADS, "disk")
@@ -158,9 +158,9 @@ class DiskFile:
             if (error := future.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
-                block = self.layout.blocks(record)[number]
+                block, why = self.layout.blocks(record)[number], error.strerror or error
                 self._fail(
-                    f"bytes {block.start:,} to {block.stop:,} of record {record} were not {verb}: {error.strerror}",
+                    f"bytes {block.start:,} to {block.stop:,} of record {record} were not {verb}: {why}",
                     error.errno or errno.EIO,
                     error,
                 )

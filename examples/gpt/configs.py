@@ -12,6 +12,7 @@ then time, memory and traffic are those of the real ones.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,13 @@ def zero3_host(steps: int = 600) -> Recipe:
     return recipe | dict(config=recipe["config"] | dict(memory=dict(placement="host")))
 
 
+def zero3_disk(steps: int = 600) -> Recipe:
+    """`zero3` with the optimizer's state in a file in the temporary folder, which nobody sees and nothing leaves."""
+    recipe = zero3(steps)
+    memory = dict(placement="disk", disk_dir=tempfile.gettempdir())
+    return recipe | dict(config=recipe["config"] | dict(memory=memory))
+
+
 def small_pipeline(steps: int = 600) -> Recipe:
     """`small` on a pipeline of two ranks, weight gradients in its bubbles: other ways with `--parallel.pipeline.*`."""
     return _parallel(steps, pipeline=dict(size=2, schedule="zb-v", micro_batches=4))
@@ -159,6 +167,6 @@ CONFIGS: dict[str, Callable[..., Recipe]] = {
     for function in (
         *(small, small_llama, small_fp64, small_tensor, small_2d, small_2p5d, small_3d, small_ring),
         *(small_pipeline, small_pipeline_tensor, small_pipeline_ring),
-        *(zero1, zero2, zero3, zero3_host, gpt2_124m, gpt2_355m),
+        *(zero1, zero2, zero3, zero3_host, zero3_disk, gpt2_124m, gpt2_355m),
     )
 }

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from colossal_lite import doctor, kernels, launcher
 from colossal_lite.doctor import Row, report
+from colossal_lite.memory import disk
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,6 +135,21 @@ def test_absent_corpus_and_absent_shared_memory_are_notes(monkeypatch: pytest.Mo
     )
     assert (find(rows, "host", "/dev/shm").value, find(rows, "host", "/dev/shm").status) == ("absent", "note")
     assert find(rows, "host", "memfd").status == "note"
+
+
+def test_whether_the_disk_tier_goes_past_the_page_cache_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = find(report(), "host", "disk tier in the working folder")
+    assert (row.value, row.status, row.why) == ("direct", "ok", "") or "refuses O_DIRECT" in row.why
+    monkeypatch.setattr(disk, "DIRECT", 0)
+    row = find(report(), "host", "disk tier in the working folder")
+    assert (row.value, row.status) == ("through the page cache", "note") and "no O_DIRECT" in row.why
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "open", raises)
+    row = find(report(), "host", "disk tier in the working folder")
+    assert (row.value, row.status) == ("no", "note") and "cannot be made" in row.why
 
 
 def test_a_limit_that_is_too_low_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
