@@ -32,6 +32,16 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         dict(layers=3, chunk_bytes=SMALL),
     ),
     "ZeRO-2, groups of other optimizers": (2, dict(zero=dict(stage=2), optimizer=MIXED), {}),
+    "a pipeline, ZeRO-1": (
+        4,
+        dict(zero=dict(stage=1), precision="bf16"),
+        dict(pipeline=dict(size=2, schedule="1f1b", micro_batches=3), global_batch=12),
+    ),
+    "cut layers, ZeRO-2, ordered": (
+        4,
+        dict(zero=dict(stage=2, reduction="ordered"), precision="bf16"),
+        dict(tensor=2),
+    ),
     "one chunk": (1, dict(precision="bf16"), dict(chunk_bytes=None)),
     "fp16, steps that overflow": (2, dict(precision="fp16"), {}),
 }
