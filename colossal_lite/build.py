@@ -92,6 +92,11 @@ def initialize(
             f"memory.placement={config.memory.placement!r} on {context.device.type} is not built yet (a device tier is "
             f"emulated on the cpu); legal: 'device'"
         )
+    if config.memory.device_budget is not None and context.device.type != "cpu":
+        raise ValueError(
+            f"memory.device_budget={config.memory.device_budget} on {context.device.type} is not built yet (what a "
+            f"model holds is measured on the cpu); legal: None"
+        )
     names = Names.of(module, parallelized.specs)
     stages = _lay_out(module, facts, parallelized, streams, context)
     trainable = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}

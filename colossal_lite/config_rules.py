@@ -259,15 +259,15 @@ class NotBuilt:
 
 
 def _is_cut(config: Config) -> bool:
-    """Whether blocks are run twice, or hold less than the serial model's."""
+    """Whether blocks are run twice, hold less than the serial model's, or are measured."""
     inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
-    return config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3
+    measured = config.memory.device_budget is not None
+    return (
+        config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3 or measured
+    )
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("memory.placement", ("device", "host", "disk"), "planning under a budget"),
-    NotBuilt("memory.device_budget", (None,), "planning under a budget"),
-    NotBuilt("memory.host_budget", (None,), "planning under a budget"),
     NotBuilt("precision.master", ("auto", "fp32", "none"), "split master weights"),
     NotBuilt(
         "activation_checkpoint",
@@ -283,13 +283,19 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "Triton kernels in float64, which take their torch path",
         when=lambda config: config.precision.dtype == "fp64",
     ),
-    NotBuilt("compile", ("none",), "compilation of recomputed and of cut blocks", when=lambda c: _is_cut(c)),
+    NotBuilt(
+        "compile", ("none",), "compilation of recomputed, cut and measured blocks", when=lambda c: _is_cut(c)
+    ),
 )
 
 
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
-    for path, built, missing in (("zero.stage", (0, 1, 2), "sharded weights"),)
+    for path, built, missing in (
+        ("zero.stage", (0, 1, 2), "sharded weights"),
+        ("memory.device_budget", (None,), "planning under a budget"),
+        ("memory.host_budget", (None,), "planning under a budget"),
+    )
 )
 """What of the built parts is not composed with a pipeline."""
 

@@ -22,7 +22,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import Factory, OwnOptimizer
+from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 from colossal_lite.zero.stages import Extent, Widths, forecast
 
@@ -157,6 +158,15 @@ class Engine:
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
+        if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
+            self._weights.up = self._optimizer.tiers.up
+        frozen_bytes = _bytes(p for p in self._parameters.values() if not p.requires_grad)
+        self._residence = None
+        if config.memory.device_budget is not None or config.memory.host_budget is not None:
+            self._residence = Residence(
+                config.memory, chunks, self._weights, self._optimizer, self.mesh.world,
+                accumulation=config.gradient_accumulation, frozen_bytes=frozen_bytes,
+            )  # fmt: skip
         self._whole = WholeState(
             model,
             self.mesh,
@@ -192,11 +202,13 @@ class Engine:
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
-        parts = self._begin(batch)
-        self.model.train()
-        self._run(parts, self._sums)
-        self._hooks.conclude()
-        self._totals = self._agree()
+        with self._measured():
+            parts = self._begin(batch)
+            self.model.train()
+            self._run(parts, self._sums)
+            self._hooks.conclude()
+            self._totals = self._agree()
+        self._settle()
         return self._mean_loss(self._totals)
 
     def step(self) -> StepResult:
@@ -264,7 +276,7 @@ class Engine:
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._streams.begin(self.steps, local.samples, _positions(local))
-        with self._weights.forward():
+        with self._measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
         logits = getattr(outputs, "logits", outputs)
         if not isinstance(logits, Tensor):
@@ -296,7 +308,7 @@ class Engine:
         self._hooks.begin(0, is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
-        with self._weights.backward():
+        with self._measured(), self._weights.backward():
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
@@ -400,31 +412,33 @@ class Engine:
         device, config = self.context.device.type, self.context.config
         precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
         widths = Widths(precision.compute.itemsize, precision.master_copy_bytes, precision.gradient.itemsize)
-        kinds = {
-            "weights": sum(c.resting_bytes for c in self._chunks),
-            "masters": _bytes(c.master for c in self._chunks if precision.master_copy_bytes),
-            "gradients": _bytes(c.gradient if c.filling is None else c.filling for c in self._chunks),
-            "optimizer": self._optimizer.state_bytes,
-            "staging": sum(slots.bytes for slots in slots_of(self._chunks)),
+        held: dict[str, Callable[[Chunk], int]] = {
+            "weights": lambda c: c.resting_bytes,
+            "masters": lambda c: _bytes([c.master] if precision.master_copy_bytes else []),
+            "gradients": lambda c: _bytes([c.gradient if c.filling is None else c.filling]),
+            "optimizer": lambda c: self._optimizer.bytes_of(c)[0],
         }
-        extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in self._chunks]
-        foreseen = forecast(self._sharding, extents, widths) | {
-            "optimizer": self._optimizer.forecast_bytes,
-            "staging": sum(slots.planned_bytes for slots in slots_of(self._chunks)),
-        }
+        rows = []
+        for kind, bytes_of in held.items():
+            tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") else dict[str, list[Chunk]]()
+            for chunk in self._chunks:
+                tiers.setdefault(self._tier_of(chunk, kind) or device, []).append(chunk)
+            for tier, chunks in (tiers or {device: []}).items():
+                extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in chunks]
+                foreseen = forecast(self._sharding, extents, widths) | {
+                    "optimizer": sum(self._optimizer.bytes_of(chunk)[1] for chunk in chunks)
+                }
+                now = sum(map(bytes_of, chunks))
+                rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
+        slots = slots_of(self._chunks)
+        now, planned = sum(each.bytes for each in slots), sum(each.planned_bytes for each in slots)
+        rows.append(MemoryRow("staging", device, now, now, planned))
         if isinstance(self._weights, ShardedWeights):
-            kinds["gathered"] = self._weights.arena_bytes
-            foreseen["gathered"] = self._weights.forecast_bytes
-        rests = self._optimizer.tiers.tier if self._optimizer.tiers else device
-        on = dict.fromkeys(("masters", "optimizer"), rests)
-        state = (
-            MemoryRow(kind, on.get(kind, device), now, now, foreseen[kind]) for kind, now in kinds.items()
-        )
-        visits = (
-            MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes)
-            for v in self._optimizer.visits
-        )
-        return (*state, *visits, *self._beside_state())
+            now = self._weights.arena_bytes
+            rows.append(MemoryRow("gathered", device, now, now, self._weights.forecast_bytes))
+        visits = self._optimizer.visits
+        rows += [MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes) for v in visits]
+        return (*rows, *self._beside_state())
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -456,6 +470,13 @@ class Engine:
         foretold = (self._foretell(*meter.shape) if self._foretell else None) or {}
         most = {"activations": meter.kept_bytes, "temporaries": meter.peak_bytes - meter.kept_bytes}
         return tuple(MemoryRow(kind, device, 0, peak, foretold.get(kind)) for kind, peak in most.items())
+
+    def _tier_of(self, chunk: Chunk, kind: str) -> str | None:
+        """Where a chunk's state of a kind rests; None: on the device."""
+        if kind in ("weights", "gradients"):
+            at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
+            return None if at_rest is None else "host"
+        return self._optimizer.tier_of(chunk)
 
     def timeline(self) -> Timeline:
         """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
@@ -705,8 +726,18 @@ class Engine:
             self._sums[1] = 1.0  # this rank's weight, however many calls
         if not self._sharding.by_micro_batch:
             self._reduce_all()
-        self._hooks.conclude()
-        self._totals = self._agree()
+        with self._measured():
+            self._hooks.conclude()
+            self._totals = self._agree()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Before the first update under a budget: where everything rests from now on."""
+        if self._residence is not None:
+            self._residence.settle()
+
+    def _measured(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._residence is None else self._residence.measured()
 
     def _reduce_all(self) -> None:
         for chunk in reversed(self._chunks):

@@ -60,10 +60,12 @@ from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.simulate import grid, simulate
+from colossal_lite.zero.budget import Placement, place
 from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of, slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.reside import fixed_of, pieces_of
 from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
@@ -117,6 +119,8 @@ class RunPlan:
     device_bytes: int | None = None
     schedule: str = ""
     """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
+    residence: str = ""
+    """What rests where under a budget, chunk by chunk, and what a step moves; empty without one."""
 
     @property
     def peak_bytes(self) -> int:
@@ -170,6 +174,7 @@ class RunPlan:
                     for row in self.traffic
                 ),
                 *self.schedule.splitlines(),
+                *(f"  {line}" for line in self.residence.splitlines()),
             ]
         )
 
@@ -180,6 +185,7 @@ class RunPlan:
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
 
 
+BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
 STATE = ("weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "frozen")
 
 
@@ -222,6 +228,7 @@ def plan(
     chunks = build_chunks(whole.trainable, packed, whole.specs, config, mesh, META)
     gathers = _gathers(dry, model, max(pieces) or 1, whole, chunks)
     mesh.ledger.clear()
+    memory, placed = _memory(config, chunks, gathers, whole, cost)
     _record_step(chunks, gathers, config, mesh, whole)
     traffic = Counter({(r.operation, r.axis): r.payload_bytes for r in mesh.ledger.rows()})
     calls = Counter({(r.operation, r.axis): r.calls for r in mesh.ledger.rows()})
@@ -234,11 +241,12 @@ def plan(
         world_size=world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
-        memory=_memory(config, chunks, gathers, whole, cost),
+        memory=memory,
         traffic=tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic)),
         batch=_arithmetic(config, batch, sequence, mesh, pieces),
         micro_batches=pieces,
-        device_bytes=device_bytes,
+        device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
+        residence=str(placed) if placed else "",
     )
 
 
@@ -691,7 +699,7 @@ def _pipeline_memory(
         elif action.kind is not Kind.F:
             live.pop(subject)
     worst = Cost({}, {}, most, logits, most + on_top, most + on_top)
-    rows = _memory(config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst)
+    rows, _ = _memory(config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst)
     slots = most_arrivals(actions) * largest
     return (*rows, Held("messages", slots, "slots of what comes from other stages"))
 
@@ -749,9 +757,10 @@ def _record_agreement(
 
 def _memory(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost
-) -> tuple[Held, ...]:
+) -> tuple[tuple[Held, ...], Placement | None]:
+    """What is held, and under a budget what rests where."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    placement = config.memory.placement
+    placement = config.memory.records_tier
     optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
     masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
@@ -778,7 +787,19 @@ def _memory(
         Held("logits", cost.logits, compute),
         Held("temporaries", peak - kept, "on top at the worst moment"),
     )  # fmt: skip
-    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
+    placed = None
+    if config.memory.moves:
+        plan = gathers if any(chunk.is_sharded for chunk in chunks) else None
+        fixed = fixed_of(chunks, optimizer) | {
+            row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
+        }
+        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation)
+        placed = place(pieces, fixed, config.memory.device_budget)
+        told = {row.kind: row.origin for row in rows} | {
+            "optimizer": f"{config.optimizer.type}, with its masters"
+        }
+        rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 
 
 def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:
@@ -915,6 +936,7 @@ def table(made: RunPlan) -> Any:
     memory.append(("peak", size(made.peak_bytes), made.verdict))
     memory.append(("on a CPU", size(made.process_bytes), "with libraries and allocator, less torch's import"))
     traffic = [(r.operation, r.axis, f"{r.calls:,}", size(r.payload_bytes)) for r in made.traffic]
+    residence = [Text(f"\n{made.residence}")] if made.residence else []
     return Group(
         Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
         Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
@@ -924,6 +946,7 @@ def table(made: RunPlan) -> Any:
             "\npayload of a step, of this rank", ("operation", "axis", "calls", "bytes"),
             traffic or [("none", "", "0", "0 B")], (2, 3),
         ),
+        *residence,
     )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ Note: chunk tensors.
 `gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
 them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY, weights
-WHOLE -> SHARDED -> GATHERING -> WHOLE (sharded ones begin and rest as SHARDED); any other move is a programming error
-and stops at once.  The values of a buffer mean something only in the states named by its method.  A parameter of a
-chunk that is not WHOLE is a view of one NaN: whoever reads it past the gates gets no stale number.  Parameters never
-change their shape, dtype or identity.
+WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin and rest as SHARDED); any other move is a
+programming error and stops at once.  The values of a buffer mean something only in the states named by its method.  A
+parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it past the gates gets no stale number.
+Parameters never change their shape, dtype or identity.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.mover import Link, Outbox, Transfer, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkKey, ChunkSpec, Entry
 
 
@@ -57,12 +58,16 @@ LEGAL = {
 class WeightState(StrEnum):
     WHOLE = "whole"  # parameters are views of all elements, as new as the masters
     SHARDED = "sharded"  # this rank has the newest of its own shard only
+    FETCHING = "fetching"  # its own shard is on its way from the host
     GATHERING = "gathering"  # the shards of the others are on their way
 
 
 LEGAL_WEIGHT = {
     (WeightState.WHOLE, WeightState.SHARDED),
     (WeightState.SHARDED, WeightState.GATHERING),
+    (WeightState.SHARDED, WeightState.FETCHING),
+    (WeightState.FETCHING, WeightState.GATHERING),
+    (WeightState.FETCHING, WeightState.SHARDED),  # dropped before it was gathered
     (WeightState.GATHERING, WeightState.WHOLE),
 }
 
@@ -113,10 +118,11 @@ class Chunk:
         staging: Slots | None = None,
         received: Slots | None = None,
         slot: int = 0,
+        on_host: bool = False,
     ) -> None:
         """`comm`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send."""
+        those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py)."""
         self.spec, self.comm = spec, comm
         self.share = spec.shard(comm.size, comm.coord)
         self.owned = self.share if shard_state else (0, spec.numel)
@@ -127,8 +133,15 @@ class Chunk:
         self._slot = slot
         length = self.owned[1] - self.owned[0]
 
-        self.is_sharded = shard_value and comm.size > 1
-        kept = torch.zeros(length if self.is_sharded else spec.numel, dtype=value_dtype, device=device)
+        self.is_sharded = shard_value and (comm.size > 1 or on_host)
+        tier = torch.device("cpu") if on_host and device.type != "meta" else device
+        kept = torch.zeros(
+            length if self.is_sharded else spec.numel,
+            dtype=value_dtype,
+            device=tier if self.is_sharded else device,
+        )
+        self.weights_at_rest = kept if self.is_sharded and on_host else None
+        """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
         self._value = None if self.is_sharded else kept
         self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
         same = master_dtype == value_dtype
@@ -140,11 +153,18 @@ class Chunk:
         self.version = 0
         """How often the weights have changed."""
         self._gathering: Pending | None = None
+        self._incoming: Transfer | None = None
 
         self.filling: Tensor | None = None
+        self.gradient_at_rest: Tensor | None = None
+        """This rank's sum of the gradient, where it rests on the host."""
+        self.outbox: Outbox | None = None
+        """By which sums go to the host."""
         if by_micro_batch:
             assert staging is not None
-            self.gradient = torch.zeros(length, dtype=gradient_dtype, device=device)
+            rests = on_host and self.owned == self.share
+            self.gradient = torch.zeros(length, dtype=gradient_dtype, device=tier if rests else device)
+            self.gradient_at_rest = self.gradient if rests else None
         else:
             self.filling = torch.zeros(spec.numel, dtype=gradient_dtype, device=device)
             self.gradient = self.filling[slice(*self.owned)]
@@ -154,6 +174,11 @@ class Chunk:
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: Pending | None = None
         self._scratch: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with."""
+        return self._nowhere.device
 
     # ---- weights ----
 
@@ -223,8 +248,32 @@ class Chunk:
         self._value = slot
         self._gathering = self.comm.all_gather_async(self.own_value, slot)
 
+    def fetch(self, slot: Tensor, up: Link) -> None:
+        """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent
+        until `reshard`; what is on the device for its update is taken from there."""
+        assert self.is_sharded and self.weights_at_rest is not None and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.FETCHING)
+        self._value = slot
+        if self.own_value is self.weights_at_rest:
+            self._incoming = up.copy(slot[slice(*self.share)], self.own_value)
+        else:
+            slot[slice(*self.share)].copy_(self.own_value)
+
+    def gather_fetched(self) -> None:
+        """Begin to gather the shards of the others beside the one that was fetched. Collective."""
+        if self.comm.size > 1:
+            self._finish_fetch()
+        self.move_weights(WeightState.GATHERING)
+        self._gathering = self.comm.all_gather_async(self.value[slice(*self.share)], self.value)
+
+    def _finish_fetch(self) -> None:
+        if self._incoming is not None:
+            self._incoming.wait()
+            self._incoming = None
+
     def reshard(self) -> None:
         """Hand the slot back. Nothing may read the weights any more."""
+        self._finish_fetch()
         self.finish_gather()
         self.move_weights(WeightState.SHARDED)
         self._hide()
@@ -234,6 +283,7 @@ class Chunk:
         """Wait for the weights to be WHOLE; at once if none are on their way."""
         if self._gathering is None:
             return
+        self._finish_fetch()
         self._gathering.wait()
         self._gathering = None
         self._show()
@@ -274,6 +324,21 @@ class Chunk:
             f"chunk {self.spec.id}: weights may not go {self.weights} -> {state}"
         )
         self.weights = state
+
+    # ---- tiers ----
+
+    def keep_weights_on_device(self) -> None:
+        """This rank's shard rests on the device from now on."""
+        assert self.weights_at_rest is not None and self.own_value is self.weights_at_rest
+        kept = to_device(self.own_value.clone(), self.device)
+        self.master = kept if self.master is self.own_value else self.master
+        self.own_value, self.weights_at_rest = kept, None
+
+    def keep_gradient_on_device(self) -> None:
+        """This rank's sum of the gradient rests on the device from now on. Nothing of it may be on its way."""
+        assert self.gradient_at_rest is not None and self.gradient is self.gradient_at_rest
+        self.gradient, self.gradient_at_rest = to_device(self.gradient.clone(), self.device), None
+        self.outbox = None
 
     # ---- shards ----
 
@@ -377,7 +442,9 @@ class Chunk:
         if self.by_micro_batch:
             assert self.filling is not None
             sums, summed = self._sharded_sums(), self.filling[slice(*self.share)]
-            if self._sums:
+            if self.outbox is not None:
+                self.outbox.send(sums, summed, add=self._sums > 0)
+            elif self._sums:
                 sums.add_(summed)
             else:
                 sums.copy_(summed)
@@ -388,6 +455,8 @@ class Chunk:
 
     def conclude(self) -> None:
         """All micro-batches of the step are summed. Collective where each rank needs the sum of all."""
+        if self.outbox is not None:
+            self.outbox.flush()
         if self.by_micro_batch and self.owned != self.share:
             self.comm.all_gather(self._sharded_sums(), self.gradient)
         self.move(GradientState.REDUCED)

@@ -129,3 +129,29 @@ class Buffers:
     def give(self, buffer: Tensor, *last: Transfer) -> None:
         """Hand a buffer back, which may be written when `last` are done."""
         self._free.append((buffer, last))
+
+
+class Outbox:
+    """Buffers [numel] on the device through which sums go down a link, so that whoever sends need not wait."""
+
+    def __init__(self, down: Link, buffers: Iterable[Tensor]) -> None:
+        self._down, self._buffers = down, Buffers(buffers)
+        self._sent: list[Transfer] = []
+
+    def send(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """Copy `source` to `target` on the host, or add it there. `source` may be written when this returns, `target`
+        read after `flush`."""
+        buffer, before = self._buffers.take()
+        for transfer in before:
+            transfer.wait()
+        here = buffer[: source.numel()]
+        here.copy_(source)
+        work = partial(target.add_ if add else target.copy_, here)
+        transfer = self._down.run(work, source.numel() * source.element_size())
+        self._buffers.give(buffer, transfer)
+        self._sent.append(transfer)
+
+    def flush(self) -> None:
+        """All that was sent is there."""
+        while self._sent:
+            self._sent.pop().wait()

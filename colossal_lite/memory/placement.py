@@ -38,13 +38,30 @@ class MemoryConfig(Section):
     """Tiers of memory: device, host, disk."""
 
     placement: Literal["device", "host", "disk", "auto"] = "device"
-    """Slowest tier that model state may use; auto: the fastest tiers that the budgets allow."""
+    """Where model state rests: all on the device; optimizer state on the host, or on disk; auto: on the device what
+    device_budget allows, weights (at zero.stage=3), gradients and optimizer state on the host where it does not."""
     device_budget: Budget | None = None
     """Bytes on each device, activations included; None: what the device has."""
     host_budget: Budget | None = None
     """Bytes of host memory for each rank; None: no limit."""
     disk_dir: str | None = None
     """Directory of the disk tier."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether each weight, gradient and optimizer record may rest on either tier."""
+        return self.placement == "auto" and self.device_budget is not None
+
+    @property
+    def records_tier(self) -> str:
+        """Where optimizer records rest at first."""
+        return (
+            "device"
+            if self.placement == "auto" and not self.moves
+            else "host"
+            if self.moves
+            else self.placement
+        )
 
     def faults(self) -> Iterable[Fault]:
         if self.placement == "disk" and self.disk_dir is None:
@@ -53,5 +70,7 @@ class MemoryConfig(Section):
     def unread(self) -> Iterable[Unread]:
         if self.placement == "device":
             yield Unread("host_budget", "placement='device' keeps all model state on the device")
+        if self.placement == "auto" and self.device_budget is None:
+            yield Unread("placement", "without device_budget all model state rests on the device")
         if self.placement in ("device", "host"):
             yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")

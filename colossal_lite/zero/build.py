@@ -102,6 +102,7 @@ def build_chunks(
             shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
+            on_host=config.memory.moves,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
             slot=slot,
@@ -124,7 +125,7 @@ def chunk_optimizer(
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
-            placement=memory.placement, timeout_s=config.timeout_s, open_file=open_file,
+            placement=memory.records_tier, timeout_s=config.timeout_s, open_file=open_file,
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]

@@ -11,13 +11,22 @@ another from its copy down to its write; the disk is read and written at once, e
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from colossal_lite.plan import DISK, Action, Kind, Plan
 
 
-def update_plan(num_chunks: int, *, ahead: int | None = None, below: int | None = None) -> Plan:
+def update_plan(
+    num_chunks: int,
+    *,
+    ahead: int | None = None,
+    below: int | None = None,
+    moving: Collection[int] | None = None,
+) -> Plan:
     """One rank's updates in forward order; `ahead`: the state is fetched from the host so many chunks before its
     update, and evicted after it. None: it is on the device. `below`: it rests on disk, and is read so many chunks
-    before it is fetched from the host. None: it rests on the host."""
+    before it is fetched from the host. None: it rests on the host. `moving`: the chunks of which something rests off
+    the device; None: all."""
     actions: list[Action] = []
     for chunk in range(num_chunks):
         for fetched in _next(chunk, ahead, num_chunks):
@@ -26,7 +35,7 @@ def update_plan(num_chunks: int, *, ahead: int | None = None, below: int | None 
         actions.append(_action(Kind.UPDATE, chunk))
         actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
         actions += [_action(Kind.EVICT, chunk, DISK)] if below is not None else []
-    return Plan((tuple(actions),))
+    return Plan((tuple(a for a in actions if a.kind is Kind.UPDATE or moving is None or a.chunk in moving),))
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:

@@ -15,9 +15,10 @@ device, where nobody can read them by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -26,12 +27,14 @@ from torch import Tensor
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
+from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import Action, Kind
 from colossal_lite.zero.interleave import update_plan
 from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
+from colossal_lite.zero.visits import HostShards
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,12 @@ class ChunkOptimizer:
             else {name: torch.zeros_like(chunk.gradient) for name in some}
             for index, (chunk, some) in enumerate(zip(self._chunks, names, strict=True))
         ]
+        self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
+        self.shards: HostShards | None = None
+        """Copies of weights and gradients that rest on the host; None if none does."""
+        if any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks):
+            assert self.tiers is not None
+            self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self.changed = False
@@ -126,7 +135,9 @@ class ChunkOptimizer:
         assert chunk.state is GradientState.REDUCED
         index, group = self._index[chunk.spec.id], self.group_of(chunk)
         rule = self._rules[index]
-        here = self.tiers.here(index) if self.tiers else self._state[index]
+        here = self._state[index] if self.tiers is None or index in self._stays else self.tiers.here(index)
+        if self.shards:
+            self.shards.here(index, is_whole=all(used))
         before = None if self.changed else chunk.master.clone()  # as a rule the first chunk says it for all
         for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
             entry = chunk.spec.entries[span.first]
@@ -149,15 +160,69 @@ class ChunkOptimizer:
         """After the update of the last chunk of a step: all state is back where it rests."""
         if self.tiers:
             self.tiers.flush()
+        if self.shards:
+            self.shards.flush()
 
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
-        return self.tiers.moves if self.tiers else {}
+        moves, shards = self.tiers.moves if self.tiers else {}, self.shards
+        if shards is None:
+            return moves
+
+        def both(state: Callable[[Action], None], shard: Callable[[int], None], action: Action) -> None:
+            state(action)
+            shard(action.chunk or 0)
+
+        return {
+            Kind.FETCH: partial(both, moves[Kind.FETCH], shards.fetch),
+            Kind.EVICT: partial(both, moves[Kind.EVICT], shards.evict),
+        }
 
     def close(self) -> None:
         if self.tiers:
             self.tiers.close()
+
+    # ---- what rests where ----
+
+    def tier_of(self, chunk: Chunk) -> str | None:
+        """Where the record of a chunk rests; None: on the device."""
+        return None if self.tiers is None or self._index[chunk.spec.id] in self._stays else self.tiers.tier
+
+    def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
+        """State of a chunk, its master left out: held now, and by its rule's formula."""
+        index = self._index[chunk.spec.id]
+        width = len(self._rules[index].states) * chunk.gradient.element_size()
+        held = sum(t.numel() * t.element_size() for t in self._state[index].values())
+        return held, (chunk.owned[1] - chunk.owned[0]) * width
+
+    def record_bytes(self, index: int) -> int:
+        """Of the state of chunk `index`, its master included where that is apart from the weights."""
+        chunk = self._chunks[index]
+        parts = len(self._rules[index].states) + (chunk.master is not chunk.own_value)
+        return (chunk.owned[1] - chunk.owned[0]) * parts * chunk.gradient.element_size()
+
+    def settle_on_device(self, indices: Collection[int]) -> None:
+        """The records of these chunks rest on the device from now on, and weights and gradients where their chunks
+        say. Between steps."""
+        assert isinstance(self.tiers, HostStates)
+        for index in indices:
+            chunk = self._chunks[index]
+            parts = {
+                name: to_device(flat.clone(), chunk.device)
+                for name, flat in self.tiers.opened(index, write=False).items()
+            }
+            chunk.master = parts.pop(MASTER, chunk.master)
+            self._state[index] = parts
+        self.tiers.release(indices)
+        self._stays = frozenset(indices)
+        moving = {index for index in range(len(self._chunks)) if index not in self._stays}
+        for index in moving:
+            self._state[index] = self.tiers.at_rest(index)
+        if self.shards:
+            self.shards.settle()
+            moving |= self.shards.moving
+        self.plan = update_plan(len(self._chunks), ahead=AHEAD, moving=moving)
 
     # ---- reads and writes between steps ----
 
@@ -166,7 +231,7 @@ class ChunkOptimizer:
         """The state of a chunk by name, and its master in the chunk, in memory; to be changed if `write`. Raises
         DiskError."""
         index = self._index[chunk.spec.id]
-        if self.tiers is None:
+        if self.tiers is None or index in self._stays:
             yield self._state[index]
             return
         self.tiers.check()
@@ -233,15 +298,12 @@ class ChunkOptimizer:
         tiers = self.tiers
         if tiers is None:
             return ()
-        sizes = [
-            (chunk.owned[1] - chunk.owned[0])
-            * (len(rule.states) + (chunk.master is not chunk.own_value))
-            * chunk.gradient.element_size()
-            for chunk, rule in zip(self._chunks, self._rules, strict=True)
-        ]
+        sizes = [0 if i in self._stays else self.record_bytes(i) for i in range(len(self._chunks))]
+        shards, foreseen = (self.shards.device_bytes, self.shards.forecast_bytes) if self.shards else (0, 0)
         device = Visit(
-            "visiting", None, tiers.device_bytes, SLOTS * max(sizes), "slots of state that visits the device"
-        )
+            "visiting", None, tiers.device_bytes + shards, SLOTS * max(sizes) + foreseen,
+            "slots of state that visits the device",
+        )  # fmt: skip
         if tiers.below is None:
             return (device,)
         padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]

@@ -77,6 +77,14 @@ class OwnOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
         self.changed = any(_bits(c.master) != bits for c, bits in zip(self._chunks, before, strict=True))
 
+    def tier_of(self, chunk: Chunk) -> None:
+        """Where the state of a chunk rests: on the device."""
+
+    def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
+        """State of a chunk now, and what it will keep, which only it knows."""
+        held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
+        return held, held
+
     def close(self) -> None:
         """Nothing is open."""
 

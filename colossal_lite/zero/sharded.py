@@ -32,7 +32,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.comm import AxisComm
-from colossal_lite.memory.chunk import Chunk, SavedView
+from colossal_lite.memory.chunk import Chunk, SavedView, WeightState
+from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
@@ -59,13 +60,15 @@ class ShardedWeights(Weights):
         prefetch: int = 1, reshard_after_forward: bool = True,
     ) -> None:  # fmt: skip
         self._hooks, self._world = hooks, world
-        self._prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
+        self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
         self._units = units_of(chunks)
         self._placeholders = {chunk.placeholder: chunk for chunk in chunks if chunk.is_sharded}
         self.trace: Trace | None = None
         """The order in which the first micro-batch read the weights; None until its end."""
         self.plan: GatherPlan | None = None
         """What a micro-batch does, by the trace."""
+        self.up: Link | None = None
+        """By which shards come that rest on the host."""
         self._arena: Tensor | None = None
         self._phase = Phase.IDLE
         self._steps: tuple[Step, ...] = ()
@@ -112,7 +115,8 @@ class ShardedWeights(Weights):
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
         """The chunks that the next forward begins with are gathered while the others are updated."""
         if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
-            self._gather(chunk.spec.id, offset)
+            self._fetch(chunk.spec.id, offset)
+            self._gather(chunk.spec.id)
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         self._names_only = True
@@ -125,9 +129,11 @@ class ShardedWeights(Weights):
         self._bring({})
         for chunk in self._chunks:
             if chunk.is_sharded:
-                chunk.unshard(chunk.own_value.new_empty(chunk.spec.numel))
+                self._fetch(chunk.spec.id, None)
+                self._gather(chunk.spec.id)
                 chunk.finish_gather()
                 chunk.keep()
+        self._resident.clear()  # for good
         super().remove()
 
     # ---- who asks ----
@@ -226,7 +232,7 @@ class ShardedWeights(Weights):
         if self.plan is None:
             self._bring({})
         elif phase is Phase.FORWARD:
-            self._bring(self.plan.forward[0].resident)
+            self._bring(self.plan.forward[0].resident, gathers=False)  # its steps do
         if phase is Phase.FORWARD and self._learnt:
             for slots in slots_of(self._chunks):
                 slots.shrink()
@@ -257,11 +263,13 @@ class ShardedWeights(Weights):
             assert action.chunk is not None
             if action.kind is Kind.RESHARD:
                 self._drop(action.chunk)
-            elif action.kind is Kind.UNSHARD:
+            elif action.kind in (Kind.FETCH, Kind.UNSHARD):
                 if (
                     action.chunk not in self._resident
                 ):  # the first ones may have set out when they were updated
-                    self._gather(action.chunk, step.resident[action.chunk])
+                    self._fetch(action.chunk, step.resident[action.chunk])
+                if action.kind is Kind.UNSHARD:
+                    self._gather(action.chunk)
             else:
                 self._hooks.launch(len(self._chunks) - action.chunk)
         if self._phase is Phase.BACKWARD:
@@ -277,26 +285,39 @@ class ShardedWeights(Weights):
             self._chunks[index].finish_gather()
         self._current = needs
 
-    def _gather(self, index: int, offset: int) -> None:
+    def _fetch(self, index: int, offset: int | None) -> None:
+        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do."""
         chunk = self._chunks[index]
         numel = chunk.spec.numel
-        slot = (
-            chunk.own_value.new_empty(numel) if self._arena is None else self._arena[offset : offset + numel]
-        )
-        chunk.unshard(slot)
-        self._resident[index] = offset
+        if self._arena is None or offset is None:
+            slot = torch.empty(numel, dtype=chunk.own_value.dtype, device=self._chunks[0].device)
+        else:
+            slot = self._arena[offset : offset + numel]
+        if chunk.weights_at_rest is not None and self.up is not None:
+            chunk.fetch(slot, self.up)
+        else:
+            chunk.unshard(slot)
+        self._resident[index] = -1 if offset is None else offset
+
+    def _gather(self, index: int) -> None:
+        """The shards of the others set out, if they have not."""
+        if self._chunks[index].weights is WeightState.FETCHING:
+            self._chunks[index].gather_fetched()
 
     def _drop(self, index: int) -> None:
         self._chunks[index].reshard()
         del self._resident[index]
 
-    def _bring(self, resident: Mapping[int, int]) -> None:
-        """Make exactly `resident` be there, each at its offset."""
+    def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
+        """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
+        `gathers`."""
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
-        for index, offset in resident.items():
-            if index not in self._resident:
-                self._gather(index, offset)
+        coming = {index: offset for index, offset in resident.items() if index not in self._resident}
+        for index, offset in coming.items():
+            self._fetch(index, offset)
+        for index in coming if gathers else ():
+            self._gather(index)
 
     # ---- the first micro-batch ----
 
@@ -327,13 +348,29 @@ class ShardedWeights(Weights):
             self._bring({})
             self._learnt = True
             self.trace = Trace(self._forward_seen, tuple(self._seen))
-            self.plan = plan_of(
-                self.trace.covering(contexts_of(self._chunks), self._units),
-                self._chunks,
-                prefetch=self._prefetch,
-                reshard_after_forward=self._reshard_after_forward,
-            )
-            self._arena = self._chunks[0].own_value.new_zeros(self.plan.arena_numel)
+            self.replan()
+            assert self.plan is not None
+            with _disable_current_modes():  # what the model keeps is measured, not this
+                self._arena = torch.zeros(
+                    self.plan.arena_numel,
+                    dtype=self._chunks[0].own_value.dtype,
+                    device=self._chunks[0].device,
+                )
+
+    def planned(self, prefetch: int) -> GatherPlan | None:
+        """What the plan would be with so many units ahead; None while there is no trace."""
+        if self.trace is None:
+            return None
+        return plan_of(
+            self.trace.covering(contexts_of(self._chunks), self._units),
+            self._chunks,
+            prefetch=prefetch,
+            reshard_after_forward=self._reshard_after_forward,
+        )
+
+    def replan(self) -> None:
+        """Shards rest elsewhere from now on: the order in which weights come, and their slots, stay as they are."""
+        self.plan = self.planned(self.prefetch)
 
     def _before_state_dict(self) -> None:
         if not self._names_only:
@@ -381,9 +418,11 @@ def plan_of(
 ) -> GatherPlan:
     """The plan of these chunks by this trace."""
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
+    on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
     return gather_plan(
-        trace, numels, num_chunks=len(chunks), prefetch=prefetch, reshard_after_forward=reshard_after_forward
-    )
+        trace, numels, num_chunks=len(chunks), prefetch=prefetch, reshard_after_forward=reshard_after_forward,
+        on_host=on_host,
+    )  # fmt: skip
 
 
 def weights_of(

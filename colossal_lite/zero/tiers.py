@@ -15,7 +15,7 @@ on the host; what was changed is written before the next step, or when the slot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,11 +75,10 @@ class States:
         ]
         for chunk, record in zip(chunks, self._records, strict=True):
             assert MASTER not in record.names or chunk.master.dtype == chunk.gradient.dtype, "of one width"
-        self._dtype, device = chunks[0].gradient.dtype, chunks[0].gradient.device
+        self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
         self._host_device = torch.device("cpu") if device.type != "meta" else device
-        largest = max(record.size for record in self._records)
-        self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=device))
-        self.device_bytes = SLOTS * largest * self._dtype.itemsize
+        self._device = device
+        self._make_slots()
         self.host_bytes = 0
         """Of the arena or the slots."""
         self.disk_bytes = 0
@@ -101,6 +100,11 @@ class States:
     def record_bytes(self) -> int:
         """Of all records."""
         return sum(record.size for record in self._records) * self._dtype.itemsize
+
+    def _make_slots(self) -> None:
+        largest = max(record.size for record in self._records)
+        self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=self._device))
+        self.device_bytes = SLOTS * largest * self._dtype.itemsize
 
     # ---- in a step ----
 
@@ -177,9 +181,9 @@ class HostStates(States):
     def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
         super().__init__(chunks, states, timeout_s)
         sizes = [record.size for record in self._records]
-        self._arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
+        arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
         self.host_bytes = self.record_bytes
-        self._rest = self._arena.split(sizes)
+        self._rest = arena.split(sizes)
         for index, chunk in enumerate(self._chunks):
             parts = self._records[index].parts(self._rest[index])
             if MASTER in parts:
@@ -200,6 +204,20 @@ class HostStates(States):
 
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
         return self._records[index].parts(self._rest[index])
+
+    def release(self, indices: Collection[int]) -> None:
+        """These records rest elsewhere from now on: the arena and the slots are as large as the others need. Nothing
+        may be on its way."""
+        for index in indices:
+            self._records[index] = Record((), 0)
+        before, sizes = self._rest, [record.size for record in self._records]
+        self._rest = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device).split(sizes)
+        for index in range(len(sizes)):
+            if index not in indices:
+                self._rest[index].copy_(before[index])
+                self.at_rest(index)
+        self._make_slots()
+        self.host_bytes = self.record_bytes
 
 
 class DiskStates(States):

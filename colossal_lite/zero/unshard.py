@@ -9,6 +9,9 @@ and kept where it would be dropped only to be gathered again at once (at the tur
 `reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
 packing these (memory/pack.py), an offset in one arena, whose size is the peak.
 
+A shard that rests on the host is fetched when its chunk becomes resident, into its place in the slot, and the shards of
+the others are gathered beside it a moment before the use, or at the use if it has come only a moment before.
+
 Cost of a micro-batch in elements: P chunks are gathered once in forward; in backward again, less those of which
 backward reads no weight (embeddings) and those that are kept at the turn.  So k micro-batches move at most 2 k w P.
 """
@@ -94,9 +97,22 @@ class GatherPlan:
 
     def gathers(self) -> Mapping[int, int]:
         """How often a micro-batch gathers each chunk."""
+        return self._times(Kind.UNSHARD)
+
+    def stays(self) -> Mapping[int, int]:
+        """How often a micro-batch brings each chunk into a slot, from wherever it rests."""
+        times: dict[int, int] = {}
+        before: Mapping[int, int] = {}
+        for step in (*self.forward, *self.backward):
+            for chunk in step.resident:
+                times[chunk] = times.get(chunk, 0) + (chunk not in before)
+            before = step.resident
+        return times
+
+    def _times(self, kind: Kind) -> Mapping[int, int]:
         times: dict[int, int] = {}
         for action in self.actions:
-            if action.kind is Kind.UNSHARD and action.chunk is not None:
+            if action.kind is kind and action.chunk is not None:
                 times[action.chunk] = times.get(action.chunk, 0) + 1
         return times
 
@@ -111,18 +127,22 @@ def gather_plan(
     num_chunks: int,
     prefetch: int = 1,
     reshard_after_forward: bool = True,
+    on_host: Needs = frozenset(),
 ) -> GatherPlan:
-    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed."""
+    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed;
+    `on_host`: those of which this rank's shard is fetched from there."""
     moments = (*trace.forward, *trace.backward)
     resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
+    gathers = _gathers([m.needs for m in moments], resident, on_host)
     steps: list[Step] = []
     before: Mapping[int, int] = {}
     launched = 0
-    for moment, after in zip(moments, places, strict=True):
+    for m, (moment, after) in enumerate(zip(moments, places, strict=True)):
         actions = [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
         actions += [_action(Kind.RESHARD, c) for c in before if c not in after]
-        actions += [_action(Kind.UNSHARD, c) for c in after if c not in before]
+        actions += [_action(Kind.FETCH, c) for c in after if c not in before and c in on_host]
+        actions += [_action(Kind.UNSHARD, c) for c in after if (c, m) in gathers]
         before, launched = after, max(launched, moment.launched)
         steps.append(Step(moment.needs, tuple(actions), after, launched))
     return GatherPlan(
@@ -155,6 +175,18 @@ def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[lis
             first.setdefault(c, m)
             last[c] = m
     return [[c for c in first if first[c] - prefetch <= m <= last[c]] for m in range(len(needs))]
+
+
+def _gathers(
+    needs: Sequence[Needs], resident: Sequence[Sequence[int]], on_host: Needs
+) -> set[tuple[int, int]]:
+    """(chunk, moment) of every gather."""
+    found = set()
+    for chunk, start, stop in _runs(resident):
+        use = next((m for m in range(start, stop + 1) if chunk in needs[m]), stop)
+        fetched_long_ago = use - start > 1
+        found.add((chunk, (use - 1 if fetched_long_ago else use) if chunk in on_host else start))
+    return found
 
 
 def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:

@@ -121,8 +121,16 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["config", "show", "{config}", "--world", "0"], "world_size = 0"),
         (["config", "show", "{config}", "--parallel.data", "3", "--world", "4"], "parallel.data = 3"),
         (
-            ["config", "show", "{config}", "--memory.placement", "auto"],
-            "memory.placement = 'auto': is not built yet",
+            [
+                "config",
+                "show",
+                "{config}",
+                "--activation_checkpoint",
+                "selective",
+                "--parallel.sequence.size",
+                "2",
+            ],
+            "activation_checkpoint = 'selective': is not built yet",
         ),
         (["config", "show", "nowhere.toml"], "nowhere.toml"),
         (["config", "schema", "--seed", "4"], "unknown: --seed 4"),

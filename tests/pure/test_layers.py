@@ -25,7 +25,14 @@ PURE = {
     *("config", "config_rules", "config_source", "legacy_keys", "problems", "settings"),
     *("layout", "manifest", "plan", "shard", "simulate", "slices"),
     *("memory.pack", "memory.placement", "memory.records", "multi.sharp", "multi.spill"),
-    *("parallel.roles", "pipeline.partition", "pipeline.schedule", "zero.interleave", "zero.stages"),
+    *(
+        "parallel.roles",
+        "pipeline.partition",
+        "pipeline.schedule",
+        "zero.budget",
+        "zero.interleave",
+        "zero.stages",
+    ),
 }
 LEVELS: tuple[set[str], ...] = (
     {"kernels", "watch", *PURE},

@@ -20,7 +20,7 @@ from colossal_lite.engine import Engine
 from colossal_lite.keep import Kept
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import Link
+from colossal_lite.memory.mover import Link, Outbox
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
 from colossal_lite.parallel import blockwise, grid, parallelize, tensor_1d
@@ -41,6 +41,7 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
 from colossal_lite.zero.tiers import DiskStates, HostStates
+from colossal_lite.zero.visits import HostShards
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 
@@ -588,6 +589,51 @@ FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "state is read before it has come": (HOST, HostStates, "here", _read_before_it_came),
 }
 ALL |= FAULTS_HOST
+
+
+# ---- weights and gradients on the host ----
+
+
+def _sum_overwritten(original: Any, self: Outbox, target: Any, source: Any, *, add: bool) -> None:
+    original(self, target, source, add=False)
+
+
+def _weights_not_taken_back(original: Any, self: HostShards, index: int) -> None:
+    weights = self._chunks[index].weights_at_rest
+    assert weights is not None
+    before = weights.clone()
+    original(self, index)
+    self.flush()
+    if index == len(self._chunks) - 1:
+        weights.copy_(before)
+
+
+def _gathered_before_it_came(original: Any, self: Chunk) -> None:
+    self._finish_fetch()
+    self.value.fill_(0.1)
+    original(self)
+
+
+def _gradient_not_brought(original: Any, self: HostShards, index: int, **more: Any) -> None:
+    original(self, index, **more)
+    self._chunks[index].gradient.fill_(0.1)
+
+
+BUDGET = replace(
+    HOST,
+    layers=3,
+    config=HOST.config
+    | dict(
+        zero=dict(stage=3), memory=dict(placement="auto", device_budget=720_000), activation_checkpoint="none"
+    ),
+)
+FAULTS_BUDGET: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a sum on the host is overwritten": (BUDGET, Outbox, "send", _sum_overwritten),
+    "the last weights are not taken back": (BUDGET, HostShards, "evict", _weights_not_taken_back),
+    "a shard is gathered before it has come": (BUDGET, Chunk, "gather_fetched", _gathered_before_it_came),
+    "a gradient is not brought for its update": (BUDGET, HostShards, "here", _gradient_not_brought),
+}
+ALL |= FAULTS_BUDGET
 
 
 # ---- state on disk ----

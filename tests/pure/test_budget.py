@@ -1,0 +1,222 @@
+"""Where pieces rest under a budget: within it, by what a step moves least, against every policy there is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from colossal_lite.zero.budget import (
+    Kind,
+    Name,
+    Phase,
+    Piece,
+    Placement,
+    Use,
+    link_bound,
+    place,
+    visiting_bytes,
+)
+
+RANDOM = range(20)
+
+
+def pieces_of(
+    sizes: list[tuple[int, int, int]], accumulation: int = 1, own_master: bool = True
+) -> list[Piece]:
+    """Of chunks whose weights, gradients and records are of these sizes."""
+    k, out = accumulation, []
+    for chunk, (weights, gradients, optimizer) in enumerate(sizes):
+        out += [
+            Piece(Name(chunk, Kind.WEIGHTS), weights, 2 * k + own_master, 1),
+            Piece(Name(chunk, Kind.GRADIENTS), gradients, 1, k),
+            Piece(Name(chunk, Kind.OPTIMIZER), optimizer, 1, 1),
+        ]
+    return [piece for piece in out if piece.bytes]
+
+
+def phases_of(pieces: list[Piece], accumulation: int = 1, own_master: bool = True) -> list[Phase]:
+    """Forward and backward of each micro-batch, then the update."""
+
+    def some(kinds: dict[Kind, tuple[bool, bool]]) -> Phase:
+        return {p.name: Use(p.bytes, *kinds[p.name.kind]) for p in pieces if p.name.kind in kinds}
+
+    read = (True, False)
+    forward, backward = some({Kind.WEIGHTS: read}), some({Kind.WEIGHTS: read, Kind.GRADIENTS: (False, True)})
+    update = {Kind.WEIGHTS: (own_master, True), Kind.GRADIENTS: read, Kind.OPTIMIZER: (True, True)}
+    return [forward, backward] * accumulation + [some(update)]
+
+
+def anything(seed: int, chunks: int) -> tuple[list[Piece], dict[str, Any]]:
+    draw = random.Random(seed)
+    how = dict(accumulation=draw.choice((1, 2, 3)), own_master=draw.choice((True, False)))
+    sizes = [(draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 20)) for _ in range(chunks)]
+    return pieces_of(sizes, **how), how
+
+
+def least_by_search(phases: Sequence[Phase], capacity: int) -> int:
+    """The least bytes, up and down together, of any policy that keeps at most `capacity` bytes at the end of each
+    phase, found by trying all sets that may be kept: for a few pieces, to hold `link_bound` and `place` against.
+
+    A state is what is kept and which of it is newer than the host's copy; a cycle of phases ends as it began."""
+    names = sorted({name for phase in phases for name in phase})
+    size = {name: use.bytes for phase in phases for name, use in phase.items()}
+    State = tuple[frozenset[Name], frozenset[Name]]
+
+    @functools.cache
+    def kept(some: frozenset[Name]) -> list[frozenset[Name]]:
+        """Subsets of `some` within the capacity to which nothing can be added: to keep more never costs."""
+        fitting = _subsets(some, size, capacity)
+        return [each for each in fitting if not any(each < other for other in fitting)]
+
+    @functools.cache
+    def following(state: State, number: int) -> list[tuple[State, int]]:
+        (here, dirty), phase = state, phases[number]
+        up = sum(use.bytes for name, use in phase.items() if use.reads and name not in here)
+        new = frozenset(name for name, use in phase.items() if use.writes)
+        dirty = new | frozenset(n for n in dirty if n not in phase or not _is_last_read(phases, number, n))
+        return [
+            ((keep, dirty & keep), up + sum(size[name] for name in dirty - keep))
+            for keep in kept(frozenset({*here, *phase}))
+        ]
+
+    written = frozenset(name for phase in phases for name, use in phase.items() if use.writes)
+    starts = [
+        (keep, dirty) for keep in kept(frozenset(names)) for dirty in _subsets(keep & written, size, capacity)
+    ]
+    best: int | None = None
+    for start in starts:
+        costs: dict[State, int] = {start: 0}
+        for number in range(len(phases)):
+            after: dict[State, int] = {}
+            for state, cost in costs.items():
+                for to, more in following(state, number):
+                    if cost + more < after.get(to, cost + more + 1):
+                        after[to] = cost + more
+            costs = after
+        if start in costs:
+            best = costs[start] if best is None else min(best, costs[start])
+    assert best is not None
+    return best
+
+
+def _subsets(some: frozenset[Name], size: Mapping[Name, int], capacity: int) -> list[frozenset[Name]]:
+    found = [frozenset[Name]()]
+    for name in sorted(some):
+        found += [each | {name} for each in found if sum(size[n] for n in each) + size[name] <= capacity]
+    return found
+
+
+def _is_last_read(phases: Sequence[Phase], number: int, name: Name) -> bool:
+    """Whether the phase after this one that uses a piece writes it anew: nothing needs its bytes any more."""
+    later = [phase[name] for phase in (*phases[number + 1 :], *phases[: number + 1]) if name in phase]
+    return not later[0].reads
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_i7_what_is_placed_is_within_the_budget_or_nothing_is(seed: int) -> None:
+    pieces, _ = anything(seed, 7)
+    least = place(pieces, {"staging": 11}, 0).device_bytes
+    whole = place(pieces, {"staging": 11}, None)
+    assert not whole.on_host and whole.device_bytes == 11 + sum(piece.bytes for piece in pieces)
+    moved = []
+    for budget in range(least - 5, max(least, whole.device_bytes) + 5):
+        placed = place(pieces, {"staging": 11}, budget)
+        assert placed.device_bytes <= budget or (budget < least and placed.device_bytes == least)
+        assert (
+            placed.device_bytes + placed.host_bytes
+            == 11 + sum(p.bytes for p in pieces) + placed.visiting_bytes
+        )
+        moved.append(placed.up_bytes + placed.down_bytes)
+    assert moved[-1] == 0, "with room for everything, nothing moves"
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_the_least_is_less_than_any_other_set_of_pieces_needs(seed: int) -> None:
+    pieces, _ = anything(seed, 3)
+    names = [piece.name for piece in pieces]
+    needs = [
+        Placement(tuple(pieces), frozenset(away), ()).device_bytes
+        for count in range(len(names) + 1)
+        for away in itertools.combinations(names, count)
+    ]
+    assert place(pieces, {}, 0).device_bytes == min(needs)
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_no_other_set_of_pieces_that_fits_moves_much_less(seed: int) -> None:
+    """A knapsack by worth misses at most one piece of the best."""
+    pieces, _ = anything(seed, 3)
+    most = max(piece.link_bytes for piece in pieces)
+    for budget in (20, 40, 60, 80):
+        placed = place(pieces, {}, budget)
+        best = min(
+            (
+                sum(piece.link_bytes for piece in away)
+                for count in range(len(pieces) + 1)
+                for away in itertools.combinations(pieces, count)
+                if Placement(tuple(pieces), frozenset(p.name for p in away), ()).device_bytes <= budget
+            ),
+            default=None,
+        )
+        if best is not None:
+            assert best <= placed.up_bytes + placed.down_bytes <= best + most
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_p5_no_policy_moves_less_than_the_bound(seed: int) -> None:
+    pieces, how = anything(seed, 2)
+    phases = phases_of(pieces, **how)
+    for capacity in (0, 7, 15, 40):
+        assert sum(link_bound(phases, capacity)) <= least_by_search(phases, capacity)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_p5_weights_that_stay_for_good_meet_the_best_policy_and_the_bound(
+    chunks: int, accumulation: int
+) -> None:
+    """Belady's own case: equal pieces that are only read."""
+    pieces = [Piece(Name(c, Kind.WEIGHTS), 10, 2 * accumulation, 0) for c in range(chunks)]
+    read = {piece.name: Use(10, reads=True, writes=False) for piece in pieces}
+    phases = [read] * (2 * accumulation)
+    for stay in range(chunks + 1):
+        moved = sum(piece.link_bytes for piece in pieces[stay:])
+        assert moved == sum(link_bound(phases, 10 * stay))
+        if chunks <= 4 or (stay in (3, 5) and accumulation == 1):
+            assert moved == least_by_search(phases, 10 * stay)
+
+
+@pytest.mark.parametrize("own_master", [True, False])
+def test_without_capacity_everything_on_the_host_is_the_bound_and_the_best(own_master: bool) -> None:
+    pieces = pieces_of([(4, 4, 8), (4, 4, 8)], own_master=own_master)
+    phases = phases_of(pieces, own_master=own_master)
+    up, down = sum(p.ups * p.bytes for p in pieces), sum(p.downs * p.bytes for p in pieces)
+    assert link_bound(phases, 0) == (up, down)
+    assert least_by_search(phases, 0) == up + down
+
+
+def test_what_is_used_most_often_stays_first() -> None:
+    pieces = pieces_of([(4, 4, 8)] * 12, accumulation=2)
+    slots = visiting_bytes(pieces, frozenset(p.name for p in pieces))
+    placed = place(pieces, {}, slots + 3 * 4)
+    kept = {piece.name for piece in pieces} - placed.on_host
+    assert kept == {Name(chunk, Kind.WEIGHTS) for chunk in range(3)}
+
+
+def test_with_the_last_piece_of_a_kind_its_slots_go() -> None:
+    """All weights fit without the slots in which they would visit, though not beside them."""
+    pieces = pieces_of([(10, 1, 1)] * 4)
+    rest = visiting_bytes(pieces, frozenset(p.name for p in pieces if p.name.kind is not Kind.WEIGHTS))
+    placed = place(pieces, {}, 40 + rest)
+    assert not any(name.kind is Kind.WEIGHTS for name in placed.on_host)
+
+
+def test_a_placement_prints_what_rests_where_and_what_moves() -> None:
+    text = str(place(pieces_of([(4, 4, 8)] * 4), {"staging": 5}, 60))
+    for said in ("weights", "host", "of 60", "optimizer on the host: 0-3", "link in a step"):
+        assert said in text, text

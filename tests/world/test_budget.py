@@ -1,0 +1,283 @@
+"""Training within a budget: the bits of a run without one, the bytes of the plan, and an error where nothing fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from colossal_lite.config import ConfigError
+from colossal_lite.engine import Engine
+from colossal_lite.memory.mover import LinkSpeed
+from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.zero.budget import Kind, Name, Phase, Placement, Use, link_bound, place
+from colossal_lite.zero.sharded import ShardedWeights, units_of
+from tests.covering import covering_array, name_of
+from tests.parity import Case, Step, start
+from tests.pool import RankEnv, run_world
+from tests.world.test_tiers import slow
+from tests.world.test_zero import ADAMW, SMALL, VOCABULARY, assert_same_bits, bits, loads, saves
+
+DEEP = Case(layers=3, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=2, ragged=True, dropout=0.1)
+
+
+def config_of(
+    stage: int, *, precision: str = "fp32", prefetch: int = 1, accumulation: int = 1, clip: bool = False,
+    reduction: str = "ordered", reshard: bool = True, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    zero = dict(stage=stage, reduction=reduction)
+    if stage == 3:
+        zero |= dict(prefetch=prefetch, reshard_after_forward=reshard)
+    clipping = dict(clip_grad_norm=0.05) if clip else {}
+    return dict(
+        zero=zero,
+        precision=precision,
+        gradient_accumulation=accumulation,
+        optimizer=ADAMW,
+        **clipping,
+        **more,
+    )
+
+
+def placement_of(engine: Engine) -> Placement:
+    assert engine._residence is not None and engine._residence.placement is not None
+    return engine._residence.placement
+
+
+def within(env: RankEnv, case: Case, share: float) -> Any:
+    """A run with a budget between the least that it needs (0) and what it takes without one (1): its steps and state,
+    and how many of its pieces rest on the host. No step may hold more than the budget."""
+    least, whole = _extent(env, case)
+    budget = round(least + share * (whole - least))
+    with env.launch(replace(case, config={**case.config, **auto(budget)}).full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        steps = []
+        for number in range(case.steps):
+            inputs, labels = case.batch(number)
+            before = on_tier(engine, "cpu")
+            with LiveBytes() as meter:
+                loss = engine.forward_backward((inputs[cut], labels[cut]))
+            if number:  # in the first step the meter sees what is taken to the device too
+                assert before + meter.peak_bytes <= budget
+            gradients = engine.full_gradients()
+            with LiveBytes() as meter:
+                norm = engine.step().grad_norm
+            assert on_tier(engine, "cpu") + meter.peak_bytes <= budget
+            steps.append(Step(float(loss), norm, gradients, engine.full_state_dict()))
+        placed, rows = placement_of(engine), engine.memory_report()
+        assert all(row.now_bytes == row.peak_bytes == row.forecast_bytes for row in rows), rows
+        assert on_tier(engine, "cpu") == placed.device_bytes - dict(placed.fixed)["activations"]
+        assert on_tier(engine, "host") == placed.host_bytes and placed.device_bytes <= budget
+        return (steps, engine.full_optimizer_state()), (len(placed.on_host), len(placed.pieces))
+
+
+def auto(budget: int, **more: Any) -> dict[str, Any]:
+    return dict(memory=dict(placement="auto", device_budget=budget, **more))
+
+
+def on_tier(engine: Engine, tier: str) -> int:
+    return sum(row.now_bytes for row in engine.memory_report() if row.tier == tier)
+
+
+def _extent(env: RankEnv, case: Case) -> tuple[int, int]:
+    """Bytes of the least and of the most that a run can use."""
+    with env.launch(replace(case, config={**case.config, **auto(2**40)}).full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        inputs, labels = case.batch(0)
+        engine.train_step((inputs[cut], labels[cut]))
+        placed = placement_of(engine)
+        least, whole = (place(placed.pieces, dict(placed.fixed), at).device_bytes for at in (1, 2**40))
+        return least, whole
+
+
+ROWS = covering_array(
+    dict(
+        ranks=[1, 2],
+        stage=[1, 2, 3],
+        share=[0.0, 0.4, 1.0],
+        precision=["fp32", "bf16"],
+        prefetch=[0, 1, 2],
+        accumulation=[1, 2],
+        clip=[False, True],
+    ),
+    lambda row: row["stage"] == 3 or row["prefetch"] == 1,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_p1_a_budget_changes_no_bit_and_i7_is_never_exceeded(row: dict[str, Any]) -> None:
+    row = dict(row)
+    ranks, share = row.pop("ranks"), row.pop("share")
+    case = replace(DEEP, world_size=ranks, config=config_of(**row))
+    expected = run_world(bits, ranks, case)
+    found = run_world(within, ranks, case, share)
+    assert_same_bits([steps for steps, _ in found], expected)
+    for _, (on_host, pieces) in found:
+        assert on_host == 0 if share == 1.0 else 0 < on_host <= pieces
+
+
+# ---- states of eight times the budget ----
+
+SMALL_MODEL = dict(width=32, heads=4)
+EIGHTFOLD = Case(
+    layers=32, sizes=SMALL_MODEL, tokens=8, vocabulary=64, global_batch=2, steps=3, chunk_bytes=4 * 4096,
+    config=config_of(3, prefetch=0, reduction="fast") | dict(activation_checkpoint="full"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of the last step of a run: bytes over the link, and where everything rested."""
+
+    losses: tuple[float, ...]
+    up_bytes: int
+    down_bytes: int
+    placement: Placement
+    reads: tuple[int, ...]
+    """How often a micro-batch brings the weights of each chunk."""
+    unit_bytes: int
+
+
+def told(env: RankEnv, case: Case, times: float) -> Told:
+    """A run with a budget of the `times`-th part of the states."""
+    state_bytes = sum(rows_of(env, case).values())
+    with env.launch(
+        replace(case, config={**case.config, **auto(int(state_bytes / times))}).full_config
+    ) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        losses, before, tiers = [], (0, 0), engine._optimizer.tiers
+        assert tiers is not None
+        for number in range(case.steps):
+            before = tiers.up.moved_bytes, tiers.down.moved_bytes
+            inputs, labels = case.batch(number)
+            losses.append(float(engine.train_step((inputs[cut], labels[cut])).loss))
+        weights, chunks = engine._weights, engine._chunks
+        assert isinstance(weights, ShardedWeights) and weights.plan is not None
+        stays = weights.plan.stays()
+        units = {unit for unit in units_of(chunks).values()}
+        return Told(
+            tuple(losses), tiers.up.moved_bytes - before[0], tiers.down.moved_bytes - before[1], placement_of(engine),
+            tuple(stays[chunk.spec.id] for chunk in chunks),
+            max(sum(chunks[c].resting_bytes for c in unit) for unit in units),
+        )  # fmt: skip
+
+
+def rows_of(env: RankEnv, case: Case) -> dict[str, int]:
+    with env.launch(case.full_config) as context:
+        rows = start(case, context).memory_report()
+        return {
+            r.kind: r.now_bytes for r in rows if r.kind in ("weights", "masters", "gradients", "optimizer")
+        }
+
+
+def losses_of(env: RankEnv, case: Case) -> tuple[float, ...]:
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        batches = [case.batch(number) for number in range(case.steps)]
+        return tuple(float(engine.train_step((i[cut], t[cut])).loss) for i, t in batches)
+
+
+def phases_of(told: Told) -> list[Phase]:
+    """What a step of one micro-batch uses: forward, backward, update."""
+    forward, backward, update = dict[Name, Use](), dict[Name, Use](), dict[Name, Use]()
+    for piece in told.placement.pieces:
+        name = piece.name
+        if name.kind is Kind.WEIGHTS:
+            forward[name] = Use(piece.bytes, reads=True, writes=False)
+            if told.reads[name.chunk] > 1:
+                backward[name] = forward[name]
+        elif name.kind is Kind.GRADIENTS:
+            backward[name] = Use(piece.bytes, reads=False, writes=True)
+        update[name] = Use(piece.bytes, reads=True, writes=name.kind is not Kind.GRADIENTS)
+    return [forward, backward, update]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_with_states_of_eight_times_the_budget_trains_to_the_same_losses(ranks: int) -> None:
+    case = replace(EIGHTFOLD, world_size=ranks)
+    expected = run_world(losses_of, ranks, case)
+    for found, losses in zip(run_world(told, ranks, case, 8.0), expected, strict=True):
+        assert found.losses == losses
+        assert len(found.placement.on_host) > 0.8 * len(found.placement.pieces)
+
+
+@pytest.mark.parametrize("times", [8.0, 3.0])
+def test_bytes_over_the_link_are_the_plan_and_within_five_percent_of_the_bound(times: float) -> None:
+    """At the capacity of what stays and of the unit that computes: no slot ahead."""
+    (found,) = run_world(told, 1, replace(EIGHTFOLD, world_size=1), times)
+    placed = found.placement
+    assert (found.up_bytes, found.down_bytes) == (placed.up_bytes, placed.down_bytes)
+    kept = sum(piece.bytes for piece in placed.pieces if piece.name not in placed.on_host)
+    bound = sum(link_bound(phases_of(found), kept + found.unit_bytes))
+    assert found.up_bytes + found.down_bytes <= 1.05 * bound
+
+
+# ---- what does not fit, and what is told ----
+
+
+def refused(env: RankEnv, case: Case, memory: dict[str, Any], steps: int) -> str:
+    with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
+        try:
+            engine = start(case, context)
+            assert steps, "it was to be refused before any step"
+            inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+            engine.forward_backward((inputs, labels))
+        except ConfigError as error:
+            return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def needed(text: str) -> int:
+    found = re.search(r"the device needs ([\d,]+) bytes", text)
+    assert found, text
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "auto"])
+def test_a_budget_that_no_batch_fits_is_refused_when_the_engine_is_made(placement: str) -> None:
+    case = replace(DEEP, config=config_of(3))
+    for text in run_world(refused, 2, case, dict(placement=placement, device_budget=10_000), 0):
+        assert "memory.device_budget = 10000" in text and needed(text) > 10_000 and "staging" in text
+        assert ("memory.placement='auto'" in text) == (placement != "auto")
+
+
+def test_what_the_first_step_shows_is_refused_before_the_first_update_and_a_smaller_change_is_told() -> None:
+    case = replace(DEEP, config=config_of(3, prefetch=2, precision="fp32"))
+    (text, other) = run_world(refused, 2, case, dict(placement="auto", device_budget=200_000), 1)
+    assert text == other and needed(text) > 200_000 and "activations" in text
+    (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=needed(text) - 1), 1)
+    assert "zero.prefetch=1" in text, text
+
+
+def test_a_host_budget_is_held_too() -> None:
+    memory = dict(placement="auto", device_budget=380_000, host_budget=1000)
+    for text in run_world(refused, 2, replace(DEEP, config=config_of(3, precision="bf16")), memory, 1):
+        assert "memory.host_budget = 1000" in text and "memory.device_budget = " not in text
+
+
+def test_a_checkpoint_of_a_run_within_a_budget_is_the_same_without_one(tmp_path: Any) -> None:
+    free = replace(DEEP, config=config_of(3, precision="bf16"))
+    tight = replace(free, config=free.config | auto(380_000))
+    for number, (here, there) in enumerate(((free, tight), (tight, free))):
+        weights, state = run_world(saves, 2, here, str(tmp_path / str(number)))[0]
+        for other_weights, other_state in run_world(loads, 2, there, str(tmp_path / str(number))):
+            assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+            for name, values in state.items():
+                assert all(torch.equal(v, other_state[name][kind]) for kind, v in values.items()), name
+
+
+@pytest.mark.parametrize("link", ["h2d", "d2h"])
+def test_i5_bits_do_not_depend_on_the_speed_of_the_link(link: str) -> None:
+    case = replace(DEEP, world_size=1, config=config_of(3, precision="bf16", accumulation=2))
+    expected = run_world(bits, 1, case)
+    speeds = {link: LinkSpeed(latency_s=0.003)}
+    assert_same_bits(
+        run_world(slow, 1, replace(case, config={**case.config, **auto(480_000)}), speeds), expected
+    )
