@@ -1,11 +1,11 @@
-"""What a sequence axis buys: memory of a rank, and the longest sequence under a cap, against the number of ranks.
+"""What cutting a sequence buys: memory of a rank, and the longest sequence under a cap, against the number of ranks.
 
     python examples/benchmarks/longest_sequence.py                          # as planned, for 1 to 64 ranks
     python examples/benchmarks/longest_sequence.py --measure 1 2            # and a real step beside it, on that many
 
 The cap is emulated: it is held against the peak that `plan` foretells for one rank, of tensors, and nothing is
 allocated.  `--measure` runs a step of the longest sequence of each mode on real ranks (gloo, one thread each) and
-counts the bytes of live tensors at its worst moment.
+counts the bytes of live tensors at its worst moment.  `1d`: tensor parallelism with activations cut along the sequence.
 The model: Llama family, 4 layers, width 256, 8 heads, vocabulary 1024, one sequence, float32, AdamW, ZeRO-1.
 """
 
@@ -37,14 +37,15 @@ MODEL = GPTConfig(
     activation="swiglu",
     bias=False,
 )
-MODES = ("ring", "ulysses", "usp", "allgather_kv", "ring_full")
+MODES = ("ring", "ulysses", "usp", "allgather_kv", "ring_full", "1d")
 MIB = 2**20
 
 
 def config_of(mode: str, ranks: int) -> dict[str, Any]:
     axis: dict[str, Any] = dict(size=ranks, mode=mode) | (dict(ulysses=2) if mode == "usp" else {})
+    cut = {"tensor" if mode == "1d" else "sequence": axis}
     return dict(
-        parallel=dict(data=1, sequence=axis if ranks > 1 else 1),
+        parallel=dict(data=1, **cut if ranks > 1 else {}),
         precision="fp32", optimizer=dict(type="adamw", lr=1e-3), zero=dict(stage=1),
     )  # fmt: skip
 
@@ -82,7 +83,7 @@ def longest(mode: str, ranks: int, cap_bytes: int) -> int:
 
 
 def is_legal(mode: str, ranks: int) -> bool:
-    if mode == "ulysses":
+    if mode in ("ulysses", "1d"):
         return ranks <= MODEL.heads
     return ranks > 1 if mode == "allgather_kv" else mode != "usp" or ranks > 2
 

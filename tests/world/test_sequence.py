@@ -226,6 +226,22 @@ def test_causal_work_of_a_zigzag_is_the_same_on_every_rank_in_every_step(size: i
     assert seen(0, 0, tokens, True) == (slice(0, tokens), slice(0, tokens), True)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_causal_scores_of_a_zigzag_are_as_many_on_every_rank(size: int) -> None:
+    """Counted, not by areas: t (t + 1) / 2 of one's own t tokens, and half of those with each other rank."""
+    tokens = 2 * 4
+    scores = []
+    for rank in range(size):
+        count = 0
+        for source in range(size):
+            part = seen(rank, source, tokens, True)
+            queries, keys = range(tokens)[part.queries], range(tokens)[part.keys]
+            count += sum(not part.causal or key <= query for query, key in product(queries, keys))
+        scores.append(count)
+    assert set(scores) == {tokens * (tokens + 1) // 2 + (size - 1) * tokens**2 // 2}
+    assert sum(scores) == size * tokens * (size * tokens + 1) // 2, "all that causal attention sees, once"
+
+
 @pytest.mark.parametrize(("ring", "heads"), [(2, 1), (3, 1), (8, 1), (1, 2), (2, 2), (2, 3), (4, 4)])
 def test_what_a_ring_step_computes_is_what_causal_attention_sees(ring: int, heads: int) -> None:
     pieces = Pieces.of(ring, heads, "usp")
