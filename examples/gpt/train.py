@@ -103,12 +103,13 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
                     save()
             if engine.stop_agreed:
                 break
+    # whole on every rank, whatever the mesh, and read before closing ends what rests on disk
+    weights = engine.full_state_dict() if engine.steps >= steps else {}
     engine.close()
     if engine.steps < steps:
         if context.is_main:
             print(f"stopped at step {engine.steps} of {steps}; the same command goes on")
         return
-    weights = engine.full_state_dict()  # whole on every rank, whatever the mesh
     if folder:
         save_file(weights, folder / "model.safetensors")
         model = cl.models.GPT(model_config)
