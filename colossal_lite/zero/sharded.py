@@ -380,17 +380,21 @@ class ShardedWeights(Weights):
 
 
 def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
-    """For each sharded chunk what is gathered with it: the chunks of its block, or it alone."""
-    blocks: dict[int, set[int]] = {}
+    """For each sharded chunk what is gathered with it: the chunks of its block, or those that hold a part of a module
+    of which it holds a part. One operation reads the weights of one module, and they are to come and go together."""
+    units: dict[int, set[int]] = {}
+    first: dict[int | str, int] = {}
     for chunk in chunks:
-        assert isinstance(chunk.spec.key, ChunkKey)
-        if chunk.is_sharded and chunk.spec.key.is_block:
-            blocks.setdefault(chunk.spec.key.unit, set()).add(chunk.spec.id)
-    return {
-        chunk.spec.id: frozenset(blocks.get(chunk.spec.key.unit, {chunk.spec.id}))
-        for chunk in chunks
-        if chunk.is_sharded and isinstance(chunk.spec.key, ChunkKey)
-    }
+        key, own = chunk.spec.key, chunk.spec.id
+        assert isinstance(key, ChunkKey)
+        if not chunk.is_sharded:
+            continue
+        units[own] = {own}
+        owners = {entry.name.rpartition(".")[0] for entry in chunk.spec.entries}
+        for holder in {key.unit} if key.is_block else owners:
+            joined = units[own] | units[first.setdefault(holder, own)]
+            units |= dict.fromkeys(joined, joined)
+    return {index: frozenset(unit) for index, unit in units.items()}
 
 
 def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:

@@ -39,7 +39,10 @@ def small_llama(steps: int = 600) -> Recipe:
     """`small` in the form of Llama: rotary positions, RMSNorm, SwiGLU, two key heads for four query heads."""
     recipe = small(steps)
     llama = dict(position="rotary", norm="rms", activation="swiglu", kv_heads=2, tied=False, bias=False)
-    return recipe | dict(model=recipe["model"] | llama)
+    norms = _adamw(
+        lr=3e-3, vectors=("*norm*.weight",)
+    )  # it has no biases, and a pattern that fits nothing is refused
+    return recipe | dict(model=recipe["model"] | llama, config=recipe["config"] | dict(optimizer=norms))
 
 
 def small_fp64(steps: int = 50) -> Recipe:
@@ -152,10 +155,10 @@ def _large(steps: int, model: dict[str, Any], global_batch: int, lr: float) -> R
     )
 
 
-def _adamw(lr: float) -> dict[str, Any]:
+def _adamw(lr: float, vectors: tuple[str, ...] = ("*.bias", "*norm*.weight")) -> dict[str, Any]:
     """Weight decay for matrices only."""
-    vectors = [dict(match=pattern, weight_decay=0.0) for pattern in ("*.bias", "*norm*.weight")]
-    return dict(type="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors)
+    groups = [dict(match=pattern, weight_decay=0.0) for pattern in vectors]
+    return dict(type="adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1, groups=groups)
 
 
 def _cosine(steps: int) -> dict[str, Any]:

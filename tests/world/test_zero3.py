@@ -63,6 +63,11 @@ COMBINATIONS: dict[str, Case] = {
         config=zero3(),
     ),
     "adapters on frozen weights": replace(DEEP, adapters=2, config=zero3()),
+    "norms in two groups": replace(
+        DEEP,
+        config=zero3()
+        | dict(optimizer=dict(type="sgd", lr=0.5, groups=[dict(match="*.bias", weight_decay=0.1)])),
+    ),
     "1d": replace(DEEP, world_size=4, tensor=2, config=FULL | zero3() | dict(activation_checkpoint="full")),
     "1d, key heads shared": replace(DEEP, family="llama", world_size=4, tensor=4, tied=False, config=zero3()),
     "2d": replace(DEEP, family="llama", world_size=4, tensor=4, mode="2d", global_batch=8, config=zero3()),
