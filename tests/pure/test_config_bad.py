@@ -51,6 +51,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "parallel.tensor.size": COUNT,
     "parallel.tensor.mode": ("4d", "2D", "2.5", "column", 7, True),  # None was Colossal-AI's for no mode
     "parallel.tensor.sequence_parallel": FLAG,
+    "parallel.tensor.regather": FLAG,
     "parallel.tensor.depth": COUNT,
     "parallel.sequence.size": COUNT,
     "parallel.sequence.mode": choice("rings", "megatron", "Ulysses"),
