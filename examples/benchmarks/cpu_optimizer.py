@@ -3,7 +3,8 @@
     PYTHONPATH=. python examples/benchmarks/cpu_optimizer.py                 # 50 million elements, 2 threads
 
 First it is shown that cutting the buffer changes no bit.  Then all sides take a step in turn, round after round, forth
-and back, so that a drift of the machine meets all alike; a ratio is the median over rounds of the peer's time to ours.
+and back, so that a drift of the machine meets all alike.  Two ratios of the peer's time to ours: of the best times,
+which is what the kernels can do, and the median over rounds, which is what the machine made of it.
 
     float32            torch's fused AdamW, and the op: the same bytes
     bf16 in and out    the gradient arrives in bf16 and the weights leave in bf16: torch's fused AdamW between two casts
@@ -112,11 +113,12 @@ def main() -> int:
             times[name].append(time.perf_counter() - start)
     run_on = f"{arguments.threads} threads, {arguments.rounds} rounds, torch {torch.__version__}"
     print(f"\n{arguments.numel:,} elements, {run_on}")
-    print(f"{'side':28} {'best ms':>8} {'median ms':>10} {'times as fast':>14}  as")
+    print(f"{'side':28} {'best ms':>8} {'median ms':>10} {'by the best':>12} {'by median':>10}  as")
     for name, taken in times.items():
         ratio = statistics.median(a / b for a, b in zip(times[SIDES[name]], taken, strict=True))
         best, median = min(taken) * 1e3, statistics.median(taken) * 1e3
-        print(f"{name:28} {best:8.2f} {median:10.2f} {ratio:14.3f}  {SIDES[name]}")
+        of_best = min(times[SIDES[name]]) / min(taken)
+        print(f"{name:28} {best:8.2f} {median:10.2f} {of_best:12.3f} {ratio:10.3f}  {SIDES[name]}")
     return 0
 
 
