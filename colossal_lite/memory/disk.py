@@ -178,26 +178,25 @@ class DiskFile:
 
     def _write_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
         self._sums[record][number] = zlib.crc32(view)
-        done = 0
-        while done < len(view):
-            count = _write_some(self._fd(done), view[done:], block.offset + done)
-            if count == 0:
-                raise OSError(errno.ENOSPC, f"the file takes {done:,} bytes and no more")
-            done += count
+        if (done := self._move(_write_some, block, view)) < len(view):
+            raise OSError(errno.ENOSPC, f"the file takes {done:,} bytes and no more")
         self._forget(block)
 
     def _read_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            count = _read_some(self._fd(done), view[done:], block.offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, f"the file ends after {done:,} bytes of them")
-            done += count
+        if (done := self._move(_read_some, block, view)) < len(view):
+            raise OSError(errno.EIO, f"the file ends after {done:,} bytes of them")
         self._forget(block)
         found, expected = zlib.crc32(view), self._sums[record][number]
         if found != expected:
             stated = "nothing was" if expected is None else f"{expected:08x} was"
             raise OSError(errno.EIO, f"their checksum is {found:08x}, and {stated} written")
+
+    def _move(self, some: Callable[[int, memoryview, int], int], block: Block, view: memoryview) -> int:
+        """Bytes of a block that were moved by call after call of `some`, until none came."""
+        done = 0
+        while done < len(view) and (count := some(self._fd(done), view[done:], block.offset + done)):
+            done += count
+        return done
 
     def _fd(self, done: int) -> int:
         """Direct access begins on a page; a system call may have stopped elsewhere."""
