@@ -24,15 +24,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossal_lite.exchange import ExchangeError, HostWire, ReduceOp, Started, cut, nothing
 from colossal_lite.watch import Watch
 
-ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 deprecates the *_tensor names that are the only ones in 2.11.
 _native_all_gather: Callable[..., Any] = (
@@ -62,6 +62,9 @@ class Ledger:
     """What one rank handed to its communicators since the last `clear`, and how long it waited for them."""
 
     waited_s: float = 0.0
+    peak_shared_bytes: int = 0
+    """Of a recording: the most that was laid in shared memory at once."""
+    _shared_bytes: int = 0
     _counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
     @contextmanager
@@ -74,6 +77,11 @@ class Ledger:
     def add(self, operation: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
         before, total = self._counts.get((operation, axis), (0, 0))
         self._counts[operation, axis] = (before + calls, total + payload_bytes)
+
+    def share(self, change_bytes: int) -> None:
+        """So many bytes more lie in shared memory until they are read."""
+        self._shared_bytes += change_bytes
+        self.peak_shared_bytes = max(self.peak_shared_bytes, self._shared_bytes)
 
     def rows(self) -> tuple[LedgerRow, ...]:
         return tuple(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
@@ -95,15 +103,18 @@ class Pending:
         comm: AxisComm,
         what: str,
         result: Tensor,
-        works: Sequence[Any],
-        finish: Callable[[], None],
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] = nothing,
         call: int = 0,
         peer: int | None = None,
         holds: Sequence[Tensor] = (),
+        shared_bytes: int = 0,
     ):
         self._comm, self._what, self._result, self._call = comm, what, result, call
         self._peer = peer
         self._works, self._finish, self._holds = tuple(works), finish, tuple(holds)
+        self._shared_bytes = shared_bytes
+        comm.ledger.share(shared_bytes)
         self._done = False
 
     def wait(self) -> Tensor:
@@ -114,22 +125,23 @@ class Pending:
                     work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._what, error, self._call, self._peer) from error
-            self._finish()
-            self._works, self._finish, self._holds = (), _nothing, ()  # what they hold may go
+            try:
+                self._finish()
+            except ExchangeError as error:
+                raise self._comm.failure(self._what, error, self._call, self._peer) from error
+            self._works, self._finish, self._holds = (), nothing, ()  # what they hold may go
+            self._comm.ledger.share(-self._shared_bytes)
             self._done = True
             self._comm.ledger.waited_s += time.perf_counter() - start
         return self._result
 
 
-def _nothing() -> None:
-    return None
-
-
 class AxisComm:
     """This rank's end of the group along one axis (or a product of axes).
 
-    `group` None means no peers are reached: either the group has one rank, or `recording` is set and the collectives
-    of a larger group are only counted.  `explain` is asked, when a collective fails, who stopped and why.
+    `host` carries tensors of the CPU between ranks of one host, `group` all else.  Without both no peers are reached:
+    either the group has one rank, or `recording` is set and the collectives of a larger group are only counted
+    (`shares_memory`: as between ranks of one host).  `explain` is asked, when a collective fails, who stopped and why.
     """
 
     def __init__(
@@ -144,13 +156,17 @@ class AxisComm:
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
         watch: Watch | None = None,
+        host: HostWire | None = None,
+        shares_memory: bool = False,
     ) -> None:
         self.axis, self.ranks, self.rank, self.ledger = axis, tuple(ranks), rank, ledger
         self.size, self.coord = len(self.ranks), self.ranks.index(rank)
         self.timeout_s = timeout_s
-        self._group, self._recording, self._explain, self._watch = group, recording, explain, watch
-        assert self.size == 1 or recording or group is not None, (
-            f"axis {axis} has {self.size} ranks but no group"
+        self._recording, self._explain, self._watch = recording, explain, watch
+        self._host, self._shares_memory = host, shares_memory or host is not None
+        self._torch = TorchWire(group, self.ranks, self.coord) if group is not None else None
+        assert self.size == 1 or recording or self._host or self._torch, (
+            f"axis {axis} has {self.size} ranks but no way to reach them"
         )
         self._calls = 0
 
@@ -163,11 +179,9 @@ class AxisComm:
     def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Pending:
         """Reduce `tensor` over the axis, in place. Payload: the buffer."""
         return self._run(
-            "all_reduce",
-            tensor,
-            tensor,
-            lambda: [dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)],
-        )
+            "all_reduce", tensor, tensor, lambda tag: self._wire(tensor).all_reduce(tensor, op, tag),
+            posted=(tensor,),
+        )  # fmt: skip
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.all_reduce_async(tensor, op).wait()
@@ -177,51 +191,23 @@ class AxisComm:
 
         `shard` is [n, ...], the result [size * n, ...]; `out`, of dim 0 only, may hold `shard` in its own place.
         """
-        if dim % shard.dim():
-            return self._gather_along(shard.contiguous(), dim)
+        dim %= shard.dim()
         if out is None:
-            out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
-        assert out.numel() == self.size * shard.numel() and out.is_contiguous() and shard.is_contiguous()
-        target = out
-        if self.size == 1 and target.data_ptr() != shard.data_ptr():
-            target.copy_(shard)
+            shape = list(shard.shape)
+            shape[dim] *= self.size
+            out = shard.new_empty(shape)
+        assert out.numel() == self.size * shard.numel() and out.is_contiguous()
+        whole = out
+        if self.size == 1 and whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
         return self._run(
-            "all_gather", target, target, lambda: self._start_all_gather(shard, target),
-            recorded=lambda: (shard,),
+            "all_gather", whole, whole, lambda tag: self._wire(shard).all_gather(shard, whole, dim, tag),
+            posted=(shard,),
+            landed=lambda: (shard, shard.new_empty((self.size - 1 if dim else 0, *shard.shape))),
         )  # fmt: skip
 
     def all_gather(self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
         return self.all_gather_async(shard, out, dim=dim).wait()
-
-    def _gather_along(self, shard: Tensor, dim: int) -> Pending:
-        """Pieces land one after the other, and are copied to their places: the own one while the others travel."""
-        shape = list(shard.shape)
-        shape[dim] *= self.size
-        whole = shard.new_empty(shape)
-        places = whole.chunk(self.size, dim)
-        others = [j for j in range(self.size) if j != self.coord]
-        landed: list[Tensor] = []
-
-        def start() -> list[Any]:
-            if self._native(shard):
-                flat = shard.new_empty((self.size, *shard.shape))
-                landed.extend(flat)
-                return [_native_all_gather(flat, shard, group=self._group, async_op=True)]
-            landed.extend(shard if j == self.coord else torch.empty_like(shard) for j in range(self.size))
-            works = self._exchange([shard] * self.size, landed)
-            places[self.coord].copy_(shard)
-            return works
-
-        def put_in_place() -> None:
-            for j in range(self.size) if self._native(shard) else others:
-                places[j].copy_(landed[j])
-
-        if self.size == 1:
-            whole.copy_(shard)
-        return self._run(
-            "all_gather", whole, whole, start, put_in_place,
-            recorded=lambda: (shard, shard.new_empty((len(others), *shard.shape))),
-        )  # fmt: skip
 
     def reduce_scatter_async(
         self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
@@ -233,147 +219,76 @@ class AxisComm:
         `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be overwritten.
         `out`, `ordered` and `scratch` are for dim 0.
         """
-        if dim % full.dim():
-            return self._scatter_along(full, dim)
-        assert full.shape[0] % self.size == 0 and full.is_contiguous()
-        if out is None:
-            out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
-        target = out
-        native = self._native(full)
+        dim %= full.dim()
+        assert full.shape[dim] % self.size == 0 and (dim or full.is_contiguous())
+        shape = list(full.shape)
+        shape[dim] //= self.size
+        target = full.new_empty(shape) if out is None else out
+        parts = cut(full, self.size, dim, target.shape)
+        own = parts[self.coord]
         if self.size == 1 and target.data_ptr() != full.data_ptr():
-            target.copy_(full)
-        if self.size == 1 or (native and not ordered):
-            return self._run(
-                "reduce_scatter",
-                full,
-                target,
-                lambda: [_native_reduce_scatter(target, full, group=self._group, async_op=True)],
-            )
-        numel = self.scratch_numel(full.numel(), ordered=ordered, native=native)
-        flat = full.new_empty(numel) if scratch is None else scratch[:numel]
-        if self._recording:
-            return self._run("reduce_scatter", full, target, list, recorded=lambda: (full, flat))
-        own = full.view(self.size, *target.shape)[self.coord]
-        if native:
-            pieces = list(flat.view(self.size, *target.shape))
-            del pieces[self.coord]
-        else:
-            pieces = list(flat.view(self.size - 1, *target.shape))
+            target.copy_(own)
 
-        def start() -> list[Any]:
-            if native:
-                return [dist.all_to_all_single(flat, full.view(-1), group=self._group, async_op=True)]
-            incoming = [*pieces[: self.coord], own, *pieces[self.coord :]]
-            return self._exchange(list(full.view(self.size, *target.shape)), incoming)
+        def landed() -> Sequence[Tensor]:
+            if scratch is not None:
+                return (full, scratch)
+            copies = 1 if own.is_contiguous() else 2  # of what comes, and of what leaves
+            return (full, full.new_empty((copies * (self.size - 1), *own.shape)))
 
-        def add_in_rank_order() -> None:
-            before, after = pieces[: self.coord], pieces[self.coord :]
-            for piece in before[1:]:
-                before[0].add_(piece)
-            if before:
-                torch.add(before[0], own, out=target)
-            elif target.data_ptr() != own.data_ptr():
-                target.copy_(own)
-            for piece in after:
-                target.add_(piece)
-
-        return self._run("reduce_scatter", full, target, start, add_in_rank_order)
+        return self._run(
+            "reduce_scatter", full, target,
+            lambda tag: self._wire(full).reduce_scatter(full, target, dim, tag, ordered, scratch),
+            posted=parts[1:], landed=landed,
+        )  # fmt: skip
 
     def scratch_numel(self, numel: int, *, ordered: bool, native: bool) -> int:
         """Elements that a reduce-scatter of `numel` needs beside its input: what the others send."""
-        if self.size == 1 or (native and not ordered):
+        if self.size == 1 or (native and not ordered) or (self._shares_memory and not native):
             return 0
         return numel if native else numel - numel // self.size
 
     def reduce_scatter(self, full: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
         return self.reduce_scatter_async(full, out, dim=dim).wait()
 
-    def _scatter_along(self, full: Tensor, dim: int) -> Pending:
-        """Only the pieces that leave are copied; the own one is added where it lies, in rank order."""
-        assert full.shape[dim] % self.size == 0
-        parts = full.chunk(self.size, dim)
-        own = parts[self.coord]
-        result = torch.empty_like(own, memory_format=torch.contiguous_format)
-        kept: list[Tensor] = []  # alive until they are sent, or received
-        native = self._native(full)
-
-        def start() -> list[Any]:
-            if native:
-                kept.append(torch.stack(parts))
-                return [_native_reduce_scatter(result, kept[0], group=self._group, async_op=True)]
-            outgoing = [own if j == self.coord else part.contiguous() for j, part in enumerate(parts)]
-            kept.extend(own if j == self.coord else torch.empty_like(result) for j in range(self.size))
-            works = self._exchange(outgoing, kept)
-            kept.extend(outgoing)
-            return works
-
-        def add_in_rank_order() -> None:
-            if not native:
-                torch.add(kept[0], kept[1], out=result)
-                for piece in kept[2 : self.size]:
-                    result.add_(piece)
-
-        if self.size == 1:
-            result.copy_(own)
-        copies = 1 if own.is_contiguous() else 2  # of what comes, and of what leaves
-        return self._run(
-            "reduce_scatter", full, result, start, add_in_rank_order,
-            recorded=lambda: (full, full.new_empty((copies * (self.size - 1), *own.shape))),
-        )  # fmt: skip
-
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Copy `tensor` of coordinate `source` to all, in place. Payload: the buffer."""
         return self._run(
-            "broadcast",
-            tensor,
-            tensor,
-            lambda: [dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)],
-        ).wait()
+            "broadcast", tensor, tensor, lambda tag: self._wire(tensor).broadcast(tensor, source, tag),
+            posted=(tensor,) if self.coord == source else (),
+        ).wait()  # fmt: skip
 
     def reduce(self, tensor: Tensor, target: int) -> Tensor:
         """Sum into coordinate `target`, in place; elsewhere the buffer holds nothing of use. Payload: the buffer."""
         return self._run(
-            "reduce",
-            tensor,
-            tensor,
-            lambda: [dist.reduce(tensor, dst=self.ranks[target], group=self._group, async_op=True)],
-        ).wait()
+            "reduce", tensor, tensor, lambda tag: self._wire(tensor).reduce(tensor, target, tag),
+            posted=(tensor,) if self.coord != target else (),
+        ).wait()  # fmt: skip
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Piece j of dim 0 goes to coordinate j; the result holds one piece of each. Payload: the local buffer."""
         assert tensor.shape[0] % self.size == 0 and tensor.is_contiguous()
         out = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
+        parts = tensor.chunk(self.size)
         return self._run(
-            "all_to_all",
-            tensor,
-            out,
-            lambda: [dist.all_to_all_single(out, tensor, group=self._group, async_op=True)],
-        ).wait()
+            "all_to_all", tensor, out, lambda tag: self._wire(tensor).all_to_all(tensor, out, tag),
+            posted=parts[1:],
+        ).wait()  # fmt: skip
 
     def send_async(self, tensor: Tensor, to: int, about: str = "") -> Pending:
         """Send to coordinate `to`. Payload: the buffer, counted by the sender only. `about`: told if it fails."""
         assert to != self.coord and tensor.is_contiguous()
         return self._run(
-            "send",
-            tensor,
-            tensor,
-            lambda: [dist.isend(tensor, dst=self.ranks[to], group=self._group)],
-            peer=to,
-            about=about,
-        )
+            "send", tensor, tensor, lambda _: self._wire(tensor).send(tensor, to, _message(tensor)),
+            peer=to, about=about, posted=(tensor,),
+        )  # fmt: skip
 
     def receive_async(self, into: Tensor, source: int, about: str = "") -> Pending:
         """Receive from coordinate `source` into a contiguous tensor of the sender's shape and dtype."""
         assert source != self.coord and into.is_contiguous()
         return self._run(
-            None,
-            into,
-            into,
-            lambda: [dist.irecv(into, src=self.ranks[source], group=self._group)],
-            what="receive",
-            peer=source,
-            about=about,
-        )
+            None, into, into, lambda _: self._wire(into).receive(into, source, _message(into)),
+            what="receive", peer=source, about=about,
+        )  # fmt: skip
 
     def exchange_sum(self, tensor: Tensor, coords: Sequence[int], about: str = "") -> Tensor:
         """The sum of what some coordinates hold, this one among them, in place and in their order: the same bits on
@@ -394,18 +309,14 @@ class AxisComm:
     def shift_async(self, tensor: Tensor, distance: int = 1) -> Pending:
         """Pass `tensor` to the coordinate `distance` further on the ring; the result came from as far behind."""
         assert tensor.is_contiguous()
-        out = tensor.clone() if self.size == 1 or distance % self.size == 0 else torch.empty_like(tensor)
-
-        def start() -> list[Any]:
-            to, source = (self.coord + distance) % self.size, (self.coord - distance) % self.size
-            if to == self.coord:
-                return []
-            return [
-                dist.isend(tensor, dst=self.ranks[to], group=self._group),
-                dist.irecv(out, src=self.ranks[source], group=self._group),
-            ]
-
-        return self._run("send", tensor, out, start)
+        to, source = (self.coord + distance) % self.size, (self.coord - distance) % self.size
+        if to == self.coord:
+            return self._run("send", tensor, tensor.clone(), lambda _: ((), nothing))
+        out = torch.empty_like(tensor)
+        return self._run(
+            "send", tensor, out, lambda tag: self._wire(tensor).shift(tensor, out, to, source, tag),
+            posted=(tensor,),
+        )  # fmt: skip
 
     def shift(self, tensor: Tensor, distance: int = 1) -> Tensor:
         return self.shift_async(tensor, distance).wait()
@@ -415,12 +326,9 @@ class AxisComm:
         if self.size > 1 and not self._recording:
             token = torch.zeros(1)
             self._run(
-                None,
-                token,
-                token,
-                lambda: [dist.all_reduce(token, group=self._group, async_op=True)],
+                None, token, token, lambda tag: self._wire(token).all_reduce(token, "sum", tag),
                 what="barrier",
-            ).wait()
+            ).wait()  # fmt: skip
 
     def gather_json(self, value: Any) -> list[Any]:
         """Each rank's plain value, in coordinate order. JSON on the wire: reading a peer must never run its code."""
@@ -454,47 +362,149 @@ class AxisComm:
         counted: str | None,
         payload: Tensor,
         result: Tensor,
-        start: Callable[[], list[Any]],
-        finish: Callable[[], None] = _nothing,
+        start: Callable[[str], Started],
         *,
-        recorded: Callable[[], Sequence[Tensor]] = tuple,
+        posted: Sequence[Tensor] = (),
+        landed: Callable[[], Sequence[Tensor]] = tuple,
         what: str | None = None,
         peer: int | None = None,
         about: str = "",
     ) -> Pending:
-        description = (
-            f"{what or counted} of {list(payload.shape)} {str(payload.dtype).removeprefix('torch.')}"
-            + (f" ({about})" if about else "")
-        )
+        """Count, begin. For a recording: `posted` is laid into shared memory where ranks share one, elsewhere what the
+        others send has `landed`, with what is held until it has left."""
+        tag = f"{what or counted} of {_kind(payload)}"
+        description = tag + (f" ({about})" if about else "")
         if self.size == 1:
-            return Pending(self, description, result, (), _nothing)
+            return Pending(self, description, result)
         if counted:
-            self.ledger.add(counted, self.axis, payload.numel() * payload.element_size())
+            self.ledger.add(counted, self.axis, _bytes(payload))
         self._calls += 1
         if self._recording:
-            return Pending(self, description, result, (), _nothing, holds=recorded())
+            shared_bytes = sum(map(_bytes, posted)) if self._shares_memory else 0
+            holds = () if self._shares_memory else landed()
+            return Pending(self, description, result, holds=holds, shared_bytes=shared_bytes)
         if self._watch:
             self._watch.progress.called(self.axis, description)
         try:
-            works = start()
+            works, finish = start(tag)
         except RuntimeError as error:
             raise self.failure(description, error, self._calls, peer) from error
         return Pending(self, description, result, works, finish, self._calls, peer)
 
-    def _native(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
+    def _wire(self, tensor: Tensor) -> HostWire | TorchWire:
+        """What carries this tensor."""
+        if self._host is not None and tensor.device.type == "cpu":
+            return self._host
+        assert self._torch is not None
+        return self._torch
 
-    def _start_all_gather(self, shard: Tensor, out: Tensor) -> list[Any]:
-        if self._native(shard):
-            return [_native_all_gather(out, shard, group=self._group, async_op=True)]
-        pieces = out.view(self.size, *shard.shape)
-        if pieces[self.coord].data_ptr() != shard.data_ptr():
-            pieces[self.coord].copy_(shard)
-        return self._exchange([shard] * self.size, list(pieces))
 
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
+class TorchWire:
+    """The collectives of one of torch's groups: NCCL's own for CUDA, on gloo direct exchanges where faster."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], coord: int) -> None:
+        self._group, self._ranks, self._coord, self._size = group, tuple(ranks), coord, len(ranks)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
+        return [dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)], nothing
+
+    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        """Along `dim` > 0 pieces land one after the other, and are copied to their places: the own one meanwhile."""
+        places = cut(whole, self._size, dim, shard.shape)
+        shard, own = shard.contiguous(), places[self._coord]
+        if shard.is_cuda:
+            flat = shard.new_empty((self._size, *shard.shape)) if dim else whole
+            landed = list(flat) if dim else []
+            works = [_native_all_gather(flat, shard, group=self._group, async_op=True)]
+        else:
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+            landed = [
+                shard if j == self._coord else torch.empty_like(shard) for j in range(self._size) if dim
+            ]
+            works = self._exchange([shard] * self._size, landed or places)
+
+        def put_in_place() -> None:
+            for j, piece in enumerate(landed):
+                if piece is not shard:
+                    places[j].copy_(piece)
+
+        return works, put_in_place
+
+    def reduce_scatter(
+        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
+    ) -> Started:
+        """On gloo always in rank order. Only the pieces that leave are copied, if they lie apart."""
+        parts = cut(full, self._size, dim, target.shape)
+        own, native = parts[self._coord], full.is_cuda
+        if native and not ordered:
+            stacked = torch.stack(tuple(parts)) if dim else full
+            works = [_native_reduce_scatter(target, stacked, group=self._group, async_op=True)]
+            return works, _keep(stacked)
+        numel = full.numel() if native else full.numel() - own.numel()
+        flat = full.new_empty(numel) if scratch is None else scratch[:numel]
+        pieces = list(flat.view(-1, *target.shape))
+        outgoing = [own if j == self._coord else part.contiguous() for j, part in enumerate(parts)]
+        if native:
+            del pieces[self._coord]
+            works = [dist.all_to_all_single(flat, full.view(-1), group=self._group, async_op=True)]
+        else:
+            works = self._exchange(outgoing, [*pieces[: self._coord], own, *pieces[self._coord :]])
+
+        def add_in_rank_order() -> None:
+            before, after = pieces[: self._coord], pieces[self._coord :]
+            for piece in before[1:]:
+                before[0].add_(piece)
+            torch.add(own, before[0] if before else after.pop(0), out=target)
+            for piece in after:
+                target.add_(piece)
+            outgoing.clear()
+
+        return works, add_in_rank_order
+
+    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        work = dist.broadcast(tensor, src=self._ranks[source], group=self._group, async_op=True)
+        return [work], nothing
+
+    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        return [dist.reduce(tensor, dst=self._ranks[target], group=self._group, async_op=True)], nothing
+
+    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
+        return [dist.all_to_all_single(out, tensor, group=self._group, async_op=True)], nothing
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
+        return [dist.isend(tensor, dst=self._ranks[to], group=self._group)], nothing
+
+    def receive(self, into: Tensor, source: int, tag: str) -> Started:
+        return [dist.irecv(into, src=self._ranks[source], group=self._group)], nothing
+
+    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
+        sent, _ = self.send(tensor, to, tag)
+        came, _ = self.receive(out, source, tag)
+        return [*sent, *came], nothing
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Send piece j to coordinate j and receive one from each; the own piece stays where it is."""
-        others = [(self.coord + step) % self.size for step in range(1, self.size)]
-        receives = [dist.irecv(incoming[j], src=self.ranks[j], group=self._group) for j in reversed(others)]
-        sends = [dist.isend(outgoing[j], dst=self.ranks[j], group=self._group) for j in others]
+        others = [(self._coord + step) % self._size for step in range(1, self._size)]
+        receives = [dist.irecv(incoming[j], src=self._ranks[j], group=self._group) for j in reversed(others)]
+        sends = [dist.isend(outgoing[j], dst=self._ranks[j], group=self._group) for j in others]
         return [*receives, *sends]
+
+
+def _keep(*tensors: Tensor) -> Callable[[], None]:
+    """Nothing to do at the end, but these must live until then."""
+    held = list(tensors)
+    return held.clear
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _message(tensor: Tensor) -> str:
+    """What the two ends of a message call it."""
+    return f"a message of {_kind(tensor)}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -201,6 +201,7 @@ def _join(
             place.rank,
             timeout_s=config.timeout_s,
             backend=backend,
+            share_memory=device.type == "cpu" and config.backend == "auto",
             explain=words.heard,
             watch=watch,
         )

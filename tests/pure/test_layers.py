@@ -35,7 +35,7 @@ PURE = {
     ),
 }
 LEVELS: tuple[set[str], ...] = (
-    {"kernels", "watch", *PURE},
+    {"exchange", "kernels", "watch", *PURE},
     {
         "comm",
         "keep",

@@ -1,0 +1,572 @@
+"""Ranks of one host hand tensors to each other through shared memory: one copy in, one copy (or sum) out.
+
+Note: the exchange.
+Each rank has an **outbox**, anonymous shared memory that every rank of its host has mapped, and one socket to each of
+them.  Who sends copies a tensor into a free place of its outbox and tells each reader where it lies; who receives waits
+for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
+free again.  A post never waits for its readers, so any order of posts and reads that ends on paper ends here.
+- **Order**: messages from one rank to another are numbered on each `Lane`; the n-th that is expected is the n-th that
+  was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
+  common sequence of operations are told at once, not after a timeout.
+- **Sums** are made in rank order by whoever needs them, so their bits depend neither on timing nor on sizes.
+- **Faults**: a rank that ends closes its sockets, and whoever waits for it hears so; a rank that stalls is waited for
+  no longer than the timeout.  What was posted before a rank ended can still be read.
+- **Cost**: the outbox grows to the most bytes that were posted and not yet read, and no further; a message is two short
+  packets (the place; that it has been read).  No thread, no spinning.
+Outbox addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
+elsewhere `Meeting` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
+ALIGN_BYTES = 64
+"""Places begin on a line of the cache, which also suits every dtype."""
+MOST_LENT = 64
+"""Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
+MESSAGE_BYTES = 4096
+TOKEN_BYTES = 16
+_HEADER = struct.Struct("<BHQQQ")  # kind, lane, number, offset, size in bytes; then the tag
+_POSTED, _DONE = 1, 2
+
+
+class ExchangeError(RuntimeError):
+    """A neighbour has ended, does not come, or made another operation."""
+
+
+class Outbox:
+    """This rank's shared memory: places of it are lent to readers, the lowest that is free first."""
+
+    def __init__(self) -> None:
+        self.capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.descriptor = os.memfd_create("colossal_lite outbox", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.capacity_bytes)
+        self.memory = _map(self.descriptor, self.capacity_bytes)
+        self.peak_bytes = 0
+        """The end of the highest place that was ever lent: what the outbox takes of the host's memory."""
+        self._lent: list[tuple[int, int]] = []
+        self._readers: dict[int, int] = {}
+
+    @property
+    def lent(self) -> int:
+        """Places that have readers."""
+        return len(self._lent)
+
+    def lend(self, size_bytes: int, readers: int) -> int:
+        """The offset of a free place of `size_bytes`, lent until `readers` have given it back."""
+        size_bytes = -(-max(size_bytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
+        offset, index = 0, len(self._lent)
+        for position, (start, end) in enumerate(self._lent):
+            if start - offset >= size_bytes:
+                index = position
+                break
+            offset = end
+        if offset + size_bytes > self.capacity_bytes:
+            raise ExchangeError(f"{size_bytes} bytes do not fit an outbox of {self.capacity_bytes} bytes")
+        self._lent.insert(index, (offset, offset + size_bytes))
+        self._readers[offset] = readers
+        self.peak_bytes = max(self.peak_bytes, offset + size_bytes)
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """One reader is done with the place at `offset`."""
+        self._readers[offset] -= 1
+        if not self._readers[offset]:
+            del self._readers[offset]
+            self._lent = [place for place in self._lent if place[0] != offset]
+
+
+@dataclass
+class _Neighbour:
+    """One rank of the same host: its socket, its outbox, and what it has posted and nobody has asked for yet."""
+
+    rank: int
+    socket: socket.socket
+    memory: mmap.mmap
+    arrived: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    """(offset, tag) by (lane, number)."""
+    gone: bool = False
+
+
+class Arrival:
+    """A message that is expected. `wait`, then read `view()`, then `done()`."""
+
+    def __init__(
+        self, exchange: Exchange, source: _Neighbour, key: tuple[int, int], like: Tensor, tag: str,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._exchange, self._source, self._key, self._tag = exchange, source, key, tag
+        self._shape, self._dtype, self._timeout_s = like.shape, like.dtype, timeout_s
+        self._offset = -1
+
+    def wait(self) -> None:
+        """Return when the message is there. Raises ExchangeError."""
+        self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
+
+    def view(self) -> Tensor:
+        """The message where it lies, in the sender's outbox. It may be written: nobody else reads a place of one
+        reader."""
+        assert self._offset >= 0, "it has not been waited for"
+        return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
+
+    def done(self) -> None:
+        """The place may be used again."""
+        self._exchange.say_done(self._source, self._offset)
+        self._offset = -1
+
+
+class Exchange:
+    """This rank's end of all the pairs of its host. One thread at a time may use it."""
+
+    def __init__(self, rank: int, outbox: Outbox, neighbours: Sequence[_Neighbour]) -> None:
+        self.rank, self.outbox = rank, outbox
+        self._neighbours = {each.rank: each for each in neighbours}
+        self._by_descriptor = {each.socket.fileno(): each for each in neighbours}
+        self._poll = select.poll()
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+        self._posted: Counter[tuple[int, int]] = Counter()
+        self._expected: Counter[tuple[int, int]] = Counter()
+
+    def post(self, tensor: Tensor, lane: int, readers: Sequence[int], tag: str, timeout_s: float) -> None:
+        """Copy `tensor`, of any strides, where `readers` (ranks) can read it, and tell them. Does not wait for them."""
+        if self.outbox.lent >= MOST_LENT:
+            self._hear_all()
+        offset = self.outbox.lend(tensor.numel() * tensor.element_size(), len(readers))
+        _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
+        for reader in readers:
+            number = self._posted[lane, reader]
+            self._posted[lane, reader] = number + 1
+            words = _HEADER.pack(_POSTED, lane, number, offset, len(text)) + text
+            self._tell(self._neighbours[reader], words, timeout_s)
+
+    def expect(self, like: Tensor, lane: int, source: int, tag: str, timeout_s: float) -> Arrival:
+        """The next message of rank `source` on `lane`, of the shape and dtype of `like`."""
+        number = self._expected[lane, source]
+        self._expected[lane, source] = number + 1
+        return Arrival(self, self._neighbours[source], (lane, number), like, tag, timeout_s)
+
+    def await_message(self, source: _Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
+        """The offset of a message, when it has come."""
+        self._hear(source, key)
+        end = time.monotonic() + timeout_s
+        while key not in source.arrived:
+            if source.gone:
+                raise ExchangeError(f"Connection closed by rank {source.rank}")
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise ExchangeError(f"Timed out after {timeout_s:g} s waiting for rank {source.rank}")
+            for descriptor, _ in self._poll.poll(left_s * 1000):
+                self._hear(self._by_descriptor[descriptor], key)
+        offset, theirs = source.arrived.pop(key)
+        if theirs != tag:
+            raise ExchangeError(f"rank {source.rank} has come with {theirs}, this rank with {tag}")
+        return offset
+
+    def say_done(self, source: _Neighbour, offset: int) -> None:
+        """Tell the sender that its place has been read. One that has ended needs it no more."""
+        if not source.gone:
+            words = _HEADER.pack(_DONE, 0, 0, offset, 0)
+            try:
+                source.socket.send(words)
+            except BlockingIOError:
+                self._tell(source, words, timeout_s=60.0)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # its last words may still be unread: who reads them finds that it is gone
+
+    def close(self) -> None:
+        """Close the sockets; shared memory goes with the last view of it."""
+        for each in self._neighbours.values():
+            each.socket.close()
+        self._neighbours.clear()
+        os.close(self.outbox.descriptor)
+
+    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> None:
+        """Send one packet. While the reader's socket is full this rank goes on hearing: the reader may be full too."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                reader.socket.send(words)
+                return
+            except BlockingIOError:
+                if (left_s := end - time.monotonic()) <= 0:
+                    message = f"Timed out after {timeout_s:g} s: rank {reader.rank} reads nothing"
+                    raise ExchangeError(message) from None
+                ready, _, _ = select.select(
+                    [each.socket for each in self._neighbours.values() if not each.gone],
+                    [reader.socket],
+                    [],
+                    left_s,
+                )
+                for each in ready:
+                    self._hear(self._by_descriptor[each.fileno()])
+            except (BrokenPipeError, ConnectionResetError):
+                raise ExchangeError(f"Connection closed by rank {reader.rank}") from None
+
+    def _hear_all(self) -> None:
+        for each in self._neighbours.values():
+            self._hear(each)
+
+    def _hear(self, source: _Neighbour, until: tuple[int, int] | None = None) -> None:
+        """Take what has come from one neighbour, at most to the message `until`."""
+        while not source.gone and (until is None or until not in source.arrived):
+            try:
+                packet = source.socket.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it ended with unread words of ours; its own last ones come yet, then nothing
+            if not packet:
+                source.gone = True
+                self._poll.unregister(source.socket.fileno())
+                return
+            kind, lane, number, offset, size = _HEADER.unpack_from(packet)
+            if kind == _DONE:
+                self.outbox.give_back(offset)
+            else:
+                tag = packet[_HEADER.size : _HEADER.size + size].decode(errors="replace")
+                source.arrived[lane, number] = (offset, tag)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One sequence of messages between the ranks of one group."""
+
+    exchange: Exchange
+    number: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+    def post(self, tensor: Tensor, readers: Sequence[int], tag: str) -> None:
+        """Give `tensor` to the coordinates `readers`."""
+        if readers:
+            ranks = [self.ranks[coord] for coord in readers]
+            self.exchange.post(tensor, self.number, ranks, tag, self.timeout_s)
+
+    def expect(self, like: Tensor, source: int, tag: str) -> Arrival:
+        """What coordinate `source` gives next, of the shape and dtype of `like`."""
+        return self.exchange.expect(like, self.number, self.ranks[source], tag, self.timeout_s)
+
+
+# ------------------------------------------------------------------------------------------------- how ranks meet
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Before ranks know each other: this one listens. `card` is what the others need, `join` is told theirs."""
+
+    rank: int
+    card: bytes
+    """Of one length on every rank: who can share memory with this one, then its token."""
+    _listener: socket.socket | None
+    _token: bytes
+
+    @classmethod
+    def call(cls, rank: int) -> Meeting:
+        """Listen, if this system can share memory between processes."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if not (sys.platform == "linux" and hasattr(os, "memfd_create")):
+            return cls(rank, secrets.token_bytes(32) + token, None, token)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(_address(token))
+        listener.listen(socket.SOMAXCONN)
+        return cls(rank, _host() + token, listener, token)
+
+    def join(self, cards: Sequence[bytes], timeout_s: float) -> Exchange | None:
+        """Meet the ranks whose cards show this host. Collective; every rank must listen before the first joins.
+
+        None where there is nobody to meet. Raises ExchangeError if one does not come within `timeout_s`.
+        """
+        here = host_of(self.card)
+        mates = [other for other, card in enumerate(cards) if host_of(card) == here and other != self.rank]
+        if self._listener is None or not mates:
+            self.close()
+            return None
+        try:
+            outbox = Outbox()
+            below = [
+                _enter(self.rank, outbox, other, cards[other][-TOKEN_BYTES:], timeout_s)
+                for other in mates
+                if other < self.rank
+            ]
+            above = self._receive({other for other in mates if other > self.rank}, outbox, timeout_s)
+        finally:
+            self.close()
+        return Exchange(self.rank, outbox, [*below, *above])
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _receive(self, wanted: set[int], outbox: Outbox, timeout_s: float) -> list[_Neighbour]:
+        assert self._listener is not None
+        end, found = time.monotonic() + timeout_s, list[_Neighbour]()
+        while wanted:
+            try:
+                self._listener.settimeout(max(0.001, end - time.monotonic()))
+                link, _ = self._listener.accept()
+            except TimeoutError as error:
+                late = ", ".join(map(str, sorted(wanted)))
+                raise ExchangeError(
+                    f"ranks {late} of this host have not come within {timeout_s:g} s"
+                ) from error
+            link.settimeout(max(0.001, end - time.monotonic()))
+            _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            words, descriptors, _, _ = socket.recv_fds(link, MESSAGE_BYTES, 1)
+            rank = int.from_bytes(words[TOKEN_BYTES:], "little")
+            known = secrets.compare_digest(words[:TOKEN_BYTES], self._token) and rank in wanted
+            if uid != os.getuid() or not known or len(descriptors) != 1:
+                for each in descriptors:
+                    os.close(each)
+                link.close()  # a stranger
+                continue
+            socket.send_fds(link, [b"outbox"], [outbox.descriptor])
+            wanted.discard(rank)
+            found.append(_neighbour(rank, link, descriptors[0], outbox.capacity_bytes))
+        return found
+
+
+def host_of(card: bytes) -> bytes:
+    """Equal on the cards of ranks that can share memory."""
+    return card[:-TOKEN_BYTES]
+
+
+def _enter(rank: int, outbox: Outbox, other: int, token: bytes, timeout_s: float) -> _Neighbour:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(timeout_s)
+    try:
+        link.connect(_address(token))
+        socket.send_fds(link, [token + rank.to_bytes(8, "little")], [outbox.descriptor])
+        _, descriptors, _, _ = socket.recv_fds(link, MESSAGE_BYTES, 1)
+    except OSError as error:
+        link.close()
+        raise ExchangeError(f"rank {other} of this host cannot be met: {error}") from error
+    if len(descriptors) != 1:
+        link.close()
+        raise ExchangeError(f"rank {other} of this host has ended while it was met")
+    return _neighbour(other, link, descriptors[0], outbox.capacity_bytes)
+
+
+def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> _Neighbour:
+    memory = _map(descriptor, capacity_bytes)
+    os.close(descriptor)
+    link.setblocking(False)
+    return _Neighbour(rank, link, memory)
+
+
+def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, size_bytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # a loader's workers need none of it
+    return memory
+
+
+def _address(token: bytes) -> bytes:
+    """Of no file: it ends with the socket."""
+    return b"\0colossal_lite/" + token.hex().encode()
+
+
+def _host() -> bytes:
+    """Equal for processes that can meet: one kernel since its start, one network namespace, one user."""
+    words = (
+        Path("/proc/sys/kernel/random/boot_id").read_text(),
+        str(os.stat("/proc/self/ns/net").st_ino),
+        str(os.getuid()),
+    )
+    return hashlib.sha256("\n".join(words).encode()).digest()
+
+
+def _tensor(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not numel:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(tuple(shape))
+
+
+# ------------------------------------------------------------------------------------------------ the operations
+
+Started = tuple[Sequence[Any], Callable[[], None]]
+"""What has to be waited for, and what is done then."""
+WHOLE_BYTES = 1 << 16
+"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
+
+
+class HostWire:
+    """The collectives of one group whose ranks share a host. Each posts at once; the rest happens in `finish`."""
+
+    def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
+        self._together = Lane(exchange, 2 * number, tuple(ranks), timeout_s)
+        self._pairs = Lane(exchange, 2 * number + 1, tuple(ranks), timeout_s)
+        """Messages of two ranks have a sequence of their own: they may be posted and expected ahead of collectives."""
+        self._size, self._coord = len(ranks), coord
+        self._others = [coord for coord in range(self._size) if coord != self._coord]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
+        combine = _COMBINE[op]
+        self._together.post(tensor, self._others, tag)
+        is_cut = (
+            self._size > 2 and tensor.numel() * tensor.element_size() > WHOLE_BYTES and tensor.is_contiguous()
+        )
+        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+
+        def finish() -> None:
+            if self._size == 2:
+                combine(tensor, came[1 - self._coord].view(), out=tensor)
+                came[1 - self._coord].done()
+            elif is_cut:
+                self._reduce_own_piece_and_gather(tensor, came, combine, tag)
+            else:
+                total = self._combined(tensor, {j: each.view() for j, each in came.items()}, combine)
+                tensor.copy_(total)
+                for each in came.values():
+                    each.done()
+
+        return list(came.values()), finish
+
+    def _reduce_own_piece_and_gather(
+        self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
+    ) -> None:
+        pieces = tensor.view(-1).tensor_split(self._size)
+        theirs = {j: each.view().view(-1).tensor_split(self._size)[self._coord] for j, each in came.items()}
+        own = pieces[self._coord]
+        own.copy_(self._combined(own, theirs, combine))
+        for each in came.values():
+            each.done()
+        self._together.post(own, self._others, tag)
+        totals = {j: self._together.expect(pieces[j], j, tag) for j in self._others}
+        for j, total in totals.items():
+            total.wait()
+            pieces[j].copy_(total.view())
+            total.done()
+
+    def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
+        """All terms in the order of ranks, in new memory."""
+        first, second, *rest = (theirs.get(j, own) for j in range(self._size))
+        total = combine(first, second)
+        for term in rest:
+            combine(total, term, out=total)
+        return total
+
+    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        self._together.post(shard, self._others, tag)
+        places = cut(whole, self._size, dim, shard.shape)
+        if places[self._coord].data_ptr() != shard.data_ptr():
+            places[self._coord].copy_(shard)
+        came = {j: self._together.expect(shard, j, tag) for j in self._others}
+
+        def finish() -> None:
+            for j, each in came.items():
+                places[j].copy_(each.view())
+                each.done()
+
+        return list(came.values()), finish
+
+    def reduce_scatter(
+        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
+    ) -> Started:
+        """Always in rank order; needs no scratch. `target` may be this rank's own part."""
+        parts = cut(full, self._size, dim, target.shape)
+        for j in self._others:
+            self._together.post(parts[j], [j], tag)
+        own = parts[self._coord]
+        came = {j: self._together.expect(own, j, tag) for j in self._others}
+
+        def finish() -> None:
+            # What comes before the own part is summed where it was posted: the own may lie in `target`.
+            views = {j: each.view() for j, each in came.items()}
+            before = [views[j] for j in range(self._coord)]
+            for term in before[1:]:
+                before[0].add_(term)
+            after = [views[j] for j in range(self._coord + 1, self._size)]
+            torch.add(own, before[0] if before else after.pop(0), out=target)
+            for term in after:
+                target.add_(term)
+            for each in came.values():
+                each.done()
+
+        return list(came.values()), finish
+
+    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        if self._coord == source:
+            self._together.post(tensor, self._others, tag)
+            return [], nothing
+        return self._into(tensor, self._together.expect(tensor, source, tag))
+
+    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        if self._coord != target:
+            self._together.post(tensor, [target], tag)
+            return [], nothing
+        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+
+        def finish() -> None:
+            tensor.copy_(self._combined(tensor, {j: each.view() for j, each in came.items()}, torch.add))
+            for each in came.values():
+                each.done()
+
+        return list(came.values()), finish
+
+    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
+        parts, places = tensor.chunk(self._size), out.chunk(self._size)
+        for j in self._others:
+            self._together.post(parts[j], [j], tag)
+        places[self._coord].copy_(parts[self._coord])
+        came = {j: self._together.expect(places[j], j, tag) for j in self._others}
+
+        def finish() -> None:
+            for j, each in came.items():
+                places[j].copy_(each.view())
+                each.done()
+
+        return list(came.values()), finish
+
+    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
+        self._together.post(tensor, [to], tag)
+        return self._into(out, self._together.expect(out, source, tag))
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
+        self._pairs.post(tensor, [to], tag)
+        return [], nothing
+
+    def receive(self, into: Tensor, source: int, tag: str) -> Started:
+        return self._into(into, self._pairs.expect(into, source, tag))
+
+    def _into(self, place: Tensor, message: Arrival) -> Started:
+        def finish() -> None:
+            place.copy_(message.view())
+            message.done()
+
+        return [message], finish
+
+
+def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:
+    """The pieces of `whole`, one a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
+    return whole.chunk(size, dim) if dim else whole.view(size, *piece).unbind()
+
+
+Combine = Callable[..., Tensor]
+_COMBINE: Mapping[ReduceOp, Combine] = {"sum": torch.add, "max": torch.maximum}
+
+
+def nothing() -> None:
+    """What is done where nothing is left to do."""
+    return None
