@@ -7,9 +7,10 @@
 
 Note: g = grad / grad_scale, which is the token count, the clip factor and the loss scale in one number, at no
 pass of its own.  The gradient may be narrower than the float32 master, and `low` takes the new weights in its
-own dtype: 28 bytes a parameter for AdamW with both in bf16.  Elementwise to the bit: cutting a buffer
-anywhere changes nothing.  On the CPU AdamW and SGD are torch's fused kernels, called on pieces that stay in
-cache where a cast comes before or after.
+own dtype: 28 bytes a parameter for AdamW with both in bf16.  With `residual` and `ties` the master is split
+(split.py): `param` is its high half, and both halves are read and written; its bits are those of a float32 master.
+Elementwise to the bit: cutting a buffer anywhere (a split one at a multiple of 8) changes nothing.  On the CPU
+AdamW and SGD are torch's fused kernels, called on pieces that stay in cache where a cast comes before or after.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .launch import FLAT, SCALAR, Takes, TritonOp, architecture, jit, launch, tile, tl
+from .split import check_halves, join, load_halves, split_, store_halves
 
 
 def adamw_(
@@ -38,18 +40,20 @@ def adamw_(
     weight_decay: float,
     grad_scale: float | Tensor = 1.0,
     low: Tensor | None = None,
+    residual: Tensor | None = None,
+    ties: Tensor | None = None,
 ) -> None:
     """One AdamW step on contiguous tensors of one shape; step counts from 1.
 
-    The moments have param's dtype, grad and low may have any floating one.  Equal to
+    The moments have param's dtype (float32 beside a residual), grad and low may have any floating one.  Equal to
     torch.optim.AdamW(fused=True) bit for bit when grad_scale is 1 (on the CPU, but for the last numel % 64
     elements, which torch rounds otherwise than the rest).  grad is consumed: it may hold the scaled gradient
     afterwards.
     """
-    _check("adamw_", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     steps = torch.full((), float(step), device=param.device)
     divisor, scaled = _scaled(grad_scale, param)
-    for p, g, m, v in _pieces(param, grad, low, exp_avg, exp_avg_sq):
+    for p, g, m, v in _pieces(param, grad, low, residual, ties, exp_avg, exp_avg_sq):
         if divisor is not None:
             g.div_(divisor)
         torch._fused_adamw_(
@@ -70,6 +74,8 @@ def sgd_(
     grad_scale: float | Tensor = 1.0,
     first: bool = False,
     low: Tensor | None = None,
+    residual: Tensor | None = None,
+    ties: Tensor | None = None,
 ) -> None:
     """One SGD step; `first` makes the buffer equal the gradient, as torch does.  grad is consumed.
 
@@ -77,9 +83,9 @@ def sgd_(
     """
     _check_momentum(momentum_buffer, momentum)
     state = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
-    _check("sgd_", param, grad, low, **state)
+    _check("sgd_", param, grad, low, residual, ties, **state)
     divisor, scaled = _scaled(grad_scale, param)
-    for p, g, *buffer in _pieces(param, grad, low, *state.values()):
+    for p, g, *buffer in _pieces(param, grad, low, residual, ties, *state.values()):
         if divisor is not None:
             g.div_(divisor)
         torch._fused_sgd_(
@@ -99,10 +105,12 @@ def lion_(
     weight_decay: float,
     grad_scale: float | Tensor = 1.0,
     low: Tensor | None = None,
+    residual: Tensor | None = None,
+    ties: Tensor | None = None,
 ) -> None:
     """One Lion step.  grad is consumed."""
-    _check("lion_", param, grad, low, exp_avg=exp_avg)
-    for p, g, m in _pieces(param, grad, low, exp_avg):
+    _check("lion_", param, grad, low, residual, ties, exp_avg=exp_avg)
+    for p, g, m in _pieces(param, grad, low, residual, ties, exp_avg):
         g.div_(grad_scale)
         p.mul_(1.0 - lr * weight_decay).sub_(m.mul(beta1).add_(g * (1.0 - beta1)).sign_().mul_(lr))
         m.mul_(beta2).add_(g.mul_(1.0 - beta2))
@@ -132,13 +140,19 @@ def compiled_adamw_() -> Callable[..., None]:
     def step_(
         param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0, low: Tensor | None = None,
+        residual: Tensor | None = None, ties: Tensor | None = None,
     ) -> None:  # fmt: skip
-        _check("adamw_", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
         rates = (lr, lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, eps)
-        numbers = torch.tensor((float(grad_scale), *rates, *corrections), dtype=param.dtype)
+        numbers = torch.tensor((float(grad_scale), *rates, *corrections), dtype=exp_avg.dtype)
         buffers = (param, grad, exp_avg, exp_avg_sq, *(() if low is None else (low,)))
-        for pieces in _whole_vectors(*(t.view(-1) for t in buffers)):
+        split = residual is not None
+        for pieces in (
+            _pieces(param, grad, None, residual, ties, exp_avg, exp_avg_sq)
+            if split
+            else _whole_vectors(*(t.view(-1) for t in buffers))
+        ):
             run(numbers, *pieces)
 
     return step_
@@ -151,16 +165,28 @@ _TILE = 1 << 20
 the moments.  Of 2**16 to 2**21 the fastest on 2 cores with 32 MiB; smaller pieces pay for starting threads."""
 
 
-def _pieces(param: Tensor, grad: Tensor, low: Tensor | None, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(param, gradient in param's dtype, states) piece by piece; after each piece its weights go to `low`."""
+def _pieces(
+    param: Tensor, grad: Tensor, low: Tensor | None, residual: Tensor | None, ties: Tensor | None, *state: Tensor
+) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+    """(masters, gradient in their dtype, states) piece by piece; after each piece its weights go to `low`, or to the
+    two halves that they came from."""
     p, g, *rest = (t.view(-1) for t in (param, grad, *state))
-    cast = g.dtype != p.dtype
-    step = _TILE if cast or low is not None else max(1, p.numel())
-    scratch = torch.empty(min(step, p.numel()) if cast else 0, dtype=p.dtype, device=p.device)
+    dtype = p.dtype if residual is None else torch.float32
+    cast, joins = g.dtype != dtype, residual is not None
+    step = _TILE if cast or joins or low is not None else max(1, p.numel())
+    most = min(step, p.numel())
+    scratch = torch.empty(most if cast else 0, dtype=dtype, device=p.device)
+    joined = torch.empty(most if joins else 0, dtype=dtype, device=p.device)
     for start in range(0, p.numel(), step):
         part = slice(start, min(start + step, p.numel()))
         piece = scratch[: part.stop - start].copy_(g[part]) if cast else g[part]
-        yield from _whole_vectors(p[part], piece, *(r[part] for r in rest))
+        if residual is None or ties is None:
+            yield from _whole_vectors(p[part], piece, *(r[part] for r in rest))
+        else:
+            halves = p[part], residual.view(-1)[part], ties[start // 8 : -(-part.stop // 8)]
+            master = join(*halves, out=joined[: part.stop - start])
+            yield from _whole_vectors(master, piece, *(r[part] for r in rest))
+            split_(master, *halves)
         if low is not None:
             low.view(-1)[part].copy_(p[part])
 
@@ -198,14 +224,26 @@ def _scaled(grad_scale: float | Tensor, param: Tensor) -> tuple[Tensor | None, d
     }
 
 
-def _check(op: str, param: Tensor, grad: Tensor, low: Tensor | None, **state: Tensor) -> None:
+def _check(
+    op: str, param: Tensor, grad: Tensor, low: Tensor | None, residual: Tensor | None, ties: Tensor | None,
+    **state: Tensor,
+) -> None:  # fmt: skip
     if not param.is_floating_point():
         raise ValueError(f"{op}: param is {param.dtype}; legal is a floating dtype")
+    if (residual is None) != (ties is None) or (low is not None and residual is not None):
+        given = [n for n, t in (("low", low), ("residual", residual), ("ties", ties)) if t is not None]
+        raise ValueError(
+            f"{op}: {' and '.join(given)} given; legal is low, or residual and ties, or none of them"
+        )
+    if residual is not None and ties is not None:
+        check_halves(op, param, residual, ties)
+    master = param.dtype if residual is None else torch.float32
     loose = {"grad": grad} if low is None else {"grad": grad, "low": low}
     for name, tensor in {"param": param, **loose, **state}.items():
-        dtype_fits = tensor.is_floating_point() if name in loose else tensor.dtype == param.dtype
+        wants = param.dtype if name == "param" else master
+        dtype_fits = tensor.is_floating_point() if name in loose else tensor.dtype == wants
         if tensor.shape != param.shape or not dtype_fits or not tensor.is_contiguous():
-            dtype = "floating" if name in loose else param.dtype
+            dtype = "floating" if name in loose else wants
             raise ValueError(
                 f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
                 f"legal is contiguous {dtype} {tuple(param.shape)}, as param"
@@ -227,17 +265,19 @@ def _check_momentum(momentum_buffer: Tensor | None, momentum: float) -> None:
 
 @jit
 def _step_kernel(
-    param, grad, first_state, second_state, low, scale_pointer, numel, start, scale: tl.float32,
+    param, grad, first_state, second_state, low, residual, ties, scale_pointer, numel, start, scale: tl.float32,
     lr: tl.float32,
     decay: tl.float32, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, correction1: tl.float32,
     correction2: tl.float32,
-    RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block.  RULE: adamw; lion; sgd without a buffer; momentum; nesterov; and both at the first step.
 
-    decay is lr * weight_decay, or weight_decay for sgd; beta1 is sgd's momentum.
+    decay is lr * weight_decay, or weight_decay for sgd; beta1 is sgd's momentum.  SPLIT: param is an int16 high half.
     """
-    i = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    begin = start + tl.program_id(0).to(tl.int64) * BLOCK
+    i = begin + tl.arange(0, BLOCK)
     if MASKED:
         inside = i < numel
     else:
@@ -245,9 +285,13 @@ def _step_kernel(
     if POINTER:
         scale = tl.load(scale_pointer).to(tl.float32)
     g = tl.load(grad + i, mask=inside).to(tl.float32) / scale
-    p = tl.load(param + i, mask=inside)
-    kind = p.dtype
-    p = p.to(tl.float32)
+    if SPLIT:
+        p = load_halves(param, residual, ties, i, inside)
+        kind = tl.float32
+    else:
+        p = tl.load(param + i, mask=inside)
+        kind = p.dtype
+        p = p.to(tl.float32)
     if RULE == "adamw" or RULE == "lion":
         m = tl.load(first_state + i, mask=inside).to(tl.float32)
     if RULE == "adamw":
@@ -276,14 +320,17 @@ def _step_kernel(
             step = g + beta1 * b
         p -= lr * step
     p = p.to(kind)
-    tl.store(param + i, p, mask=inside)
+    if SPLIT:
+        store_halves(p, param, residual, ties, i, begin, numel, MASKED, BLOCK)
+    else:
+        tl.store(param + i, p, mask=inside)
     if LOW:
         tl.store(low + i, p.to(tl.float32), mask=inside)
 
 
 def _launch(
     rule: str, param: Tensor, grad: Tensor, states: tuple[Tensor | None, Tensor | None], low: Tensor | None,
-    grad_scale: float | Tensor, *numbers: float,
+    residual: Tensor | None, ties: Tensor | None, grad_scale: float | Tensor, *numbers: float,
 ) -> None:  # fmt: skip
     """Whole blocks without a mask (a mask costs the 128-bit loads), then the rest with one."""
     if isinstance(grad_scale, Tensor):
@@ -293,55 +340,63 @@ def _launch(
     options = tile("step", 1, architecture(param.device))
     numel, block = param.numel(), options["BLOCK"]
     body = numel // block
+    param = param if residual is None else param.view(torch.int16)
     for start, count, masked in ((0, body, False), (body * block, -(-numel // block) - body, True)):
         launch(
-            _step_kernel, (count,), param, grad, *states, low, pointer, numel, start, scale, *numbers,
-            RULE=rule,
-            POINTER=pointer is not None, LOW=low is not None, MASKED=masked, **options,
+            _step_kernel, (count,), param, grad, *states, low, residual, ties, pointer, numel, start, scale, *numbers,
+            RULE=rule, POINTER=pointer is not None, LOW=low is not None, SPLIT=residual is not None, MASKED=masked,
+            **options,
         )  # fmt: skip
 
 
 def _triton_adamw(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
     beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0,
-    low: Tensor | None = None,
+    low: Tensor | None = None, residual: Tensor | None = None, ties: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _check("adamw_", param, grad, low, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
     states = (exp_avg, exp_avg_sq)
     _launch(
-        "adamw", param, grad, states, low, grad_scale, lr, lr * weight_decay, beta1, beta2, eps, *corrections
-    )
+        "adamw", param, grad, states, low, residual, ties, grad_scale,
+        lr, lr * weight_decay, beta1, beta2, eps, *corrections,
+    )  # fmt: skip
 
 
 def _triton_sgd(
     param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, *, lr: float, momentum: float = 0.0,
     weight_decay: float = 0.0, nesterov: bool = False, grad_scale: float | Tensor = 1.0, first: bool = False,
-    low: Tensor | None = None,
+    low: Tensor | None = None, residual: Tensor | None = None, ties: Tensor | None = None,
 ) -> None:  # fmt: skip
     _check_momentum(momentum_buffer, momentum)
     rule = "plain"
     if momentum_buffer is not None:
         rule = ("nesterov" if nesterov else "momentum") + (" first" if first else "")
-    _check(
-        "sgd_", param, grad, low, **({} if momentum_buffer is None else {"momentum_buffer": momentum_buffer})
-    )
-    states = (momentum_buffer, None)
-    _launch(rule, param, grad, states, low, grad_scale, lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0)
+    state = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
+    _check("sgd_", param, grad, low, residual, ties, **state)
+    _launch(
+        rule, param, grad, (momentum_buffer, None), low, residual, ties, grad_scale,
+        lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
 
 
 def _triton_lion(
     param: Tensor, grad: Tensor, exp_avg: Tensor, *, lr: float, beta1: float, beta2: float,
     weight_decay: float,
-    grad_scale: float | Tensor = 1.0, low: Tensor | None = None,
+    grad_scale: float | Tensor = 1.0, low: Tensor | None = None, residual: Tensor | None = None,
+    ties: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _check("lion_", param, grad, low, exp_avg=exp_avg)
-    states = (exp_avg, None)
-    _launch("lion", param, grad, states, low, grad_scale, lr, lr * weight_decay, beta1, beta2, 0.0, 0.0, 0.0)
+    _check("lion_", param, grad, low, residual, ties, exp_avg=exp_avg)
+    _launch(
+        "lion", param, grad, (exp_avg, None), low, residual, ties, grad_scale,
+        lr, lr * weight_decay, beta1, beta2, 0.0, 0.0, 0.0,
+    )  # fmt: skip
 
 
-_STATES = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), Takes(like="param"))
-_TAKES = {"param": FLAT, "grad": FLAT, "low": FLAT, "grad_scale": SCALAR} | _STATES
+# The states' dtype, which is that of the masters, `_check` tells.
+_STATES = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), FLAT)
+_HALVES = {"residual": Takes((torch.int16,)), "ties": Takes((torch.uint8,))}
+_TAKES = {"param": FLAT, "grad": FLAT, "low": FLAT, "grad_scale": SCALAR} | _STATES | _HALVES
 
 TRITON = {
     "adamw_": TritonOp(_triton_adamw, _TAKES),

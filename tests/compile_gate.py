@@ -309,6 +309,16 @@ def production_cases() -> dict[str, Callable[[], None]]:
         flat(), half(), flat(), flat(), grad_scale=scale, low=half(), **adamw
     )
     cases["adamw_ float32"] = lambda: op["adamw_"](flat(), flat(), flat(), flat(), **adamw)
+    halves = dict(residual=meta(1 << 28, dtype=torch.int16), ties=meta(1 << 25, dtype=torch.uint8))
+    cases["adamw_ split"] = lambda: op["adamw_"](
+        half(), half(), flat(), flat(), grad_scale=scale, **halves, **adamw
+    )
+    cases["sgd_ split"] = lambda: op["sgd_"](
+        half(), half(), flat(), lr=0.1, momentum=0.9, nesterov=True, **halves
+    )
+    cases["lion_ split"] = lambda: op["lion_"](
+        half(), half(), flat(), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, **halves
+    )
     cases["sgd_"] = lambda: op["sgd_"](
         flat(), half(), flat(), lr=0.1, momentum=0.9, nesterov=True, low=half()
     )

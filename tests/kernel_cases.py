@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.kernels import FULL, TORCH, Mask, Ops, Rows, attention
+from colossal_lite.kernels import FULL, TORCH, Mask, Ops, Rows, attention, split
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -212,12 +212,12 @@ def by_pieces(ops: Ops, z: Tensor, labels: Tensor, smoothing: float, z_loss: flo
     return [total, lse, torch.cat(pieces, dim=1)]
 
 
-def step_cases() -> list[Case]:
-    """Optimizer steps, with a gradient and a copy of the weights in their own dtype."""
-    adamw = dict(step=3, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
-    lion = dict(lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    sgd = dict(lr=0.1, weight_decay=0.1)
-    steps: dict[str, Callable[..., Any]] = {
+def optimizer_steps(decay: float = 0.1) -> dict[str, Callable[..., Any]]:
+    """Every rule of a step, called with ops, weights, gradient, two states, and how gradient and weights are given."""
+    adamw = dict(step=3, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=decay)
+    lion = dict(lr=0.1, beta1=0.9, beta2=0.95, weight_decay=decay)
+    sgd = dict(lr=0.1, weight_decay=decay)
+    return {
         "adamw": lambda o, p, g, m, v, **k: o.adamw_(p, g, m, v.abs_(), **adamw, **k),
         "lion": lambda o, p, g, m, v, **k: o.lion_(p, g, m, **lion, **k),
         "sgd": lambda o, p, g, m, v, **k: o.sgd_(p, g, None, **sgd, **k),
@@ -228,8 +228,41 @@ def step_cases() -> list[Case]:
             p, g, m, momentum=0.9, nesterov=True, first=True, **sgd, **k
         ),
     }  # fmt: skip
+
+
+def masters_with_ties(numel: int) -> Tensor:
+    """Float32 weights of which every third lies between two bf16 numbers or next to there, in all four ways."""
+    generator = torch.Generator().manual_seed(numel)
+    bits = torch.randn(numel, generator=generator).view(torch.int32)
+    ends = torch.tensor([0x8000, 0x7FFF, 0x8001, 0x18000, 0x17FFF, 0x18001], dtype=torch.int32)
+    bits[::3] = (bits[::3] & ~0x1FFFF) | ends[torch.arange(len(bits[::3])) % len(ends)]
+    return bits.view(torch.float32)
+
+
+def check_split(ops: Ops, name: str, numel: int, *, still: bool = False, device: str = "cpu") -> None:
+    """A step on split masters leaves the bits of one on float32 masters with a bf16 copy. `still`: nothing moves the
+    weights, so that their ties come out as they went in."""
+    step = optimizer_steps(0.0 if still else 0.1)[name]
+    p = masters_with_ties(numel).to(device)
+    generator = torch.Generator().manual_seed(1)
+    g, m, v = (torch.randn(numel, generator=generator).to(device) * (not still) for _ in range(3))
+    high, ties = p.bfloat16(), torch.zeros(split.tie_bytes(numel), dtype=torch.uint8, device=device)
+    residual, low = torch.zeros(numel, dtype=torch.int16, device=device), torch.zeros_like(high)
+    split.split_(p, high, residual, ties)
+    split_states = [t.clone() for t in (m, v)]
+    step(ops, high, g.bfloat16(), *split_states, grad_scale=0.37, residual=residual, ties=ties)
+    step(ops, p, g.bfloat16(), m, v, grad_scale=0.37, low=low)
+    assert torch.equal(high, low), f"{name} {numel}: the model sees other weights"
+    assert torch.equal(split.join(high, residual, ties), p), f"{name} {numel}: other masters"
+    assert torch.equal(split_states[0], m) and torch.equal(split_states[1], v), (
+        f"{name} {numel}: other states"
+    )
+
+
+def step_cases() -> list[Case]:
+    """Optimizer steps, with a gradient and a copy of the weights in their own dtype."""
     found: list[Case] = []
-    for name, step in steps.items():
+    for name, step in optimizer_steps().items():
         for numel in (1, 1024, 2500):
             for as_tensor in (False, True):
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Ops, Rows, select
-from tests.kernel_cases import TOLERANCE, Case, agree, cases, check
+from tests.kernel_cases import TOLERANCE, Case, agree, cases, check, check_split, optimizer_steps
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device is visible", allow_module_level=True)
@@ -90,6 +90,15 @@ def test_adamw_has_the_same_bits_however_a_buffer_is_cut(ops: Ops) -> None:
         ops.adamw_(*(t[a:b] for t in pieces), **numbers)
     for a_, b_ in zip(whole, pieces, strict=True):
         assert torch.equal(a_, b_)
+
+
+@pytest.mark.parametrize("name", optimizer_steps())
+@pytest.mark.parametrize("path", ["triton", "torch"])
+def test_a_step_on_split_masters_has_the_bits_of_one_on_float32_masters(
+    name: str, path: str, ops: Ops
+) -> None:
+    for still in (False, True):
+        check_split(ops if path == "triton" else TORCH, name, 1_000_003, still=still, device=CUDA)
 
 
 def test_two_runs_have_the_same_bits(ops: Ops) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from colossal_lite.kernels import TORCH, norm, select
 from tests.interpreter import sanitized
-from tests.kernel_cases import Case, check, norm_cases, rows
+from tests.kernel_cases import Case, check, check_split, norm_cases, optimizer_steps, rows
 
 OPS = select("triton", "cpu", strict=True)
 CARRY = 4 * 2**32  # where the counter needs its second word
@@ -43,6 +43,14 @@ def test_dropout_has_the_same_bits(dtype: torch.dtype, feature: int) -> None:
         assert torch.equal(OPS.dropout_add(x, residual, 0.3, r), TORCH.dropout_add(x, residual, 0.3, r))
         _, s = OPS.add_rms_norm(x, residual, torch.ones(530, dtype=dtype), 1e-5, 0.3, r)
     assert torch.equal(s, TORCH.dropout_add(x, residual, 0.3, r))
+
+
+@pytest.mark.parametrize("name", optimizer_steps())
+def test_a_step_on_split_masters_has_the_bits_of_one_on_float32_masters(name: str) -> None:
+    with sanitized():
+        for numel in (0, 1, 13, 1024, 2500):
+            check_split(OPS, name, numel)
+        check_split(OPS, name, 2500, still=True)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 256, 257, 5000])

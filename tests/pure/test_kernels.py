@@ -29,10 +29,12 @@ from colossal_lite.kernels import (
     norm,
     optimizer,
     select,
+    split,
 )
 from colossal_lite.kernels.cross_entropy import combine, gradient, partial
 from colossal_lite.kernels.cross_entropy import reference as cross_entropy_reference
 from colossal_lite.kernels.rotary import reference as rotary_reference
+from tests.kernel_cases import check_split, masters_with_ties, optimizer_steps
 
 
 def f64(*shape: int, seed: int = 0) -> Tensor:
@@ -492,6 +494,89 @@ def test_lion_is_its_reference() -> None:
         )
         TORCH.lion_(p, g, m, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=3.0)
         torch.testing.assert_close((p.double(), m.double()), want, rtol=tol, atol=tol)
+
+
+def halves_of(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    high, residual = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
+    ties = torch.full((split.tie_bytes(p.numel()),), 255, dtype=torch.uint8)
+    split.split_(p, high, residual, ties)
+    return high, residual, ties
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, None], ids=str)
+def test_two_halves_are_a_master_to_the_bit_and_the_upper_one_is_rounded_to_nearest_even(
+    low: int | None,
+) -> None:
+    """Every sign, exponent and upper mantissa under the lower halves that matter, and any under random ones."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    lower = torch.randint(1 << 16, (1 << 16,), dtype=torch.int32) if low is None else low
+    p = ((every << 16) | lower).view(torch.float32)[: (1 << 16) - 3]  # whole bytes of ties, and five elements
+    high, residual, ties = halves_of(p)
+    real = ~p.isnan()
+    again = split.join(high, residual, ties)
+    assert torch.equal(high[real], p.bfloat16()[real]) and again[~real].isnan().all()
+    assert torch.equal(again.view(torch.int32)[real], p.view(torch.int32)[real])
+    assert (low == 0x8000) == bool(ties.any()) or low is None
+
+
+@pytest.mark.parametrize("numel", [1, 13, 5000, (1 << 20) + 77])
+@pytest.mark.parametrize("name", optimizer_steps())
+def test_a_step_on_split_masters_has_the_bits_of_one_on_float32_masters(name: str, numel: int) -> None:
+    if numel < 1 << 20 or name == "adamw":
+        check_split(TORCH, name, numel)
+    check_split(TORCH, name, min(numel, 5000), still=True)
+
+
+def test_a_compiled_step_on_split_masters_has_the_bits_of_one_on_float32_masters() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    check_split(select("torch", compiled=True), "adamw", 5003)
+
+
+@pytest.mark.parametrize("lost", ["ties", "residual"])
+def test_a_step_that_loses_a_part_of_the_split_is_noticed(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = optimizer.split_
+
+    def lossy(master: Tensor, high: Tensor, residual: Tensor, ties: Tensor) -> None:
+        true(master, high, residual, ties)
+        (ties if lost == "ties" else residual).zero_()
+
+    monkeypatch.setattr(optimizer, "split_", lossy)
+    with pytest.raises(AssertionError, match="other masters"):
+        check_split(TORCH, "sgd", 5000, still=True)
+
+
+def test_split_masters_cut_at_bytes_of_ties_have_the_same_bits() -> None:
+    _, g, m, v = state(5003)
+    whole = [*halves_of(masters_with_ties(5003)), g.clone(), m.clone(), v.clone()]
+    cut = [t.clone() for t in whole]
+
+    def step(high: Tensor, residual: Tensor, ties: Tensor, *rest: Tensor) -> None:
+        TORCH.adamw_(high, *rest, step=3, residual=residual, ties=ties, **ADAMW)
+
+    step(*whole)
+    for a, b in ((0, 8), (8, 1000), (1000, 4096), (4096, 5003)):
+        step(cut[0][a:b], cut[1][a:b], cut[2][a // 8 : -(-b // 8)], *(t[a:b] for t in cut[3:]))
+    for index, (a_, b_) in enumerate(zip(whole, cut, strict=True)):
+        assert index == 3 or torch.equal(a_, b_)  # the gradient is consumed
+
+
+def test_halves_that_do_not_belong_together_are_refused() -> None:
+    p, g, m, v = state(16)
+    high, residual, ties = halves_of(p)
+    for halves, message in (
+        (dict(residual=residual), "residual given; legal is low, or residual and ties"),
+        (dict(residual=residual, ties=ties, low=high), "low and residual and ties given"),
+        (dict(residual=residual[:8], ties=ties), r"residual is torch.int16 \(8,\)"),
+        (dict(residual=residual, ties=ties[:1]), r"ties is torch.uint8 \(1,\).*torch.uint8 \(2,\)"),
+        (dict(residual=residual.int(), ties=ties), r"residual is torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TORCH.adamw_(high, g, m, v, step=1, **halves, **ADAMW)
+    with pytest.raises(ValueError, match=r"param is torch.float32 .* legal beside a residual is .*bfloat16"):
+        TORCH.adamw_(p, g, m, v, step=1, residual=residual, ties=ties, **ADAMW)
+    with pytest.raises(ValueError, match=r"exp_avg is torch.bfloat16.*torch.float32"):
+        TORCH.adamw_(high, g, m.bfloat16(), v, step=1, residual=residual, ties=ties, **ADAMW)
 
 
 def test_an_optimizer_refuses_buffers_that_do_not_match() -> None:
