@@ -164,10 +164,11 @@ def _foretell(
         mesh = context.mesh
         made = plan_of(
             context.config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
-            world_size=mesh.world_size, rank=mesh.rank,
+            world_size=mesh.world_size, rank=mesh.rank, one_host=mesh.shares_memory,
         )  # fmt: skip
         activations = made.bytes_of("activations") + made.bytes_of("logits")
-        return {"activations": activations, "temporaries": made.bytes_of("temporaries")}
+        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange")}
+        return {"activations": activations} | beside
 
     return foretell
 

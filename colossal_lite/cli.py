@@ -232,6 +232,8 @@ class PlanCommand:
     """Which of them."""
     device_memory: str | None = None
     """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
+    one_host: bool = False
+    """All ranks are processes of one host's CPUs, which exchange through shared memory."""
     compare: Literal["tensor"] | None = None
     """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
     overrides: Suppress[tuple[str, ...]] = ()
@@ -248,7 +250,7 @@ class PlanCommand:
         memory = planner.device_memory(self.device_memory)
         plan = planner.plan(
             config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
-            device_bytes=memory,
+            device_bytes=memory, one_host=self.one_host,
         )  # fmt: skip
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)

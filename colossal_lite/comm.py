@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_lite.exchange import ExchangeError, HostWire, ReduceOp, Started, cut, nothing
+from colossal_lite.exchange import HostWire, ReduceOp, Started, cut, nothing
 from colossal_lite.watch import Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -62,9 +62,9 @@ class Ledger:
     """What one rank handed to its communicators since the last `clear`, and how long it waited for them."""
 
     waited_s: float = 0.0
-    peak_shared_bytes: int = 0
-    """Of a recording: the most that was laid in shared memory at once."""
-    _shared_bytes: int = 0
+    shared_bytes: int = 0
+    """Of a recording: the most that two exchanges, one after the other, laid in shared memory."""
+    _last_shared_bytes: int = 0
     _counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
     @contextmanager
@@ -78,10 +78,10 @@ class Ledger:
         before, total = self._counts.get((operation, axis), (0, 0))
         self._counts[operation, axis] = (before + calls, total + payload_bytes)
 
-    def share(self, change_bytes: int) -> None:
-        """So many bytes more lie in shared memory until they are read."""
-        self._shared_bytes += change_bytes
-        self.peak_shared_bytes = max(self.peak_shared_bytes, self._shared_bytes)
+    def share(self, posted_bytes: int) -> None:
+        """So many bytes are laid in shared memory. When the next are, the peers have come to read these."""
+        self.shared_bytes = max(self.shared_bytes, self._last_shared_bytes + posted_bytes)
+        self._last_shared_bytes = posted_bytes
 
     def rows(self) -> tuple[LedgerRow, ...]:
         return tuple(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
@@ -108,13 +108,10 @@ class Pending:
         call: int = 0,
         peer: int | None = None,
         holds: Sequence[Tensor] = (),
-        shared_bytes: int = 0,
     ):
         self._comm, self._what, self._result, self._call = comm, what, result, call
         self._peer = peer
         self._works, self._finish, self._holds = tuple(works), finish, tuple(holds)
-        self._shared_bytes = shared_bytes
-        comm.ledger.share(shared_bytes)
         self._done = False
 
     def wait(self) -> Tensor:
@@ -125,12 +122,8 @@ class Pending:
                     work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._what, error, self._call, self._peer) from error
-            try:
-                self._finish()
-            except ExchangeError as error:
-                raise self._comm.failure(self._what, error, self._call, self._peer) from error
+            self._finish()
             self._works, self._finish, self._holds = (), nothing, ()  # what they hold may go
-            self._comm.ledger.share(-self._shared_bytes)
             self._done = True
             self._comm.ledger.waited_s += time.perf_counter() - start
         return self._result
@@ -238,7 +231,7 @@ class AxisComm:
         return self._run(
             "reduce_scatter", full, target,
             lambda tag: self._wire(full).reduce_scatter(full, target, dim, tag, ordered, scratch),
-            posted=parts[1:], landed=landed,
+            posted=parts[1:], kept=(full,), landed=landed,
         )  # fmt: skip
 
     def scratch_numel(self, numel: int, *, ordered: bool, native: bool) -> int:
@@ -365,13 +358,14 @@ class AxisComm:
         start: Callable[[str], Started],
         *,
         posted: Sequence[Tensor] = (),
+        kept: Sequence[Tensor] = (),
         landed: Callable[[], Sequence[Tensor]] = tuple,
         what: str | None = None,
         peer: int | None = None,
         about: str = "",
     ) -> Pending:
-        """Count, begin. For a recording: `posted` is laid into shared memory where ranks share one, elsewhere what the
-        others send has `landed`, with what is held until it has left."""
+        """Count, begin. A recording: where ranks share memory, `posted` is laid there and `kept` held to the end;
+        elsewhere what the others send has `landed`, with all that is held to the end."""
         tag = f"{what or counted} of {_kind(payload)}"
         description = tag + (f" ({about})" if about else "")
         if self.size == 1:
@@ -380,9 +374,9 @@ class AxisComm:
             self.ledger.add(counted, self.axis, _bytes(payload))
         self._calls += 1
         if self._recording:
-            shared_bytes = sum(map(_bytes, posted)) if self._shares_memory else 0
-            holds = () if self._shares_memory else landed()
-            return Pending(self, description, result, holds=holds, shared_bytes=shared_bytes)
+            if self._shares_memory:
+                self.ledger.share(sum(map(_bytes, posted)))
+            return Pending(self, description, result, holds=kept if self._shares_memory else landed())
         if self._watch:
             self._watch.progress.called(self.axis, description)
         try:

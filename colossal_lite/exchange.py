@@ -44,6 +44,8 @@ MOST_LENT = 64
 """Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
 MESSAGE_BYTES = 4096
 TOKEN_BYTES = 16
+DONE_S = 60.0
+"""how long a sender may leave unread that its places have been read, while this rank waits to say so"""
 _HEADER = struct.Struct("<BHQQQ")  # kind, lane, number, offset, size in bytes; then the tag
 _POSTED, _DONE = 1, 2
 
@@ -117,6 +119,10 @@ class Arrival:
         self._shape, self._dtype, self._timeout_s = like.shape, like.dtype, timeout_s
         self._offset = -1
 
+    def is_here(self) -> bool:
+        """Whether it would not have to be waited for. One that is not what was expected is not told of here."""
+        return self._source.arrived.get(self._key, (0, ""))[1] == self._tag
+
     def wait(self) -> None:
         """Return when the message is there. Raises ExchangeError."""
         self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
@@ -133,6 +139,49 @@ class Arrival:
         self._offset = -1
 
 
+@dataclass(frozen=True)
+class Lost:
+    """What was posted for a rank that has ended."""
+
+    rank: int
+
+    def wait(self) -> None:
+        raise ExchangeError(f"Connection closed by rank {self.rank}")
+
+
+class Operation:
+    """A collective in flight: messages that are expected, and what is done when all are here.
+
+    `finish` may return a next stage, which posts and expects again.  What is here is taken up whenever this rank begins
+    another operation, so that neighbours need not keep it until it is waited for.
+    """
+
+    def __init__(self, exchange: Exchange, arrivals: Sequence[Arrival], finish: Finish) -> None:
+        self._exchange, self._arrivals, self._finish = exchange, list(arrivals), finish
+        if self._arrivals:
+            exchange.unfinished.append(self)
+
+    def wait(self) -> None:
+        """Return when it has come to its end. Raises ExchangeError."""
+        while self._arrivals:
+            self._take_stage()
+
+    def advance(self) -> None:
+        """As far as it goes without waiting."""
+        while self._arrivals and all(each.is_here() for each in self._arrivals):
+            self._take_stage()
+
+    def _take_stage(self) -> None:
+        for each in self._arrivals:
+            each.wait()
+        following = self._finish()
+        for each in self._arrivals:
+            each.done()
+        self._arrivals, self._finish = following if following else ([], nothing)
+        if not self._arrivals:
+            self._exchange.unfinished.remove(self)
+
+
 class Exchange:
     """This rank's end of all the pairs of its host. One thread at a time may use it."""
 
@@ -143,27 +192,44 @@ class Exchange:
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
+        self.unfinished: list[Operation] = []
         self._posted: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
 
-    def post(self, tensor: Tensor, lane: int, readers: Sequence[int], tag: str, timeout_s: float) -> None:
-        """Copy `tensor`, of any strides, where `readers` (ranks) can read it, and tell them. Does not wait for them."""
+    def post(
+        self, tensor: Tensor, lane: int, readers: Sequence[int], tag: str, timeout_s: float
+    ) -> Sequence[Lost]:
+        """Copy `tensor`, of any strides, where `readers` (ranks) can read it, and tell them; does not wait for them.
+
+        Those that have ended are returned: whether they are needed, what is expected of them will show.
+        """
         if self.outbox.lent >= MOST_LENT:
             self._hear_all()
         offset = self.outbox.lend(tensor.numel() * tensor.element_size(), len(readers))
         _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
+        lost = []
         for reader in readers:
             number = self._posted[lane, reader]
             self._posted[lane, reader] = number + 1
             words = _HEADER.pack(_POSTED, lane, number, offset, len(text)) + text
-            self._tell(self._neighbours[reader], words, timeout_s)
+            if not self._tell(self._neighbours[reader], words, timeout_s):
+                lost.append(Lost(reader))
+                self.outbox.give_back(offset)
+        return lost
 
     def expect(self, like: Tensor, lane: int, source: int, tag: str, timeout_s: float) -> Arrival:
         """The next message of rank `source` on `lane`, of the shape and dtype of `like`."""
         number = self._expected[lane, source]
         self._expected[lane, source] = number + 1
         return Arrival(self, self._neighbours[source], (lane, number), like, tag, timeout_s)
+
+    def advance(self) -> None:
+        """Take up what is here of operations in flight."""
+        if self.unfinished:
+            self._hear_all()
+            for each in tuple(self.unfinished):
+                each.advance()
 
     def await_message(self, source: _Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
         """The offset of a message, when it has come."""
@@ -184,14 +250,7 @@ class Exchange:
 
     def say_done(self, source: _Neighbour, offset: int) -> None:
         """Tell the sender that its place has been read. One that has ended needs it no more."""
-        if not source.gone:
-            words = _HEADER.pack(_DONE, 0, 0, offset, 0)
-            try:
-                source.socket.send(words)
-            except BlockingIOError:
-                self._tell(source, words, timeout_s=60.0)
-            except (BrokenPipeError, ConnectionResetError):
-                return  # its last words may still be unread: who reads them finds that it is gone
+        self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s=DONE_S)
 
     def close(self) -> None:
         """Close the sockets; shared memory goes with the last view of it."""
@@ -200,13 +259,14 @@ class Exchange:
         self._neighbours.clear()
         os.close(self.outbox.descriptor)
 
-    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> None:
-        """Send one packet. While the reader's socket is full this rank goes on hearing: the reader may be full too."""
+    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> bool:
+        """Send one packet; False if the reader has ended. While its socket is full this rank goes on hearing: all may
+        be full."""
         end = time.monotonic() + timeout_s
-        while True:
+        while not reader.gone:
             try:
                 reader.socket.send(words)
-                return
+                return True
             except BlockingIOError:
                 if (left_s := end - time.monotonic()) <= 0:
                     message = f"Timed out after {timeout_s:g} s: rank {reader.rank} reads nothing"
@@ -220,7 +280,8 @@ class Exchange:
                 for each in ready:
                     self._hear(self._by_descriptor[each.fileno()])
             except (BrokenPipeError, ConnectionResetError):
-                raise ExchangeError(f"Connection closed by rank {reader.rank}") from None
+                return False  # its last words may still be unread: who reads them finds that it is gone
+        return False
 
     def _hear_all(self) -> None:
         for each in self._neighbours.values():
@@ -256,11 +317,10 @@ class Lane:
     ranks: tuple[int, ...]
     timeout_s: float
 
-    def post(self, tensor: Tensor, readers: Sequence[int], tag: str) -> None:
-        """Give `tensor` to the coordinates `readers`."""
-        if readers:
-            ranks = [self.ranks[coord] for coord in readers]
-            self.exchange.post(tensor, self.number, ranks, tag, self.timeout_s)
+    def post(self, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
+        """Give `tensor` to the coordinates `readers`, of which there are some."""
+        ranks = [self.ranks[coord] for coord in readers]
+        return self.exchange.post(tensor, self.number, ranks, tag, self.timeout_s)
 
     def expect(self, like: Tensor, source: int, tag: str) -> Arrival:
         """What coordinate `source` gives next, of the shape and dtype of `like`."""
@@ -405,16 +465,19 @@ def _tensor(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.d
 
 # ------------------------------------------------------------------------------------------------ the operations
 
-Started = tuple[Sequence[Any], Callable[[], None]]
+Stage = tuple[list["Arrival"], "Finish"]
+Finish = Callable[[], Stage | None]
+Started = tuple[Sequence[Any], Callable[[], Any]]
 """What has to be waited for, and what is done then."""
 WHOLE_BYTES = 1 << 16
 """Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
 
 
 class HostWire:
-    """The collectives of one group whose ranks share a host. Each posts at once; the rest happens in `finish`."""
+    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch."""
 
     def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
+        self._exchange = exchange
         self._together = Lane(exchange, 2 * number, tuple(ranks), timeout_s)
         self._pairs = Lane(exchange, 2 * number + 1, tuple(ranks), timeout_s)
         """Messages of two ranks have a sequence of their own: they may be posted and expected ahead of collectives."""
@@ -422,42 +485,112 @@ class HostWire:
         self._others = [coord for coord in range(self._size) if coord != self._coord]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
-        combine = _COMBINE[op]
-        self._together.post(tensor, self._others, tag)
-        is_cut = (
-            self._size > 2 and tensor.numel() * tensor.element_size() > WHOLE_BYTES and tensor.is_contiguous()
-        )
+        combine, size_bytes = _COMBINE[op], tensor.numel() * tensor.element_size()
+        is_cut = self._size > 2 and size_bytes > WHOLE_BYTES and tensor.is_contiguous()
+        self._post(self._together, tensor, self._others, tag)
         came = {j: self._together.expect(tensor, j, tag) for j in self._others}
 
-        def finish() -> None:
+        def add_all() -> None:
+            views = {j: each.view() for j, each in came.items()}
             if self._size == 2:
-                combine(tensor, came[1 - self._coord].view(), out=tensor)
-                came[1 - self._coord].done()
-            elif is_cut:
-                self._reduce_own_piece_and_gather(tensor, came, combine, tag)
+                combine(tensor, views[1 - self._coord], out=tensor)
             else:
-                total = self._combined(tensor, {j: each.view() for j, each in came.items()}, combine)
-                tensor.copy_(total)
-                for each in came.values():
-                    each.done()
+                tensor.copy_(self._combined(tensor, views, combine))
 
-        return list(came.values()), finish
+        def add_own_piece() -> Stage:
+            pieces = tensor.view(-1).tensor_split(self._size)
+            own = pieces[self._coord]
+            theirs = {
+                j: each.view().view(-1).tensor_split(self._size)[self._coord] for j, each in came.items()
+            }
+            own.copy_(self._combined(own, theirs, combine))
+            self._together.post(own, self._others, tag)
+            return self._filling({j: pieces[j] for j in self._others}, tag)
 
-    def _reduce_own_piece_and_gather(
-        self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
-    ) -> None:
-        pieces = tensor.view(-1).tensor_split(self._size)
-        theirs = {j: each.view().view(-1).tensor_split(self._size)[self._coord] for j, each in came.items()}
-        own = pieces[self._coord]
-        own.copy_(self._combined(own, theirs, combine))
-        for each in came.values():
-            each.done()
-        self._together.post(own, self._others, tag)
-        totals = {j: self._together.expect(pieces[j], j, tag) for j in self._others}
-        for j, total in totals.items():
-            total.wait()
-            pieces[j].copy_(total.view())
-            total.done()
+        return self._begun(list(came.values()), add_own_piece if is_cut else add_all)
+
+    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        self._post(self._together, shard, self._others, tag)
+        places = cut(whole, self._size, dim, shard.shape)
+        if places[self._coord].data_ptr() != shard.data_ptr():
+            places[self._coord].copy_(shard)
+        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+
+    def reduce_scatter(
+        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
+    ) -> Started:
+        """Always in rank order. `target` may be this rank's own part."""
+        parts = cut(full, self._size, dim, target.shape)
+        own = parts[self._coord]
+        for j in self._others:
+            self._post(self._together, parts[j], [j], tag)
+        came = {j: self._together.expect(own, j, tag) for j in self._others}
+
+        def add_in_rank_order() -> None:
+            self._add_up(own, {j: each.view() for j, each in came.items()}, target)
+
+        return self._begun(list(came.values()), add_in_rank_order)
+
+    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        if self._coord == source:
+            return self._post(self._together, tensor, self._others, tag), nothing
+        return self._begun(*self._filling({source: tensor}, tag))
+
+    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        if self._coord != target:
+            return self._post(self._together, tensor, [target], tag), nothing
+        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+
+        def add_in_rank_order() -> None:
+            self._add_up(tensor, {j: each.view() for j, each in came.items()}, tensor)
+
+        return self._begun(list(came.values()), add_in_rank_order)
+
+    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
+        parts, places = tensor.chunk(self._size), out.chunk(self._size)
+        for j in self._others:
+            self._post(self._together, parts[j], [j], tag)
+        places[self._coord].copy_(parts[self._coord])
+        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+
+    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
+        self._post(self._together, tensor, [to], tag)
+        return self._begun(*self._filling({source: out}, tag))
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
+        return self._post(self._pairs, tensor, [to], tag), nothing
+
+    def receive(self, into: Tensor, source: int, tag: str) -> Started:
+        return self._begun(*self._filling({source: into}, tag, self._pairs))
+
+    def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
+        self._exchange.advance()
+        return lane.post(tensor, readers, tag)
+
+    def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
+        return [Operation(self._exchange, arrivals, finish)], nothing
+
+    def _filling(self, places: Mapping[int, Tensor], tag: str, lane: Lane | None = None) -> Stage:
+        """What each of these coordinates posts next is copied to a place."""
+        came = [((lane or self._together).expect(place, j, tag), place) for j, place in places.items()]
+
+        def copy() -> None:
+            for message, place in came:
+                place.copy_(message.view())
+
+        return [message for message, _ in came], copy
+
+    def _add_up(self, own: Tensor, theirs: Mapping[int, Tensor], target: Tensor) -> None:
+        """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
+        before = [theirs[j] for j in range(self._coord)]
+        after = [theirs[j] for j in range(self._coord + 1, self._size)]
+        for term in before[
+            1:
+        ]:  # the own one may lie in `target`, so what comes before it is summed where it was posted
+            before[0].add_(term)
+        torch.add(own, before[0] if before else after.pop(0), out=target)
+        for term in after:
+            target.add_(term)
 
     def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
         """All terms in the order of ranks, in new memory."""
@@ -466,96 +599,6 @@ class HostWire:
         for term in rest:
             combine(total, term, out=total)
         return total
-
-    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
-        self._together.post(shard, self._others, tag)
-        places = cut(whole, self._size, dim, shard.shape)
-        if places[self._coord].data_ptr() != shard.data_ptr():
-            places[self._coord].copy_(shard)
-        came = {j: self._together.expect(shard, j, tag) for j in self._others}
-
-        def finish() -> None:
-            for j, each in came.items():
-                places[j].copy_(each.view())
-                each.done()
-
-        return list(came.values()), finish
-
-    def reduce_scatter(
-        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
-    ) -> Started:
-        """Always in rank order; needs no scratch. `target` may be this rank's own part."""
-        parts = cut(full, self._size, dim, target.shape)
-        for j in self._others:
-            self._together.post(parts[j], [j], tag)
-        own = parts[self._coord]
-        came = {j: self._together.expect(own, j, tag) for j in self._others}
-
-        def finish() -> None:
-            # What comes before the own part is summed where it was posted: the own may lie in `target`.
-            views = {j: each.view() for j, each in came.items()}
-            before = [views[j] for j in range(self._coord)]
-            for term in before[1:]:
-                before[0].add_(term)
-            after = [views[j] for j in range(self._coord + 1, self._size)]
-            torch.add(own, before[0] if before else after.pop(0), out=target)
-            for term in after:
-                target.add_(term)
-            for each in came.values():
-                each.done()
-
-        return list(came.values()), finish
-
-    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
-        if self._coord == source:
-            self._together.post(tensor, self._others, tag)
-            return [], nothing
-        return self._into(tensor, self._together.expect(tensor, source, tag))
-
-    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
-        if self._coord != target:
-            self._together.post(tensor, [target], tag)
-            return [], nothing
-        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
-
-        def finish() -> None:
-            tensor.copy_(self._combined(tensor, {j: each.view() for j, each in came.items()}, torch.add))
-            for each in came.values():
-                each.done()
-
-        return list(came.values()), finish
-
-    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
-        parts, places = tensor.chunk(self._size), out.chunk(self._size)
-        for j in self._others:
-            self._together.post(parts[j], [j], tag)
-        places[self._coord].copy_(parts[self._coord])
-        came = {j: self._together.expect(places[j], j, tag) for j in self._others}
-
-        def finish() -> None:
-            for j, each in came.items():
-                places[j].copy_(each.view())
-                each.done()
-
-        return list(came.values()), finish
-
-    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
-        self._together.post(tensor, [to], tag)
-        return self._into(out, self._together.expect(out, source, tag))
-
-    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
-        self._pairs.post(tensor, [to], tag)
-        return [], nothing
-
-    def receive(self, into: Tensor, source: int, tag: str) -> Started:
-        return self._into(into, self._pairs.expect(into, source, tag))
-
-    def _into(self, place: Tensor, message: Arrival) -> Started:
-        def finish() -> None:
-            place.copy_(message.view())
-            message.done()
-
-        return [message], finish
 
 
 def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:

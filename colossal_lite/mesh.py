@@ -130,6 +130,11 @@ class Mesh:
         return HostWire(self._exchange, number, ranks, ranks.index(self.rank), self._timeout_s)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks of the world exchange through shared memory."""
+        return self.world_size > 1 and _on_one_host(self._hosts, range(self.world_size))
+
+    @property
     def shared_bytes(self) -> int:
         """The most that this rank has laid in shared memory for others to read; 0 where no memory is shared."""
         return self._exchange.outbox.peak_bytes if self._exchange else 0

@@ -12,6 +12,8 @@ size of the world.
 `peak` is of tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the libraries that
 it loads beside torch's import, and what its allocator keeps of freed memory.  What the pieces of an exchange land in is
 part of `temporaries`, as on gloo (native collectives take as much or less); what a transport buffers itself is not.
+On CPUs of `one_host` pieces land nowhere: they are read where they were posted, in shared memory of the host, the row
+`exchange`: what two exchanges, one after the other, post.  A rank far ahead of the others may have posted more.
 """
 
 from __future__ import annotations
@@ -199,18 +201,20 @@ def plan(
     rank: int = 0,
     layers: Literal["auto"] | Mapping[str, str] = "auto",
     device_bytes: int | None = None,
+    one_host: bool = False,
 ) -> RunPlan:
     """The step of `rank` in a world of `world_size`, for `batch` samples of `sequence` tokens a step over all ranks.
 
     `model` is a GPTConfig or whatever builds a module that maps ids [B, T] to logits; `layers` its plan, as
-    `initialize` takes it; `device_bytes` the memory of a device, if it is known.  Nothing is allocated and no other
-    rank is needed.  Raises ConfigError for what the config cannot do with this world or this model.
+    `initialize` takes it; `device_bytes` the memory of a device, if it is known; `one_host`: all ranks are processes
+    of one host's CPUs.  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
+    cannot do with this world or this model.
     """
     config = Config.load(config)
     config.check_built()
     config = config.check_world(world_size)
     _check_sizes(batch, sequence, world_size, rank)
-    mesh = Mesh.recording(config.layout(), rank)
+    mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
     facts = _facts(model)
     if facts is not None:
         _check_sequence(facts, sequence)
@@ -235,6 +239,7 @@ def plan(
     for samples in filter(None, pieces):
         traffic.update(costs[samples].payload)
         calls.update(costs[samples].calls)
+    memory += _exchanged(mesh)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=rank,
@@ -626,7 +631,7 @@ def _staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces),
+        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces) + _exchanged(mesh),
         traffic=rows,
         batch=(
             *_arithmetic(config, batch, dry.sequence, mesh, pieces),
@@ -800,6 +805,12 @@ def _memory(
         }
         rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def _exchanged(mesh: Mesh) -> tuple[Held, ...]:
+    """What lies in shared memory for other ranks to read."""
+    posted = mesh.ledger.shared_bytes
+    return (Held("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
 
 
 def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:

@@ -655,7 +655,7 @@ def test_bytes_of_a_run_and_its_state_are_those_of_its_plan(name: str) -> None:
         with patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES):
             plan = planner.plan(
                 case.full_config, model.config, batch=case.global_batch, sequence=case.tokens,
-                world_size=case.world_size, rank=rank,
+                world_size=case.world_size, rank=rank, one_host=True,
             )  # fmt: skip
         assert [(r.operation, r.axis, r.calls, r.payload_bytes) for r in plan.traffic] == rows
         assert {kind: plan.bytes_of(kind) for kind in state} == state

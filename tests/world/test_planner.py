@@ -34,6 +34,7 @@ def planned(case: Case, rank: int) -> RunPlan:
         sequence=case.tokens,
         world_size=case.world_size,
         rank=rank,
+        one_host=True,
     )
 
 
