@@ -437,7 +437,7 @@ class TorchWire:
             return works, _keep(stacked)
         numel = full.numel() if native else full.numel() - own.numel()
         flat = full.new_empty(numel) if scratch is None else scratch[:numel]
-        pieces = list(flat.view(-1, *target.shape))
+        pieces = list(flat.view(self._size - (not native), *target.shape))
         outgoing = [own if j == self._coord else part.contiguous() for j, part in enumerate(parts)]
         if native:
             del pieces[self._coord]
