@@ -424,7 +424,7 @@ class Engine:
             for chunk in self._chunks:
                 tiers.setdefault(self._tier_of(chunk, kind) or device, []).append(chunk)
             for tier, chunks in (tiers or {device: []}).items():
-                extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in chunks]
+                extents = [Extent(chunk.spec.numel, chunk.shards.size) for chunk in chunks]
                 foreseen = forecast(self._sharding, extents, widths) | {
                     "optimizer": sum(self._optimizer.bytes_of(chunk)[1] for chunk in chunks)
                 }

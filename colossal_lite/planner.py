@@ -739,7 +739,7 @@ def _record_step(
     _record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for index, times in gathers.gathers().items():
         for _ in range(times * config.gradient_accumulation):
-            chunks[index].comm.all_gather(chunks[index].own_value)
+            chunks[index].shards.all_gather(chunks[index].own_value)
 
 
 def _record_agreement(

@@ -464,7 +464,7 @@ def _neighbours_shard(original: Any, self: ChunkSpec, parts: int, part: int) -> 
 
 
 def _half_of_the_norm(original: Any, self: Chunk) -> torch.Tensor:
-    return original(self) * (self.comm.coord == 0)
+    return original(self) * (self.groups.all.coord == 0)
 
 
 def _sum_of_the_first(
@@ -552,6 +552,45 @@ FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "sharded weights, a parameter left out": (WEIGHTS, ChunkOptimizer, "update", _one_step_count),
 }
 ALL |= FAULTS_WEIGHTS
+
+
+# ---- hybrid sharding ----
+
+
+def _copies_not_summed(original: Any, self: Chunk) -> None:
+    return None
+
+
+def _copies_summed_too_early(original: Any, self: GradientHooks, **more: Any) -> None:
+    original(self, **more | dict(ends=True))
+
+
+def _every_copy_counts_its_shard(original: Any, self: Chunk, first: int, last: int) -> slice:
+    self.share = self.shard
+    return original(self, first, last)
+
+
+def _shard_of_the_next_rank(original: Any, self: Chunk) -> None:
+    original(self)
+    summed = self.groups.copies.all_gather(self.gradient)
+    self.gradient.copy_(self.shards.shift(summed[: self.gradient.numel()].contiguous()))
+
+
+def _sums_of_copies_alone(original: Any, self: Chunk) -> None:
+    self.groups.copies.all_gather(self._sharded_sums().clone(), self.gradient)
+
+
+HYBRID = replace(CASE, world_size=4, steps=2, chunk_bytes=8 * 3000, vocabulary=200)
+HYBRID_WEIGHTS = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=3, shard=2)))
+HYBRID_ORDER = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=2, shard=2, reduction="ordered")))
+FAULTS_HYBRID: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "copies are not summed": (HYBRID_WEIGHTS, Chunk, "start_copies", _copies_not_summed),
+    "copies are summed before the last": (HYBRID_WEIGHTS, GradientHooks, "begin", _copies_summed_too_early),
+    "each copy counts in the norm": (HYBRID_WEIGHTS, Chunk, "_share_of", _every_copy_counts_its_shard),
+    "a copy's shards have wrong owners": (HYBRID_WEIGHTS, Chunk, "conclude", _shard_of_the_next_rank),
+    "in order, sums of copies alone": (HYBRID_ORDER, Chunk, "_gather_sums", _sums_of_copies_alone),
+}
+ALL |= FAULTS_HYBRID
 
 
 # ---- state on the host ----
@@ -935,6 +974,8 @@ CASES = {
     "data": CASE,
     "sharded": SHARDED,
     "sharded weights": WEIGHTS,
+    "copies of sharded weights": HYBRID_WEIGHTS,
+    "copies, in order": HYBRID_ORDER,
     "state on the host": HOST,
     "state on disk": DISK,
     "cut": CUT,
