@@ -22,7 +22,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,15 @@ from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context
 from colossal_lite.data import check_batch
-from colossal_lite.deferral import WeightQueue, defer_weights, restore_weights
+from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.tracer import StepMeter
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
-from colossal_lite.pipeline.runtime import Runtime, Work, run
+from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
 from colossal_lite.pipeline.units import Stages
 from colossal_lite.plan import Action, Kind, Plan
@@ -54,6 +55,7 @@ from colossal_lite.zero.build import chunk_optimizer, sharding_of, slots_of
 from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
@@ -105,6 +107,16 @@ class MemoryRow:
     peak_bytes: int
     forecast_bytes: int | None
     """None where nobody could foretell it."""
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One direction between two tiers since the last step began: bytes that copies were asked for, and seconds that
+    the computing has waited for them."""
+
+    link: str
+    moved_bytes: int
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,7 @@ class Engine:
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._totals: Totals | None = None
         self._has_checked_generator = False
+        self._mark_links()
         self._foretell, self._meter, self._is_metered = foretell, StepMeter(), False
         self._checkpoints = Checkpointer(
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
@@ -220,26 +233,19 @@ class Engine:
         factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
         skipped = not totals.is_finite or totals.weight == 0
         self._weights.flush()  # of modules that were not used, the weights may still be on their way
-        if not skipped:
-            self._optimizer.changed = False
-            scale = totals.weight / self._clip_factor(totals.grad_norm)
-            run(
-                self._optimizer.plan[0],
-                {
-                    Kind.UPDATE: lambda action: self._update(
-                        self._chunks[_chunk_of(action)], totals, factor, scale
-                    ),
-                    **self._optimizer.moves,
-                },
-            )
-            self._optimizer.finish(factor)
-            self._warn_if_unchanged(factor)
+        owed = None if skipped else self._owed(totals, factor)
         if totals.weight:
             self._loss_scale = self._loss_scale.after(totals.is_finite)
         tokens = (
             int(totals.weight) if self._by_count is not False else 0
         )  # unknown when backward got no counts
-        self._clear()
+        self._forget()
+        if owed is None:
+            self._hooks.clear()
+        elif self._defers:
+            self._weights.owe(owed)
+        else:
+            owed.finish()
         self.steps += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         self.stop_agreed = totals.stop
@@ -289,7 +295,9 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has used."""
-        self._clear()
+        self._forget()
+        if not self._weights.owes:  # else there are none: they come after a forward, before which all is paid
+            self._hooks.clear()
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
         """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
@@ -305,6 +313,7 @@ class Engine:
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)
+        self._before_backward()
         self._hooks.begin(0, is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
@@ -327,10 +336,12 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
+        self._rest()
         return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        self._rest()
         return self._whole.optimizer_state()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -338,6 +349,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
+        self._rest()
         self._whole.load(state)
 
     # ---- checkpoints ----
@@ -351,6 +363,8 @@ class Engine:
         `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then tells how it ended.
         Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
         """
+        with suppress(DiskError):  # who reads the records is told it again, and tells every rank
+            self._rest()
         config = self.context.config
         facts = Facts(
             self.steps, samples, config.seed, self._settings(), _own_config(self.model), self._optimizer.updates(),
@@ -377,6 +391,8 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
+        with suppress(DiskError):  # as in `save`
+            self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
         with self._phase("load"):
             loaded = self._checkpoints.load(
@@ -389,7 +405,8 @@ class Engine:
                 chunk.start_gather()
             self._optimizer.settle()
             self._weights.flush()
-            self._clear()
+            self._forget()
+            self._hooks.clear()
             self._optimizer.set_updates(loaded.manifest.updates)
             self._loss_scale = self._loss_scale.at(loaded.manifest.loss_scale)
             self.steps = loaded.step
@@ -499,6 +516,17 @@ class Engine:
         """What fp16 gradients are multiplied with while they are fp16; 1 in every other dtype."""
         return self._loss_scale.scale
 
+    def link_report(self) -> tuple[LinkRow, ...]:
+        """Of each link between tiers, since the last step began; empty where all state rests on the device.  What a
+        step owes to its updates counts in the one in which they run."""
+        return tuple(
+            LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
+            for link, (moved, waited) in zip(self._optimizer.links, self._link_marks, strict=True)
+        )
+
+    def _mark_links(self) -> None:
+        self._link_marks = [(link.moved_bytes, link.waited_s) for link in self._optimizer.links]
+
     @property
     def ledger(self) -> Any:
         """Payload bytes and calls per (operation, axis) since the last step began."""
@@ -521,11 +549,12 @@ class Engine:
             raise ValueError(
                 "forward_backward: a load failed halfway, the weights are a mix; load a checkpoint first"
             )
-        if not self._hooks.is_clear:
+        if not self._hooks.is_clear and not self._weights.owes:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self.mesh.ledger.clear()
+        self._mark_links()
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
@@ -576,17 +605,22 @@ class Engine:
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
-        work = Work(
-            forward=lambda stage, i, carried: self._noted(
-                self._forward(stage, parts[i], carried, sums), parts
-            ),
-            before_backward=lambda stage, i, kind, later: self._hooks.begin(
+
+        def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
+            self._before_backward()
+            self._hooks.begin(
                 stage,
                 is_last=i == len(parts) - 1,
                 seed=self._seed(parts[i]),
                 is_whole=kind is not Kind.I,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is Kind.W else None,
+            )
+
+        work = Work(
+            forward=lambda stage, i, carried: self._noted(
+                self._forward(stage, parts[i], carried, sums), parts
             ),
+            before_backward=before_backward,
             around_backward=self._weights.backward,
             put_off=self._queue.open,
             pass_over=self._pass_over,
@@ -703,12 +737,47 @@ class Engine:
         loss, weight, stop, *used = row[: 2 + len(flags)].tolist()
         return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
 
+    @property
+    def _defers(self) -> bool:
+        """Whether updates run while the next forward does: where state comes over a link. Compiled blocks take no
+        updates into their code."""
+        state = self._optimizer
+        moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
+        return moves and self.context.config.compile == "none"
+
+    def _owed(self, totals: Totals, factor: float) -> Owed:
+        """The updates of a step, every number of which is known."""
+        self._optimizer.changed = False
+        scale = totals.weight / self._clip_factor(totals.grad_norm)
+
+        def end() -> None:
+            self._optimizer.finish(factor)
+            self._warn_if_unchanged(factor)
+            self._hooks.clear()
+
+        def update(action: Action) -> None:
+            self._update(self._chunks[_chunk_of(action)], totals, factor, scale)
+
+        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end)
+
+    def _rest(self) -> None:
+        """Everything that is owed or on its way is where it rests."""
+        self._weights.flush()
+        self._optimizer.rest()
+
+    def _before_backward(self) -> None:
+        """Gradients come now; what of the optimizer's state is needed first may come meanwhile."""
+        if self._residence is None or self._residence.placement is not None:
+            self._optimizer.prepare()
+
     def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
-        self.mesh.progress.phase = "update"
+        before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
+        chunk.pay()
         self._weights.updated(chunk, changed=any(used))
+        self.mesh.progress.phase = before
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor
@@ -743,8 +812,7 @@ class Engine:
         for chunk in reversed(self._chunks):
             self._hooks.reduce(chunk.spec.id)
 
-    def _clear(self) -> None:
-        self._hooks.clear()
+    def _forget(self) -> None:
         self._totals, self._by_count = None, None
         self._sums.zero_()
 

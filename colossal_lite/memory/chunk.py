@@ -12,10 +12,11 @@ Where several copies of a chunk are sharded over some ranks each (`Groups`), sum
 copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
 them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY, weights
-WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin and rest as SHARDED); any other move is a
-programming error and stops at once.  The values of a buffer mean something only in the states named by its method.  A
-parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it past the gates gets no stale number.
-Parameters never change their shape, dtype or identity.
+WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin and rest as SHARDED) and, where a step owes
+their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a programming error and stops at once.  The
+values of a buffer mean something only in the states named by its method.  A parameter of a chunk that is not WHOLE is a
+view of one NaN: whoever reads it past the gates gets no stale number.  Parameters never change their shape, dtype or
+identity.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class WeightState(StrEnum):
     SHARDED = "sharded"  # this rank has the newest of its own shard only
     FETCHING = "fetching"  # its own shard is on its way from the host
     GATHERING = "gathering"  # the shards of the others are on their way
+    OWED = "owed"  # the update of the last step has yet to come
 
 
 LEGAL_WEIGHT = {
@@ -71,6 +73,8 @@ LEGAL_WEIGHT = {
     (WeightState.FETCHING, WeightState.GATHERING),
     (WeightState.FETCHING, WeightState.SHARDED),  # dropped before it was gathered
     (WeightState.GATHERING, WeightState.WHOLE),
+    (WeightState.WHOLE, WeightState.OWED),
+    (WeightState.OWED, WeightState.WHOLE),
 }
 
 
@@ -254,6 +258,19 @@ class Chunk:
     def seen(self, start: int, stop: int) -> Tensor | None:
         """What the model sees of master elements [start, stop), for an update to write; None: the masters."""
         return None if self.master is self.own_value else self.own_value[start:stop]
+
+    def owe(self) -> None:
+        """Nobody may read the weights until their update, which has yet to come."""
+        if not self.is_sharded:  # else nobody can
+            self.finish_gather()
+            self.move_weights(WeightState.OWED)
+            self._hide()
+
+    def pay(self) -> None:
+        """The update that was owed has come."""
+        if self.weights is WeightState.OWED:
+            self._show()
+            self.move_weights(WeightState.WHOLE)
 
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.

@@ -679,9 +679,10 @@ ALL |= FAULTS_BUDGET
 
 
 def _not_awaited(original: Any, self: DiskStates, index: int) -> None:
-    slot, came = self._came[index]
-    came.wait()
-    self._elements(slot, index).fill_(0.1)  # what was in the slot before
+    if index in self._came:  # else it was fetched ahead
+        slot, came = self._came[index]
+        came.wait()
+        self._elements(slot, index).fill_(0.1)  # what was in the slot before
     original(self, index)
 
 
@@ -695,7 +696,7 @@ def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None
     before = slot.clone()
     slot.zero_()
     original(self, index)
-    self._outgoing[-1].wait()
+    self._outgoing[index].wait()
     slot.copy_(before)
 
 
