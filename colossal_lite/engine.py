@@ -5,8 +5,9 @@ Note: a step.
 small all-reduce in which the ranks agree on the sums of loss, tokens and squares, on which parameters were used, and on
 whether to stop, then UPDATE of each chunk.  Backward is seeded with the *sum* of the token losses, so that no count is
 needed before it; the division by the global number of valid tokens is done together with the clip factor inside the
-optimizer.  Hence the loss is the mean over all valid tokens of the global batch whatever the cut, and gradients are
-those of that mean.  A step whose loss or gradient is not finite, or that has no valid token, is skipped and says so.
+optimizer.  Hence the loss is the mean over all valid tokens of the global batch whatever the cut, with what a model
+emits beside it (auxiliary.py), and gradients are those of that loss.  A step whose loss or gradient is not finite, or
+that has no valid token, is skipped and says so.
 
 Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `4 + parameters` float64, and, where
 the model has dropout, one all-gather of the ranks' batch sizes.
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context
@@ -191,9 +193,8 @@ class Engine:
         )
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
-        self._sums = torch.zeros(
-            2, dtype=torch.float64, device=context.device
-        )  # loss and weight since the last step
+        self._auxiliary = parallelized.auxiliary
+        self._sums = self._no_sums()  # since the last step
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._totals: Totals | None = None
         self._has_checked_generator = False
@@ -219,8 +220,10 @@ class Engine:
             parts = self._begin(batch)
             self.model.train()
             self._run(parts, self._sums)
+            self._auxiliary.check_delivered()
             self._hooks.conclude()
             self._totals = self._agree()
+            self._auxiliary.check_count(self._totals.weight)
         self._settle()
         return self._mean_loss(self._totals)
 
@@ -264,11 +267,11 @@ class Engine:
         self._weights.flush()
         was_training = self.model.training
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        sums = self._no_sums()
         self._run(parts, sums)
         self.model.train(was_training)
-        sums = sums if self._tells_loss else torch.zeros_like(sums)
-        loss_sum, count = self.mesh.world.all_reduce(sums).tolist()
+        loss_sum, count = self.mesh.world.all_reduce(_told(sums, self._tells_loss)).tolist()
+        self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
     # ---- the Colossal-AI manner: the user's own loop ----
@@ -276,8 +279,9 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
+        self._refuse_with_auxiliary("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._first_sample(self._sizes(inputs.shape[0]))
+        first = self._first_sample(self._sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -306,6 +310,7 @@ class Engine:
         `count`: the loss is a mean over so many tokens, and the step divides by
         the global number; None: every data rank weighs the same, and the losses of several calls add up."""
         self._refuse_with_pipeline("backward")
+        self._refuse_with_auxiliary("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
@@ -538,6 +543,7 @@ class Engine:
         self._hooks.remove()
         restore(self.model)
         restore_weights(self.model)
+        unbind(self.model)
         self._weights.remove()
         self._optimizer.close()
 
@@ -562,7 +568,7 @@ class Engine:
         self._optimizer.check()
         check_batch(batch, vocabulary=self._facts.vocabulary if self._facts else None)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
-        sizes = self._sizes(labels.shape[0])
+        sizes = self._sizes(labels)
         whole = read_batch(batch, device=self.context.device, first_sample=self._first_sample(sizes))
         turns = whole.cut(self.context.config.gradient_accumulation)
         micro_batches = self._micro_batches(sizes) if torch.is_grad_enabled() else self._fewer(sizes)
@@ -573,13 +579,17 @@ class Engine:
                     self._parallelized.strategy.local_part(part)
         return parts
 
-    def _sizes(self, size: int) -> list[int]:
-        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do."""
-        data = self.mesh.axis("data")
-        asks = self._parallelized.has_dropout or self._runtime.comm.size > 1
-        if data.size == 1 or not asks:
-            return [size]
-        return [int(n) for n in data.all_gather(torch.tensor([size], device=self.context.device)).tolist()]
+    def _sizes(self, labels: Tensor) -> list[int]:
+        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do, and
+        auxiliary losses, for valid labels too."""
+        data, row, told = self.mesh.axis("data"), [labels.shape[0]], self._parallelized.told
+        row += [int((labels != -100).sum())] if self._auxiliary.names else []
+        rows = [row]
+        if data.size > 1 and (told or self._runtime.comm.size > 1):
+            rows = data.all_gather(torch.tensor(rows, device=self.context.device)).tolist()
+        if self._auxiliary.names:
+            self._auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
+        return [int(size) for size, *_ in rows]
 
     def _first_sample(self, sizes: Sequence[int]) -> int:
         """Where this rank's samples begin in the global batch; only dropout asks."""
@@ -608,6 +618,7 @@ class Engine:
 
         def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
             self._before_backward()
+            self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
                 is_last=i == len(parts) - 1,
@@ -661,14 +672,16 @@ class Engine:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, _positions(local))
-        with self._weights.forward(), self._only_counted_randomness():
+        heard = self._auxiliary.heard(sums[2], len(local.samples))
+        with self._weights.forward(), self._only_counted_randomness(), heard:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
         if getattr(outputs, "aux_loss", None) is not None:
             raise ValueError(
-                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, and auxiliary losses are not "
-                f"built; legal: a model that gives none (output_router_logits=False)"
+                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, a mean to which the parts of a "
+                f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "
+                f"by colossal_lite.AuxiliaryLoss"
             )
         outputs = getattr(outputs, "logits", outputs)
         loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
@@ -692,6 +705,13 @@ class Engine:
             raise ValueError(
                 f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
                 f"forward_backward and step, eval_step, or parallel.pipeline=1"
+            )
+
+    def _refuse_with_auxiliary(self, what: str) -> None:
+        if self._auxiliary.names:
+            raise ValueError(
+                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
+                f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
@@ -727,7 +747,7 @@ class Engine:
             if self._by_count is None
             else self.mesh.coord("pipeline", "sequence", "tensor") == 0
         )
-        sums = self._sums if tells else torch.zeros_like(self._sums)
+        sums = _told(self._sums, tells)
         here = {chunk.spec.id: chunk.used for chunk in self._chunks}
         used_of = [here.get(spec.id, [False] * len(spec.entries)) for spec in self._packed]
         flags = [self.context.stop_requested, *(used for used_here in used_of for used in used_here)]
@@ -820,6 +840,10 @@ class Engine:
         sums[0] += loss
         sums[1] += weight
 
+    def _no_sums(self) -> Tensor:
+        """Of the losses of labels and of their weights, and of what auxiliary losses add to the first."""
+        return torch.zeros(3, dtype=torch.float64, device=self.context.device)
+
     def _clip_factor(self, norm: float) -> float:
         limit = self.context.config.clip_grad_norm
         return min(1.0, limit / (norm + 1e-6)) if limit is not None else 1.0
@@ -856,6 +880,12 @@ def _positions(part: Batch) -> Tensor:
     if part.positions is not None:
         return part.positions
     return torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=part.inputs.device)
+
+
+def _told(sums: Tensor, tells: bool) -> Tensor:
+    """(loss, weight) of this rank: auxiliary losses are told where they are emitted, labels where `tells`."""
+    loss, weight, auxiliary = sums
+    return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
 
 
 def _chunk_of(action: Action) -> int:
