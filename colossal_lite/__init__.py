@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from colossal_lite import models as models
+    from colossal_lite.auxiliary import AuxiliaryLoss as AuxiliaryLoss
     from colossal_lite.build import initialize as initialize
     from colossal_lite.config import Config as Config
     from colossal_lite.config import ConfigError as ConfigError
@@ -29,6 +30,7 @@ if not (_here / "kernels").is_dir():  # a source tree: kernels/ and launcher/ li
     __path__.append(str(_here.parent))
 
 _MODULE_OF = {
+    "AuxiliaryLoss": "auxiliary",
     "Config": "config",
     "ConfigError": "config",
     "Context": "context",

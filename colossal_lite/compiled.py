@@ -2,9 +2,9 @@
 
 Note: blocks of one class share compiled code, so its cost is that of one block, not of the model: some 20 s on a CPU,
 once for each shape and for evaluation.  Names of modules and parameters stay as they are.  Dropout stays outside the
-compiled code: its counters are Python's.  Inductor needs a C++ compiler on CPU and Triton on CUDA; whether it works is
-found by compiling one line before anything is allocated.  It changes the order of sums within a block, so its numbers
-are those of the plain run up to rounding, not to the bit.
+compiled code: its counters are Python's, and so do auxiliary losses.  Inductor needs a C++ compiler on CPU and Triton
+on CUDA; whether it works is found by compiling one line before anything is allocated.  It changes the order of sums
+within a block, so its numbers are those of the plain run up to rounding, not to the bit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.auxiliary import AuxiliaryLoss
 from colossal_lite.kernels import Dropout
 from colossal_lite.problems import ConfigError, Problem
 
@@ -35,7 +36,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], device: torch.device) -> Non
         raise ConfigError([Problem("compile", "block", rule, legal)]) from error
     for block in blocks.values():
         for child in block.modules():
-            if isinstance(child, Dropout):
+            if isinstance(child, Dropout | AuxiliaryLoss):
                 child.forward = torch.compiler.disable(child.forward)  # type: ignore[method-assign]
         block.compile()
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from colossal_lite.config_rules import model_problems, unbuilt_problems, world_problems
+from colossal_lite.config_rules import model_problems, shard_problems, unbuilt_problems, world_problems
 from colossal_lite.config_source import SHORT_FORMS, given_paths, lay_over, plain, read_source, write_out
 from colossal_lite.layout import MeshLayout
 from colossal_lite.legacy_keys import translate
@@ -191,7 +191,8 @@ class Config(Section):
 
     def check_world(self, world_size: int) -> Config:
         """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world."""
-        refuse(world_problems(self.parallel, world_size, self._origins))
+        asked = world_size, self._origins
+        refuse([*world_problems(self.parallel, *asked), *shard_problems(self.parallel, self.zero, *asked)])
         if self.parallel.data != "auto":
             return self
         rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size
@@ -224,6 +225,7 @@ class Config(Section):
             tensor_mode=tensor.mode,
             tensor_depth=tensor.sheets,
             ulysses=sequence.ulysses if sequence.mode == "usp" and sequence.size > 1 else None,
+            data_shard=self.zero.shard if self.zero.is_hybrid(data) else None,
         )
 
     def resolved(self) -> tuple[Row, ...]:

@@ -17,6 +17,7 @@ from colossal_lite.problems import Problem, dig
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config, ParallelConfig
+    from colossal_lite.settings import ZeroConfig
 
 
 def divisors(number: int) -> list[int]:
@@ -79,6 +80,21 @@ def _product_problems(
         rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
     legal = "; ".join(map(str, nearest_factorisations(parallel, world_size)))
     yield Problem("parallel.data", parallel.data, rule, legal)
+
+
+def shard_problems(
+    parallel: ParallelConfig, zero: ZeroConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Whether the data axis can be cut into the copies of hybrid sharding."""
+    data, rest = parallel.data, parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    whence = origins.get("parallel.data", "default")
+    if data == "auto":
+        if world_size < 1 or world_size % rest:  # told already
+            return
+        data, whence = world_size // rest, "derived"
+    if zero.stage and zero.shard is not None and data % zero.shard:
+        rule = f"must divide parallel.data={data} ({whence})"
+        yield Problem("zero.shard", zero.shard, rule, _listed(divisors(data)))
 
 
 def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:

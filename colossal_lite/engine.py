@@ -5,8 +5,9 @@ Note: a step.
 small all-reduce in which the ranks agree on the sums of loss, tokens and squares, on which parameters were used, and on
 whether to stop, then UPDATE of each chunk.  Backward is seeded with the *sum* of the token losses, so that no count is
 needed before it; the division by the global number of valid tokens is done together with the clip factor inside the
-optimizer.  Hence the loss is the mean over all valid tokens of the global batch whatever the cut, and gradients are
-those of that mean.  A step whose loss or gradient is not finite, or that has no valid token, is skipped and says so.
+optimizer.  Hence the loss is the mean over all valid tokens of the global batch whatever the cut, with what a model
+emits beside it (auxiliary.py), and gradients are those of that loss.  A step whose loss or gradient is not finite, or
+that has no valid token, is skipped and says so.
 
 Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `4 + parameters` float64, and, where
 the model has dropout, one all-gather of the ranks' batch sizes.
@@ -22,7 +23,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context
 from colossal_lite.data import check_batch
-from colossal_lite.deferral import WeightQueue, defer_weights, restore_weights
+from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.tracer import StepMeter
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
-from colossal_lite.pipeline.runtime import Runtime, Work, run
+from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
 from colossal_lite.pipeline.units import Stages
 from colossal_lite.plan import Action, Kind, Plan
@@ -54,6 +57,7 @@ from colossal_lite.zero.build import chunk_optimizer, sharding_of, slots_of
 from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
@@ -105,6 +109,16 @@ class MemoryRow:
     peak_bytes: int
     forecast_bytes: int | None
     """None where nobody could foretell it."""
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One direction between two tiers since the last step began: bytes that copies were asked for, and seconds that
+    the computing has waited for them."""
+
+    link: str
+    moved_bytes: int
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -179,12 +193,12 @@ class Engine:
         )
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
-        self._sums = torch.zeros(
-            2, dtype=torch.float64, device=context.device
-        )  # loss and weight since the last step
+        self._auxiliary = parallelized.auxiliary
+        self._sums = self._no_sums()  # since the last step
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._totals: Totals | None = None
         self._has_checked_generator = False
+        self._mark_links()
         self._foretell, self._meter, self._is_metered = foretell, StepMeter(), False
         self._checkpoints = Checkpointer(
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
@@ -206,8 +220,10 @@ class Engine:
             parts = self._begin(batch)
             self.model.train()
             self._run(parts, self._sums)
+            self._auxiliary.check_delivered()
             self._hooks.conclude()
             self._totals = self._agree()
+            self._auxiliary.check_count(self._totals.weight)
         self._settle()
         return self._mean_loss(self._totals)
 
@@ -220,26 +236,19 @@ class Engine:
         factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
         skipped = not totals.is_finite or totals.weight == 0
         self._weights.flush()  # of modules that were not used, the weights may still be on their way
-        if not skipped:
-            self._optimizer.changed = False
-            scale = totals.weight / self._clip_factor(totals.grad_norm)
-            run(
-                self._optimizer.plan[0],
-                {
-                    Kind.UPDATE: lambda action: self._update(
-                        self._chunks[_chunk_of(action)], totals, factor, scale
-                    ),
-                    **self._optimizer.moves,
-                },
-            )
-            self._optimizer.finish(factor)
-            self._warn_if_unchanged(factor)
+        owed = None if skipped else self._owed(totals, factor)
         if totals.weight:
             self._loss_scale = self._loss_scale.after(totals.is_finite)
         tokens = (
             int(totals.weight) if self._by_count is not False else 0
         )  # unknown when backward got no counts
-        self._clear()
+        self._forget()
+        if owed is None:
+            self._hooks.clear()
+        elif self._defers:
+            self._weights.owe(owed)
+        else:
+            owed.finish()
         self.steps += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         self.stop_agreed = totals.stop
@@ -258,11 +267,11 @@ class Engine:
         self._weights.flush()
         was_training = self.model.training
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        sums = self._no_sums()
         self._run(parts, sums)
         self.model.train(was_training)
-        sums = sums if self._tells_loss else torch.zeros_like(sums)
-        loss_sum, count = self.mesh.world.all_reduce(sums).tolist()
+        loss_sum, count = self.mesh.world.all_reduce(_told(sums, self._tells_loss)).tolist()
+        self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
     # ---- the Colossal-AI manner: the user's own loop ----
@@ -270,8 +279,9 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
+        self._refuse_with_auxiliary("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._first_sample(self._sizes(inputs.shape[0]))
+        first = self._first_sample(self._sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -289,7 +299,9 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has used."""
-        self._clear()
+        self._forget()
+        if not self._weights.owes:  # else there are none: they come after a forward, before which all is paid
+            self._hooks.clear()
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
         """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
@@ -298,6 +310,7 @@ class Engine:
         `count`: the loss is a mean over so many tokens, and the step divides by
         the global number; None: every data rank weighs the same, and the losses of several calls add up."""
         self._refuse_with_pipeline("backward")
+        self._refuse_with_auxiliary("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
@@ -305,6 +318,7 @@ class Engine:
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)
+        self._before_backward()
         self._hooks.begin(0, is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
@@ -327,10 +341,12 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
+        self._rest()
         return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        self._rest()
         return self._whole.optimizer_state()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -338,6 +354,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
+        self._rest()
         self._whole.load(state)
 
     # ---- checkpoints ----
@@ -351,6 +368,8 @@ class Engine:
         `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then tells how it ended.
         Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
         """
+        with suppress(DiskError):  # who reads the records is told it again, and tells every rank
+            self._rest()
         config = self.context.config
         facts = Facts(
             self.steps, samples, config.seed, self._settings(), _own_config(self.model), self._optimizer.updates(),
@@ -377,6 +396,8 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
+        with suppress(DiskError):  # as in `save`
+            self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
         with self._phase("load"):
             loaded = self._checkpoints.load(
@@ -389,7 +410,8 @@ class Engine:
                 chunk.start_gather()
             self._optimizer.settle()
             self._weights.flush()
-            self._clear()
+            self._forget()
+            self._hooks.clear()
             self._optimizer.set_updates(loaded.manifest.updates)
             self._loss_scale = self._loss_scale.at(loaded.manifest.loss_scale)
             self.steps = loaded.step
@@ -424,7 +446,7 @@ class Engine:
             for chunk in self._chunks:
                 tiers.setdefault(self._tier_of(chunk, kind) or device, []).append(chunk)
             for tier, chunks in (tiers or {device: []}).items():
-                extents = [Extent(chunk.spec.numel, chunk.comm.size) for chunk in chunks]
+                extents = [Extent(chunk.spec.numel, chunk.shards.size) for chunk in chunks]
                 foreseen = forecast(self._sharding, extents, widths) | {
                     "optimizer": sum(self._optimizer.bytes_of(chunk)[1] for chunk in chunks)
                 }
@@ -502,6 +524,17 @@ class Engine:
         """What fp16 gradients are multiplied with while they are fp16; 1 in every other dtype."""
         return self._loss_scale.scale
 
+    def link_report(self) -> tuple[LinkRow, ...]:
+        """Of each link between tiers, since the last step began; empty where all state rests on the device.  What a
+        step owes to its updates counts in the one in which they run."""
+        return tuple(
+            LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
+            for link, (moved, waited) in zip(self._optimizer.links, self._link_marks, strict=True)
+        )
+
+    def _mark_links(self) -> None:
+        self._link_marks = [(link.moved_bytes, link.waited_s) for link in self._optimizer.links]
+
     @property
     def ledger(self) -> Any:
         """Payload bytes and calls per (operation, axis) since the last step began."""
@@ -513,6 +546,7 @@ class Engine:
         self._hooks.remove()
         restore(self.model)
         restore_weights(self.model)
+        unbind(self.model)
         self._weights.remove()
         self._optimizer.close()
 
@@ -524,11 +558,12 @@ class Engine:
             raise ValueError(
                 "forward_backward: a load failed halfway, the weights are a mix; load a checkpoint first"
             )
-        if not self._hooks.is_clear:
+        if not self._hooks.is_clear and not self._weights.owes:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self.mesh.ledger.clear()
+        self._mark_links()
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
@@ -536,7 +571,7 @@ class Engine:
         self._optimizer.check()
         check_batch(batch, vocabulary=self._facts.vocabulary if self._facts else None)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
-        sizes = self._sizes(labels.shape[0])
+        sizes = self._sizes(labels)
         whole = read_batch(batch, device=self.context.device, first_sample=self._first_sample(sizes))
         turns = whole.cut(self.context.config.gradient_accumulation)
         micro_batches = self._micro_batches(sizes) if torch.is_grad_enabled() else self._fewer(sizes)
@@ -547,13 +582,17 @@ class Engine:
                     self._parallelized.strategy.local_part(part)
         return parts
 
-    def _sizes(self, size: int) -> list[int]:
-        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do."""
-        data = self.mesh.axis("data")
-        asks = self._parallelized.has_dropout or self._runtime.comm.size > 1
-        if data.size == 1 or not asks:
-            return [size]
-        return [int(n) for n in data.all_gather(torch.tensor([size], device=self.context.device)).tolist()]
+    def _sizes(self, labels: Tensor) -> list[int]:
+        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do, and
+        auxiliary losses, for valid labels too."""
+        data, row, told = self.mesh.axis("data"), [labels.shape[0]], self._parallelized.told
+        row += [int((labels != -100).sum())] if self._auxiliary.names else []
+        rows = [row]
+        if data.size > 1 and (told or self._runtime.comm.size > 1):
+            rows = data.all_gather(torch.tensor(rows, device=self.context.device)).tolist()
+        if self._auxiliary.names:
+            self._auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
+        return [int(size) for size, *_ in rows]
 
     def _first_sample(self, sizes: Sequence[int]) -> int:
         """Where this rank's samples begin in the global batch; only dropout asks."""
@@ -579,17 +618,23 @@ class Engine:
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
-        work = Work(
-            forward=lambda stage, i, carried: self._noted(
-                self._forward(stage, parts[i], carried, sums), parts
-            ),
-            before_backward=lambda stage, i, kind, later: self._hooks.begin(
+
+        def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
+            self._before_backward()
+            self._auxiliary.seed = self._seed(parts[i])
+            self._hooks.begin(
                 stage,
                 is_last=i == len(parts) - 1,
                 seed=self._seed(parts[i]),
                 is_whole=kind is not Kind.I,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is Kind.W else None,
+            )
+
+        work = Work(
+            forward=lambda stage, i, carried: self._noted(
+                self._forward(stage, parts[i], carried, sums), parts
             ),
+            before_backward=before_backward,
             around_backward=self._weights.backward,
             put_off=self._queue.open,
             pass_over=self._pass_over,
@@ -630,14 +675,16 @@ class Engine:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, _positions(local))
-        with self._weights.forward(), self._only_counted_randomness():
+        heard = self._auxiliary.heard(sums[2], len(local.samples))
+        with self._weights.forward(), self._only_counted_randomness(), heard:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
         if getattr(outputs, "aux_loss", None) is not None:
             raise ValueError(
-                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, and auxiliary losses are not "
-                f"built; legal: a model that gives none (output_router_logits=False)"
+                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, a mean to which the parts of a "
+                f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "
+                f"by colossal_lite.AuxiliaryLoss"
             )
         outputs = getattr(outputs, "logits", outputs)
         loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
@@ -661,6 +708,13 @@ class Engine:
             raise ValueError(
                 f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
                 f"forward_backward and step, eval_step, or parallel.pipeline=1"
+            )
+
+    def _refuse_with_auxiliary(self, what: str) -> None:
+        if self._auxiliary.names:
+            raise ValueError(
+                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
+                f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
@@ -696,7 +750,7 @@ class Engine:
             if self._by_count is None
             else self.mesh.coord("pipeline", "sequence", "tensor") == 0
         )
-        sums = self._sums if tells else torch.zeros_like(self._sums)
+        sums = _told(self._sums, tells)
         here = {chunk.spec.id: chunk.used for chunk in self._chunks}
         used_of = [here.get(spec.id, [False] * len(spec.entries)) for spec in self._packed]
         flags = [self.context.stop_requested, *(used for used_here in used_of for used in used_here)]
@@ -706,12 +760,47 @@ class Engine:
         loss, weight, stop, *used = row[: 2 + len(flags)].tolist()
         return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
 
+    @property
+    def _defers(self) -> bool:
+        """Whether updates run while the next forward does: where state comes over a link. Compiled blocks take no
+        updates into their code."""
+        state = self._optimizer
+        moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
+        return moves and self.context.config.compile == "none"
+
+    def _owed(self, totals: Totals, factor: float) -> Owed:
+        """The updates of a step, every number of which is known."""
+        self._optimizer.changed = False
+        scale = totals.weight / self._clip_factor(totals.grad_norm)
+
+        def end() -> None:
+            self._optimizer.finish(factor)
+            self._warn_if_unchanged(factor)
+            self._hooks.clear()
+
+        def update(action: Action) -> None:
+            self._update(self._chunks[_chunk_of(action)], totals, factor, scale)
+
+        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end)
+
+    def _rest(self) -> None:
+        """Everything that is owed or on its way is where it rests."""
+        self._weights.flush()
+        self._optimizer.rest()
+
+    def _before_backward(self) -> None:
+        """Gradients come now; what of the optimizer's state is needed first may come meanwhile."""
+        if self._residence is None or self._residence.placement is not None:
+            self._optimizer.prepare()
+
     def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
-        self.mesh.progress.phase = "update"
+        before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
+        chunk.pay()
         self._weights.updated(chunk, changed=any(used))
+        self.mesh.progress.phase = before
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor
@@ -746,14 +835,17 @@ class Engine:
         for chunk in reversed(self._chunks):
             self._hooks.reduce(chunk.spec.id)
 
-    def _clear(self) -> None:
-        self._hooks.clear()
+    def _forget(self) -> None:
         self._totals, self._by_count = None, None
         self._sums.zero_()
 
     def _add(self, sums: Tensor, loss: Tensor, weight: Tensor | int | float) -> None:
         sums[0] += loss
         sums[1] += weight
+
+    def _no_sums(self) -> Tensor:
+        """Of the losses of labels and of their weights, and of what auxiliary losses add to the first."""
+        return torch.zeros(3, dtype=torch.float64, device=self.context.device)
 
     def _clip_factor(self, norm: float) -> float:
         limit = self.context.config.clip_grad_norm
@@ -791,6 +883,12 @@ def _positions(part: Batch) -> Tensor:
     if part.positions is not None:
         return part.positions
     return torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=part.inputs.device)
+
+
+def _told(sums: Tensor, tells: bool) -> Tensor:
+    """(loss, weight) of this rank: auxiliary losses are told where they are emitted, labels where `tells`."""
+    loss, weight, auxiliary = sums
+    return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
 
 
 def _chunk_of(action: Action) -> int:

@@ -25,6 +25,8 @@ DERIVED_GROUPS = (
     ("pipeline", "sequence", "tensor"),
     AXES,
 )
+# Ranks with equal coordinates but this one keep the same shard: copies of the model in hybrid sharding.
+REPLICATE, SHARD = "data.replicate", "data.shard"
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,9 @@ class MeshLayout:
             subsets = [some for n in range(1, len(tensor) + 1) for some in combinations(tensor, n)]
             inner = [tuple(leaf.name for leaf in some) for some in subsets]
             wanted += [*inner, *(("data", "sequence", *names) for names in inner)]
+        if SHARD in {leaf.name for leaf in self.leaves}:  # one copy of the model is sharded over these alone
+            summed = [names for names in wanted if "data" in names and "pipeline" not in names]
+            wanted += [tuple(SHARD if name == "data" else name for name in names) for names in summed]
         sets = dict.fromkeys(self.spanning(*names) for names in wanted)
         return tuple(names for names in sets if names)
 

@@ -295,7 +295,8 @@ class Whole:
     specs: Mapping[str, ShardSpec]
     names: tuple[str, ...]
     blocks: tuple[str, ...]
-    has_dropout: bool
+    told: int
+    """Numbers that each data rank tells the others of its batch."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,7 @@ class _Dry:
             done.specs,
             tuple(named),
             tuple(blocks_of(module)),
-            done.has_dropout,
+            done.told,
         )
 
     def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
@@ -518,7 +519,7 @@ def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
         {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
         tuple(new for new, _ in repeated(whole.names)),
         tuple(f"blocks.{i}" for i in range(layers)),
-        whole.has_dropout,
+        whole.told,
     )
 
 
@@ -622,7 +623,7 @@ def _staged_plan(
     local = Whole(
         {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
         {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
-        whole.specs, whole.names, whole.blocks, whole.has_dropout,
+        whole.specs, whole.names, whole.blocks, whole.told,
     )  # fmt: skip
     rows = mesh.ledger.rows()
     return RunPlan(
@@ -654,7 +655,7 @@ def _record_pipeline(
 ) -> None:  # fmt: skip
     """What the list of one rank communicates, and a step beside it."""
     if mesh.size("data") > 1:
-        mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
+        mesh.axis("data").all_gather(torch.empty(1, max(1, whole.told), dtype=torch.int64, device=META))
     of = {chunk.spec.id: chunk for chunk in chunks}
     axis = mesh.axis("pipeline").axis
     for action in actions:
@@ -732,8 +733,8 @@ def _record_step(
     chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole
 ) -> None:
     """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
-    if whole.has_dropout:
-        mesh.axis("data").all_gather(torch.empty(1, dtype=torch.int64, device=META))
+    if whole.told:
+        mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
     for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
         for chunk in reversed(chunks):
@@ -744,7 +745,7 @@ def _record_step(
     _record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for index, times in gathers.gathers().items():
         for _ in range(times * config.gradient_accumulation):
-            chunks[index].comm.all_gather(chunks[index].own_value)
+            chunks[index].shards.all_gather(chunks[index].own_value)
 
 
 def _record_agreement(

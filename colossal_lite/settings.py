@@ -254,10 +254,19 @@ class ZeroConfig(Section):
     """Stage 2: reduce gradients once a step (memory of stage 1) or after each micro-batch (more traffic)."""
     reshard_after_forward: bool = True
     """Stage 3: drop gathered weights after forward and gather them again in backward."""
+    shard: Count | None = None
+    """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data; gradients are
+    also summed over the copies. A sequence axis is sharded over in any case. None: one copy, over all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Stage 3: blocks whose weights are gathered ahead of the one that computes."""
 
+    def is_hybrid(self, data: int) -> bool:
+        """Whether `data` ranks keep more than one copy of what is sharded."""
+        return self.stage > 0 and self.shard not in (None, data)
+
     def unread(self) -> Iterable[Unread]:
+        if self.stage == 0:
+            yield Unread("shard", "stage 0 shards nothing")
         if self.stage < 2:
             yield Unread("reduce", f"gradients are sharded from stage 2 on, and stage is {self.stage}")
         if self.stage < 3:

@@ -32,6 +32,7 @@ from colossal_lite.recompute import blocks_of
 from colossal_lite.rng import DropoutStreams, build_on_meta, replay
 from colossal_lite.zero import build
 from colossal_lite.zero.own import Factory
+from tests.emitting import Per, emit, emits_plainly
 from tests.plain_optimizers import plain_optimizers
 from tests.pool import RankEnv, run_world
 
@@ -79,6 +80,7 @@ class Case:
     own: Factory | None = None  # an optimizer in the place of config's
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None  # config's lr_scheduler for the plain loop
     sizes: Mapping[str, Any] = field(default_factory=dict)  # over SIZES and those of the family
+    auxiliary: tuple[Per, ...] = ()  # losses that every block emits
 
     @property
     def precision(self) -> str:
@@ -120,6 +122,7 @@ class Case:
             options |= dict(kv_heads=self.kv_heads) if self.kv_heads else {}
             options |= dict(self.sizes)
             model = GPT(GPTConfig(**options, tied=self.tied, dropout=self.dropout, causal=self.causal))
+        emit(model, self.auxiliary, inside=self.mode == "1d")
         if self.adapters:
             adapt(model, self.adapters, self.adapter_kind)
         for name, parameter in model.named_parameters():
@@ -184,6 +187,7 @@ def serial_run(case: Case) -> list[Step]:
         optimizers = plain_optimizers(config["optimizer"], trainable)
     schedules = [case.schedule(optimizer) for optimizer in optimizers] if case.schedule else []
     loss_scale = 2.0**16 if case.precision == "fp16" else 1.0
+    emitted = emits_plainly(model)
     steps = []
     for number in range(case.steps):
         with torch.no_grad():
@@ -197,6 +201,8 @@ def serial_run(case: Case) -> list[Step]:
         logits = getattr(logits, "logits", logits)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss = sum(emitted, loss)
+        emitted.clear()
         model.zero_grad()
         (loss * loss_scale).backward()
         for name, master in trainable.items():

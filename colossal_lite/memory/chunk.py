@@ -8,12 +8,15 @@ Note: chunk tensors.
             same memory as `own_value` where the dtypes agree.
 `filling`   [numel], accumulation dtype (fp32 or better): the sum over micro-batches on this rank, or one micro-batch.
 `gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
+Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
+copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
 them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY, weights
-WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin and rest as SHARDED); any other move is a
-programming error and stops at once.  The values of a buffer mean something only in the states named by its method.  A
-parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it past the gates gets no stale number.
-Parameters never change their shape, dtype or identity.
+WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin and rest as SHARDED) and, where a step owes
+their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a programming error and stops at once.  The
+values of a buffer mean something only in the states named by its method.  A parameter of a chunk that is not WHOLE is a
+view of one NaN: whoever reads it past the gates gets no stale number.  Parameters never change their shape, dtype or
+identity.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class WeightState(StrEnum):
     SHARDED = "sharded"  # this rank has the newest of its own shard only
     FETCHING = "fetching"  # its own shard is on its way from the host
     GATHERING = "gathering"  # the shards of the others are on their way
+    OWED = "owed"  # the update of the last step has yet to come
 
 
 LEGAL_WEIGHT = {
@@ -69,6 +73,8 @@ LEGAL_WEIGHT = {
     (WeightState.FETCHING, WeightState.GATHERING),
     (WeightState.FETCHING, WeightState.SHARDED),  # dropped before it was gathered
     (WeightState.GATHERING, WeightState.WHOLE),
+    (WeightState.WHOLE, WeightState.OWED),
+    (WeightState.OWED, WeightState.WHOLE),
 }
 
 
@@ -98,13 +104,28 @@ class SavedView:
         return value.as_strided(self.shape, self.stride, value.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that sum the gradient of a chunk (`all`), those of them over which this rank's copy of it is sharded
+    (`shards`), and those that hold the same shard (`copies`).  One copy is the rule, more are hybrid sharding
+    (arXiv 2304.11277, section 3.2.2)."""
+
+    all: AxisComm
+    shards: AxisComm
+    copies: AxisComm
+
+    def scatterers(self, *, ordered: bool) -> AxisComm:
+        """Those that scatter a sum among themselves: all, if it is one sum in rank order, or first those of a copy."""
+        return self.all if ordered else self.shards
+
+
 class Chunk:
     """The buffers of one `ChunkSpec` on this rank."""
 
     def __init__(
         self,
         spec: ChunkSpec,
-        comm: AxisComm,
+        groups: Groups,
         *,
         value_dtype: torch.dtype,
         master_dtype: torch.dtype,
@@ -120,20 +141,26 @@ class Chunk:
         slot: int = 0,
         on_host: bool = False,
     ) -> None:
-        """`comm`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
+        """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
         those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py)."""
-        self.spec, self.comm = spec, comm
-        self.share = spec.shard(comm.size, comm.coord)
-        self.owned = self.share if shard_state else (0, spec.numel)
-        self.scatters = (shard_state or by_micro_batch) and comm.size > 1
+        self.spec, self.groups, self.shards = spec, groups, groups.shards
+        shards, copies = groups.shards, groups.copies
+        self.shard = spec.shard(shards.size, shards.coord)
+        self.owned = self.shard if shard_state else (0, spec.numel)
+        self.share = spec.shard(shards.size * copies.size, shards.coord * copies.size + copies.coord)
+        """What this rank counts in the norm, of what all that sum hold together."""
+        self._scatterers = groups.scatterers(ordered=ordered)
+        self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
+        self.scatters = (shard_state or by_micro_batch) and self._scatterers.size > 1
+        self._sums_copies = self.scatters and not ordered and copies.size > 1
         self.by_micro_batch, self.ordered = by_micro_batch, ordered
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot = slot
         length = self.owned[1] - self.owned[0]
 
-        self.is_sharded = shard_value and (comm.size > 1 or on_host)
+        self.is_sharded = shard_value and (shards.size > 1 or on_host)
         tier = torch.device("cpu") if on_host and device.type != "meta" else device
         kept = torch.zeros(
             length if self.is_sharded else spec.numel,
@@ -162,7 +189,7 @@ class Chunk:
         """By which sums go to the host."""
         if by_micro_batch:
             assert staging is not None
-            rests = on_host and self.owned == self.share
+            rests = on_host and self.owned == self._scattered
             self.gradient = torch.zeros(length, dtype=gradient_dtype, device=tier if rests else device)
             self.gradient_at_rest = self.gradient if rests else None
         else:
@@ -173,6 +200,7 @@ class Chunk:
         self._filled = [False] * len(spec.entries)  # whose gradient is in `filling`
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: Pending | None = None
+        self._among_copies: Pending | None = None
         self._scratch: Tensor | None = None
 
     @property
@@ -231,6 +259,19 @@ class Chunk:
         """What the model sees of master elements [start, stop), for an update to write; None: the masters."""
         return None if self.master is self.own_value else self.own_value[start:stop]
 
+    def owe(self) -> None:
+        """Nobody may read the weights until their update, which has yet to come."""
+        if not self.is_sharded:  # else nobody can
+            self.finish_gather()
+            self.move_weights(WeightState.OWED)
+            self._hide()
+
+    def pay(self) -> None:
+        """The update that was owed has come."""
+        if self.weights is WeightState.OWED:
+            self._show()
+            self.move_weights(WeightState.WHOLE)
+
     def start_gather(self) -> None:
         """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.
         Collective."""
@@ -239,14 +280,14 @@ class Chunk:
         self.move_weights(WeightState.SHARDED)
         self._hide()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self.comm.all_gather_async(self.own_value, self.value)
+        self._gathering = self.shards.all_gather_async(self.own_value, self.value)
 
     def unshard(self, slot: Tensor) -> None:
         """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective."""
         assert self.is_sharded and slot.numel() == self.spec.numel
         self.move_weights(WeightState.GATHERING)
         self._value = slot
-        self._gathering = self.comm.all_gather_async(self.own_value, slot)
+        self._gathering = self.shards.all_gather_async(self.own_value, slot)
 
     def fetch(self, slot: Tensor, up: Link) -> None:
         """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent
@@ -255,16 +296,16 @@ class Chunk:
         self.move_weights(WeightState.FETCHING)
         self._value = slot
         if self.own_value is self.weights_at_rest:
-            self._incoming = up.copy(slot[slice(*self.share)], self.own_value)
+            self._incoming = up.copy(slot[slice(*self.shard)], self.own_value)
         else:
-            slot[slice(*self.share)].copy_(self.own_value)
+            slot[slice(*self.shard)].copy_(self.own_value)
 
     def gather_fetched(self) -> None:
         """Begin to gather the shards of the others beside the one that was fetched. Collective."""
-        if self.comm.size > 1:
+        if self.shards.size > 1:
             self._finish_fetch()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self.comm.all_gather_async(self.value[slice(*self.share)], self.value)
+        self._gathering = self.shards.all_gather_async(self.value[slice(*self.shard)], self.value)
 
     def _finish_fetch(self) -> None:
         if self._incoming is not None:
@@ -348,7 +389,7 @@ class Chunk:
         if self.owned == (0, self.spec.numel):
             return ()
         assert isinstance(self.spec.key, ChunkKey)
-        return self.spec.key.sync_axes
+        return self.spec.key.shard_axes
 
     def part_of(self, entry: Entry) -> tuple[slice, int] | None:
         """This rank's part of an entry: where it lies in `master`, `gradient` and optimizer state, and which element of
@@ -364,7 +405,7 @@ class Chunk:
 
     def whole(self, owned: Tensor) -> Tensor:
         """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is sharded."""
-        return owned if owned.numel() == self.spec.numel else self.comm.all_gather(owned)
+        return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
 
     # ---- gradients ----
 
@@ -416,18 +457,19 @@ class Chunk:
 
     def start_reduce(self) -> None:
         """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
+        assert self._among_copies is None, f"chunk {self.spec.id}: its copies are summed already"
         self.move(GradientState.REDUCING)
         filling = self._zeros_where_absent()
         if self.by_micro_batch:
             for start, stop in self._gaps():
                 filling[start:stop].zero_()
         if not self.scatters:
-            self._in_flight = self.comm.all_reduce_async(filling)
+            self._in_flight = self.groups.all.all_reduce_async(filling)
             return
         if self.received is not None:
             self._scratch = self.received.take(self._slot)
-        self._in_flight = self.comm.reduce_scatter_async(
-            filling, filling[slice(*self.share)], ordered=self.ordered, scratch=self._scratch
+        self._in_flight = self._scatterers.reduce_scatter_async(
+            filling, filling[slice(*self._scattered)], ordered=self.ordered, scratch=self._scratch
         )
 
     def finish_reduce(self) -> None:
@@ -441,7 +483,7 @@ class Chunk:
             self._scratch = None
         if self.by_micro_batch:
             assert self.filling is not None
-            sums, summed = self._sharded_sums(), self.filling[slice(*self.share)]
+            sums, summed = self._sharded_sums(), self.filling[slice(*self._scattered)]
             if self.outbox is not None:
                 self.outbox.send(sums, summed, add=self._sums > 0)
             elif self._sums:
@@ -453,13 +495,36 @@ class Chunk:
         self._sums += 1
         self.move(GradientState.PARTIAL)
 
-    def conclude(self) -> None:
-        """All micro-batches of the step are summed. Collective where each rank needs the sum of all."""
+    def start_copies(self) -> None:
+        """After the last micro-batch of a step: begin to sum over the copies, if that has not begun. Collective."""
+        if not self._sums_copies or self._among_copies is not None:
+            return
+        assert self.state is GradientState.PARTIAL
         if self.outbox is not None:
             self.outbox.flush()
-        if self.by_micro_batch and self.owned != self.share:
-            self.comm.all_gather(self._sharded_sums(), self.gradient)
+        self._among_copies = self.groups.copies.all_reduce_async(self.gradient)
+
+    def conclude(self) -> None:
+        """All micro-batches of the step are summed. Collective where ranks need the sums of others."""
+        self.start_copies()
+        if self.outbox is not None:
+            self.outbox.flush()
+        if self._among_copies is not None:
+            self._among_copies.wait()
+            self._among_copies = None
+        if self.by_micro_batch and self.owned != self._scattered:
+            self._gather_sums()
         self.move(GradientState.REDUCED)
+
+    def _gather_sums(self) -> None:
+        """From what each of all ranks has of one sum in rank order to what each owns."""
+        if self.owned == (0, self.spec.numel):
+            self.groups.all.all_gather(self._sharded_sums(), self.gradient)
+            return
+        # In the order of all ranks a shard is in several places, so each rank sees the whole chunk, in its slot.
+        whole = self.groups.all.all_gather(self._sharded_sums(), self._to_fill())
+        self.gradient.copy_(whole[slice(*self.owned)])
+        self._drop()
 
     def squares(self) -> Tensor:
         """Sum of squares of this rank's share of the counted gradient elements, 0-d float64."""
@@ -494,7 +559,10 @@ class Chunk:
         return slice(max(first, self.share[0]) - start, min(last, self.share[1]) - start)
 
     def _sharded_sums(self) -> Tensor:
-        return self.gradient[self.share[0] - self.owned[0] : self.share[1] - self.owned[0]]
+        """Where the sums of what is scattered to this rank are kept: in their own place, if they have one."""
+        start, stop = self._scattered
+        at = start if self.owned == (0, self.spec.numel) else 0
+        return self.gradient[at : at + stop - start]
 
     def _to_fill(self) -> Tensor:
         if self.filling is None:

@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.auxiliary import modules_of
 from colossal_lite.kernels import Dropout
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel import parallelize as layers
@@ -139,6 +140,11 @@ def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh)
         raise ValueError(
             f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; layers alone have no schedule: use "
             f"initialize, or 1"
+        )
+    if auxiliary := list(modules_of(module)):
+        raise ValueError(
+            f"parallelize: {auxiliary[0]} is an auxiliary loss, which an engine collects; use initialize, or add it to "
+            f"the loss of your loop"
         )
     without = [name for name, parameter in originals.items() if parameter.is_meta]
     if without:

@@ -8,14 +8,16 @@ mode is one file and one line.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from colossal_lite import kernels as ops_table
+from colossal_lite.auxiliary import AuxiliaryLosses, Share, check_cuts, modules_of
 from colossal_lite.batch import Batch
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.mesh import Mesh
@@ -66,7 +68,14 @@ class Parallelized:
     ops: Ops
     specs: Mapping[str, ShardSpec]
     has_dropout: bool
+    auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
+
+    @property
+    def told(self) -> int:
+        """Numbers that each data rank tells the others of its part of a batch: its samples, which dropout asks for, and
+        its valid labels, which auxiliary losses do."""
+        return 2 if self.auxiliary.names else int(self.has_dropout)
 
 
 def parallelize(
@@ -93,6 +102,8 @@ def parallelize(
     """
     if mesh.size("sequence") > 1:
         _check_attention(module, sequence_mode)
+    _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
+    auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     if mesh.size("tensor") == 1:
         chosen: Mapping[str, str] = {}
@@ -103,7 +114,8 @@ def parallelize(
         made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel, regather)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
             made = _with_dropout_outside(module, roles, made)
-    strategy, specs, local_rows = made
+        _watch_pairs(module, roles, auxiliary)
+    strategy, specs, local_rows, share_at = made
     if mesh.size("sequence") > 1:
         sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
         if theirs:
@@ -112,10 +124,58 @@ def parallelize(
         longest = facts.sequence if facts else None
         strategy, ops = OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
     has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
+    if replaced := emitting.keys() - modules_of(module).keys():
+        raise ValueError(
+            f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
+            f"{_mode_of(mesh)}; legal: in the module around that"
+        )
+    auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     for owner in module.modules():
         if hasattr(owner, "ops"):
             setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
-    return Parallelized(strategy, ops, specs, has_dropout, chosen)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
+
+
+def _check_auxiliary(module: nn.Module, mesh: Mesh, sequence_parallel: bool, sequence_mode: str) -> None:
+    tokens = f"sequence parallelism (mode {sequence_mode!r})" if mesh.size("sequence") > 1 else None
+    features = None
+    if mesh.size("tensor") > 1:
+        mode = _mode_of(mesh)
+        if mode != "1d":
+            features = f"tensor mode {mode}"
+        elif sequence_parallel:
+            tokens = tokens or "sequence_parallel=True"
+    check_cuts(module, tokens=tokens, features=features)
+
+
+def _share(share_at: Callable[[str], Share], sequence: int, name: str) -> Share:
+    """What a mode says of a module, on one of so many ranks of the sequence axis."""
+    share = share_at(name)
+    return replace(share, tokens=share.tokens * sequence)
+
+
+def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: AuxiliaryLosses) -> None:
+    """Note where activations are cut in another way than the stream: from where several first linears are entered at
+    once, or one is left, to the second; and behind the head."""
+
+    def enter(name: str, *_: Any) -> None:
+        auxiliary.behind = name
+
+    def leave(*_: Any) -> None:
+        auxiliary.behind = ""
+
+    if not modules_of(module):
+        return
+    firsts = Counter(name.rpartition(".")[0] for name, role in roles.items() if role.name == "first")
+    for name, role in roles.items():
+        owner = module.get_submodule(name)
+        if role.name in ("first", "lm_head"):
+            owner.register_forward_hook(partial(enter, name))
+        elif role.name in ("second", "block"):
+            owner.register_forward_pre_hook(leave)
+    for door, count in firsts.items():
+        if count > 1:
+            module.get_submodule(door).register_forward_pre_hook(partial(enter, f"the inputs of {door}"))
 
 
 def _check_attention(module: nn.Module, mode: str) -> None:
@@ -131,9 +191,10 @@ def _check_attention(module: nn.Module, mode: str) -> None:
         )
 
 
-# What a mode gives: its strategy, the spec of each parameter, and which rows of the counters a dropout sees, by name.
+# What a mode gives: its strategy, the spec of each parameter, and, by name, which rows of the counters a dropout sees
+# and what of the stream an auxiliary loss does.
 LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
-Made = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows]
+Made = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[[str], Share]]
 
 
 def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Made) -> Made:
@@ -143,7 +204,7 @@ def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Ma
     Where a forward is, hooks on the linears tell; no name does.  An adapter's own dropout has counters of its own, and
     in the models that are known no dropout lies there.
     """
-    strategy, specs, local_rows = made
+    strategy, specs, local_rows, share_at = made
     inside: list[str] = []  # the first linear whose second has not come yet
 
     def enter(name: str, *_: Any) -> None:
@@ -176,13 +237,13 @@ def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Ma
 
         return checked
 
-    return strategy, specs, outside
+    return strategy, specs, outside, share_at
 
 
 def _serial(module: nn.Module) -> Made:
     strategy, ties = Serial(), tied_names(module)
     specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
-    return strategy, specs, lambda name, rows: rows
+    return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
 
 def _tensor_1d(
@@ -194,7 +255,7 @@ def _tensor_1d(
     def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
         return swap.local_rows(name, rows)
 
-    return strategy, swap.run(), local_rows
+    return strategy, swap.run(), local_rows, swap.share_at
 
 
 def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: bool, _regather: bool) -> Made:
@@ -204,7 +265,8 @@ def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: b
         swap = Swap3D(module, mesh.layout, roles, mode=Tensor3D.on(mesh, vocabulary))
     else:
         swap = Swap2D(module, mesh.layout, roles, mode=Tensor2D.on(mesh, vocabulary))
-    return swap.mode, swap.run(), lambda name, rows: features_of(rows, swap.stream, width)
+    share = Share(features=swap.stream.size)
+    return swap.mode, swap.run(), lambda name, rows: features_of(rows, swap.stream, width), lambda name: share
 
 
 _MAKERS = {"1d": _tensor_1d, "2d": _grid, "3d": _grid}

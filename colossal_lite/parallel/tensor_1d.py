@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from colossal_lite import conjugate
+from colossal_lite.auxiliary import Share
 from colossal_lite.batch import Batch
 from colossal_lite.comm import AxisComm, LedgerRow, Pending
 from colossal_lite.deferral import WeightQueue, deliver, embedding, linear, linear_gradients
@@ -579,6 +580,11 @@ class Swap1D(Swap):
         base: Any = self.module.get_submodule(adapter.base)
         width = base.weight.shape[int(not base.transposed)]
         return rows_on_features(self.module.get_submodule(name), rows, width, self.mode.coord)
+
+    def share_at(self, name: str) -> Share:
+        """What of the stream this rank sees at a module."""
+        mode = self.mode_at(name)
+        return Share(tokens=mode.size) if mode.sequence_parallel else Share(tells=mode.coord == 0)
 
     def _first(self, name: str, module: Any, mode: Tensor1D, role: Role, heads: Heads | None) -> nn.Module:
         transposed = is_transposed(module)

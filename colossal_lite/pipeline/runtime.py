@@ -202,12 +202,6 @@ class Runtime:
         return sum(slots.bytes for slots in self._slots.values())
 
 
-def run(actions: Iterable[Action], handlers: Mapping[Kind, Callable[[Action], None]]) -> None:
-    """Hand each action of a plan that has no stages, in order, to the handler of its kind."""
-    for action in actions:
-        handlers[action.kind](action)
-
-
 class _Step:
     """One run of a list: what has come, what is held, what goes out."""
 

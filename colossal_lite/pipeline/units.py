@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from colossal_lite.auxiliary import modules_of
 from colossal_lite.batch import Batch
 from colossal_lite.kernels import Mask
 from colossal_lite.models import GPT
@@ -332,10 +333,11 @@ def lay_out(
             lost.append(name)
         elif id(tensor) in first:
             homes[first[id(tensor)]].add(stage)
+    lost += [name for name in modules_of(model) if not any(a in stage_of for a in _ancestors(name))]
     if lost:
         raise ValueError(
             f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
-            f"parameter and buffer must be"
+            f"parameter, buffer and auxiliary loss must be"
         )
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
     trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))

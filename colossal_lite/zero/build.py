@@ -16,7 +16,7 @@ from colossal_lite.comm import AxisComm
 from colossal_lite.kernels import Ops
 from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
-from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
 from colossal_lite.mesh import Mesh
@@ -87,12 +87,13 @@ def build_chunks(
     with a chunk this one adds to the norm."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     sharding = sharding_of(config)
-    comms = [mesh.axis(*_sync_axes(spec)) for spec in packed]
-    staging, received = _slots(sharding, names, packed, comms, precision.gradient, device)
+    groups = [_groups(spec, mesh) for spec in packed]
+    scatterers = [group.scatterers(ordered=sharding.ordered) for group in groups]
+    staging, received = _slots(sharding, names, packed, scatterers, precision.gradient, device)
     return tuple(
         Chunk(
             spec,
-            comm,
+            group,
             value_dtype=precision.compute,
             master_dtype=precision.master,
             gradient_dtype=precision.gradient,
@@ -107,7 +108,7 @@ def build_chunks(
             received=received if sharding.state or sharding.by_micro_batch else None,
             slot=slot,
         )
-        for slot, (spec, comm) in enumerate(zip(packed, comms, strict=True))
+        for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
     )
 
 
@@ -187,9 +188,10 @@ def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Interva
     return fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
 
 
-def _sync_axes(spec: ChunkSpec) -> tuple[str, ...]:
+def _groups(spec: ChunkSpec, mesh: Mesh) -> Groups:
     assert isinstance(spec.key, ChunkKey)
-    return spec.key.sync_axes
+    copies = set(spec.key.sync_axes) - set(spec.key.shard_axes)
+    return Groups(mesh.axis(*spec.key.sync_axes), mesh.axis(*spec.key.shard_axes), mesh.axis(*copies))
 
 
 def _units(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:

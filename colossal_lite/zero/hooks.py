@@ -34,6 +34,7 @@ class GradientHooks:
         """Chunks, counted from the last, that may be launched when they are complete."""
         self._seed = 1.0
         self._reduces = False  # whether this backward's chunks go when they are complete
+        self._ends = False  # whether no gradients of this step come after this backward
         self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
@@ -48,11 +49,14 @@ class GradientHooks:
             for index, entry in enumerate(chunk.spec.entries)
         ]
 
-    def begin(self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None) -> None:
+    def begin(
+        self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False
+    ) -> None:
         """Before the backward of a micro-batch, which starts with `seed`; `is_last` before the sum over the ranks: it
-        lets complete chunks go.  `to_come`: the parameters whose gradients come now, once for each time; None: all,
+        lets complete chunks go; `ends`: it is the last of the step, and what is summed may be summed over copies.
+        `to_come`: the parameters whose gradients come now, once for each time; None: all,
         once."""
-        self._reduces, self._seed = is_last, seed
+        self._reduces, self._ends, self._seed = is_last, is_last and ends, seed
         self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
         for parameter in to_come or ():
             if (number := self._chunk_of.get(id(parameter))) is not None:
@@ -93,13 +97,15 @@ class GradientHooks:
 
     def conclude(self) -> None:
         """All micro-batches of the step are in: every chunk REDUCED. Collective."""
+        for chunk in reversed(self._chunks):
+            chunk.start_copies()
         for chunk in self._chunks:
             chunk.conclude()
 
     def clear(self) -> None:
         for chunk in self._chunks:
             chunk.clear()
-        self._reduces = False
+        self._reduces = self._ends = False
 
     @property
     def is_clear(self) -> bool:
@@ -114,6 +120,10 @@ class GradientHooks:
         self._next -= 1
         while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().finish_reduce()
+        if (
+            self._ends and self.launched > IN_FLIGHT
+        ):  # the order of these must not depend on the backward either
+            self._chunks[self._next + 1 + IN_FLIGHT].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
 
@@ -170,7 +180,8 @@ class StageHooks:
         goes = is_whole and (is_last or self._by_micro_batch)
         for stages, hooks in self._hooks.items():
             if stage in stages:
-                hooks.begin(is_last=goes and len(stages) == 1, seed=seed, to_come=to_come)
+                own = goes and len(stages) == 1
+                hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last)
 
     def reduce(self, number: int) -> None:
         """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import to_device
+from colossal_lite.memory.mover import Link, to_device
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
@@ -156,12 +156,22 @@ class ChunkOptimizer:
         self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
         self.changed = before is None or not torch.equal(before, chunk.master)
 
+    def prepare(self) -> None:
+        """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
+        same link it would hold them up."""
+        if self.tiers and self.shards is None:
+            for action in takewhile(lambda a: a.kind is Kind.FETCH, self.plan[0]):
+                self.tiers.moves[action.kind](action)
+
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: all state is back where it rests."""
-        if self.tiers:
-            self.tiers.flush()
+        """After the update of the last chunk of a step: weights are back where they rest, state at least on its way."""
         if self.shards:
             self.shards.flush()
+
+    def rest(self) -> None:
+        """All state is where it rests. Raises DiskError."""
+        if self.tiers:
+            self.tiers.flush()
 
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
@@ -178,6 +188,11 @@ class ChunkOptimizer:
             Kind.FETCH: partial(both, moves[Kind.FETCH], shards.fetch),
             Kind.EVICT: partial(both, moves[Kind.EVICT], shards.evict),
         }
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """By which state, weights and gradients travel between tiers."""
+        return self.tiers.links if self.tiers else ()
 
     def close(self) -> None:
         if self.tiers:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.mover import Link
 from colossal_lite.plan import Action, Kind
 from colossal_lite.zero.interleave import update_plan
 
@@ -92,6 +93,17 @@ class OwnOptimizer:
         """Nothing can have failed."""
 
     def settle(self) -> None:
+        """Everything is where it rests."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Nothing travels."""
+        return ()
+
+    def prepare(self) -> None:
+        """Nothing has to come."""
+
+    def rest(self) -> None:
         """Everything is where it rests."""
 
     @contextmanager

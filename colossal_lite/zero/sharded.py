@@ -80,7 +80,6 @@ class ShardedWeights(Weights):
         self._forward_seen: tuple[Moment, ...] = ()
         self._learnt = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
-        self._names_only = False
         super().__init__(module, parameters, chunks)
 
     @property
@@ -98,19 +97,26 @@ class ShardedWeights(Weights):
         with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
             yield
         self._end()
+        self.pay()
         if not keeps or self.plan is None:
             self._bring({})
 
     @contextmanager
     def backward(self) -> Iterator[None]:
+        self.pay()
         self._begin(Phase.BACKWARD)
         yield
         self._end()
         self._bring({})
 
     def flush(self) -> None:
-        """Every gathered weight is dropped."""
+        """Every update has come, and every gathered weight is dropped."""
+        self.pay()
         self._bring({})
+
+    @property
+    def _first(self) -> int:
+        return max(self.plan.forward[0].resident, default=0) if self.plan and self.plan.forward else 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
         """The chunks that the next forward begins with are gathered while the others are updated."""
@@ -118,15 +124,9 @@ class ShardedWeights(Weights):
             self._fetch(chunk.spec.id, offset)
             self._gather(chunk.spec.id)
 
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
-        self._names_only = True
-        found = super().state_dict(keep_vars=keep_vars)
-        self._names_only = False
-        return found
-
     def remove(self) -> None:
         """Take the gates away, and leave the model whole on every rank. Collective."""
-        self._bring({})
+        self.flush()
         for chunk in self._chunks:
             if chunk.is_sharded:
                 self._fetch(chunk.spec.id, None)
@@ -261,6 +261,8 @@ class ShardedWeights(Weights):
         self._current = NOTHING
         for action in step.actions:
             assert action.chunk is not None
+            if action.kind in (Kind.FETCH, Kind.UNSHARD):
+                self._pay_until(action.chunk)
             if action.kind is Kind.RESHARD:
                 self._drop(action.chunk)
             elif action.kind in (Kind.FETCH, Kind.UNSHARD):
@@ -311,6 +313,7 @@ class ShardedWeights(Weights):
     def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
         """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
         `gathers`."""
+        self._pay_until(max(resident, default=-1))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
         coming = {index: offset for index, offset in resident.items() if index not in self._resident}

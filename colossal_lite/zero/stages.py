@@ -12,6 +12,14 @@ Logical payload of a step with k micro-batches, P elements of chunks, r and w by
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
     stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
 
+Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it,
+and ranks with equal shards are copies.  All of the above then is over the S, and with it the bytes of state that are
+sharded; beside it, once a step whatever k:
+
+    fast        all-reduce r P / S over the copies, chunk by chunk while the last backward runs
+    ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
+                all-gather r P over all, because what a rank owns is not together in that order; weights over the S
+
 In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
 several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
 """

@@ -6,11 +6,13 @@ buffer, so that a visit is one copy each way.  On the device there are `AHEAD + 
 one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have an arena there.  Records that
 rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
 down, one is written.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into
-it is done (`Transfer`s say so), and all copies are done when the step ends.  What is computed, and in which order, is
-the same as without tiers: so are the bits.
+it is done and comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order,
+is the same as without tiers: so are the bits.
 
-Between steps nothing is on its way, and whoever reads or changes a record that rests on disk has it in one of the slots
-on the host; what was changed is written before the next step, or when the slot is needed for another record.
+The first records are fetched while backward still runs (`prepare`), and the last ones are on their way back when the
+next step has begun.  Whoever reads or changes a record outside of a step first brings everything to rest (`flush`):
+what was fetched ahead is dropped, and is fetched again.  A record that rests on disk is then in one of the slots on the
+host; what was changed is written before the next step, or when the slot is needed for another record.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class States:
         """Of the file."""
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
-        self._outgoing: list[Transfer] = []
+        self._outgoing: dict[int, Transfer] = {}  # on its way back to where it rests
         self.up, self.down = Link("h2d", LINK, timeout_s=timeout_s), Link("d2h", LINK, timeout_s=timeout_s)
 
     @property
@@ -106,10 +108,14 @@ class States:
         self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=self._device))
         self.device_bytes = SLOTS * largest * self._dtype.itemsize
 
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return self.up, self.down
+
     # ---- in a step ----
 
     def fetch(self, index: int) -> None:
-        """Begin to bring a record to the device."""
+        """Begin to bring a record to the device; nothing if that has begun."""
         raise NotImplementedError
 
     def here(self, index: int) -> dict[str, Tensor]:
@@ -125,10 +131,12 @@ class States:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Every record is whole where it rests."""
-        for transfer in self._outgoing:
-            transfer.wait()
-        self._outgoing.clear()
+        """Every record is whole where it rests; what was fetched and not updated is dropped."""
+        for index in tuple(self._here):
+            coming = self._incoming.pop(index, None)
+            self._slots.give(self._here.pop(index), *() if coming is None else (coming,))
+        while self._outgoing:
+            self._outgoing.popitem()[1].wait()
 
     def close(self) -> None:
         self.up.close()
@@ -156,7 +164,7 @@ class States:
         slot, emptied = self._slots.take()
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(
-            slot[: source.numel()], source, after=(*emptied, *after)
+            slot[: source.numel()], source, after=(*emptied, *after, *self._back(index))
         )
         return transfer
 
@@ -165,6 +173,10 @@ class States:
         transfer = self.down.copy(target, slot[: target.numel()], after=after)
         self._slots.give(slot, transfer)
         return transfer
+
+    def _back(self, index: int) -> tuple[Transfer, ...]:
+        """What must be done before a record is read where it rests."""
+        return () if index not in self._outgoing else (self._outgoing.pop(index),)
 
     def _without_master(self, index: int, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The other parts; the chunk has its master in these."""
@@ -191,18 +203,19 @@ class HostStates(States):
             self._without_master(index, parts)
 
     def fetch(self, index: int) -> None:
-        if self._records[index].names:
+        if self._records[index].names and index not in self._here:
             self._bring(index, self._rest[index])
 
     def evict(self, index: int) -> None:
         if self._records[index].names:
-            self._outgoing.append(self._take_back(index, self._rest[index]))
+            self._outgoing[index] = self._take_back(index, self._rest[index])
             self.at_rest(index)
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._without_master(index, self._records[index].parts(self._rest[index]))
 
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
+        self.flush()
         return self._records[index].parts(self._rest[index])
 
     def release(self, indices: Collection[int]) -> None:
@@ -267,18 +280,25 @@ class DiskStates(States):
 
         return dict.fromkeys(on_host, move)
 
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return *super().links, self.reads, self.writes
+
     # ---- in a step ----
 
     def read(self, index: int) -> None:
-        """Begin to read a record into a slot of the host."""
+        """Begin to read a record into a slot of the host; nothing if that has begun."""
         self.settle()
-        if self._records[index].names:
+        if self._records[index].names and index not in self._came and index not in self._here:
             slot, free = self._passing.take()
             size_bytes = self.layout.sizes_bytes[index]
-            self._came[index] = slot, self.reads.run(partial(self._read, index, slot), size_bytes, after=free)
+            transfer = self.reads.run(
+                partial(self._read, index, slot), size_bytes, after=(*free, *self._back(index))
+            )
+            self._came[index] = slot, transfer
 
     def fetch(self, index: int) -> None:
-        if self._records[index].names:
+        if self._records[index].names and index not in self._here:
             slot, came = self._came.pop(index)
             self._passing.give(slot, self._bring(index, self._elements(slot, index), came))
 
@@ -295,7 +315,13 @@ class DiskStates(States):
             size_bytes = self.layout.sizes_bytes[index]
             transfer = self.writes.run(partial(self._write, index, slot), size_bytes, after=(came,))
             self._passing.give(slot, transfer)
-            self._outgoing.append(transfer)
+            self._outgoing[index] = transfer
+
+    def flush(self) -> None:
+        for index in tuple(self._came):
+            slot, transfer = self._came.pop(index)
+            self._passing.give(slot, transfer)
+        super().flush()
 
     def close(self) -> None:
         super().close()
@@ -317,13 +343,16 @@ class DiskStates(States):
 
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
         self.check()
+        self.flush()
         record = self._records[index]
         if not record.names:
             return {}
         if index not in self._opened:
             if len(self._opened) == HOST_SLOTS:
                 self._put_back(next(iter(self._opened)))
-            slot, _ = self._passing.take()
+            slot, free = self._passing.take()
+            for transfer in free:
+                transfer.wait()
             self._read(index, slot)
             self._opened[index] = slot
         self._opened[index] = slot = self._opened.pop(index)

@@ -5,19 +5,22 @@ From stage 1 on a rank updates its shard of a chunk and fetches the others' shar
 while the next forward already runs.  A hook before the forward of every module that owns a parameter waits for that
 parameter's chunk, so a chunk that is used late has all the time before it.  A parameter that is read in any other way
 while its chunk is on its way is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather
-(zero/sharded.py).
+(zero/sharded.py).  Updates that the last step owes (zero/owed.py) are run by the same gates, a chunk ahead where its
+shards are then to be gathered, and all of them before a forward ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.zero.owed import Owed
 
 
 class Weights:
@@ -28,6 +31,9 @@ class Weights:
     ) -> None:
         """`parameters`: those of `module` by the names that the chunks have for them."""
         self._module, self._chunks = module, tuple(chunks)
+        self._names_only = False
+        self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
+        self._owed: Owed | None = None
         names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of = {entry.name: chunk for chunk in chunks for entry in chunk.spec.entries}
         self._handles: list[Any] = []
@@ -38,18 +44,55 @@ class Weights:
                 self._handles += self._gates(owner, needed)
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._before_state_dict()))
 
-    def forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """Around the forward of one micro-batch, also where this rank has none."""
-        return nullcontext()
+        yield
+        self.pay()
 
-    def backward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         """Around the backward of one micro-batch, also where this rank has none."""
-        return nullcontext()
+        self.pay()
+        yield
 
     def flush(self) -> None:
-        """Whatever is on its way has come."""
+        """Whatever is owed or on its way has come."""
+        self.pay()
         for chunk in self._chunks:
             chunk.finish_gather()
+
+    def owe(self, owed: Owed) -> None:
+        """The updates of a step, which run from now on. What the next forward begins with is updated at once."""
+        self._owed = owed
+        for chunk in self._chunks:
+            chunk.owe()
+        self._pay_until(self._first)
+
+    @property
+    def owes(self) -> bool:
+        """Whether updates of the last step have yet to come."""
+        return self._owed is not None
+
+    def pay(self) -> None:
+        """Every update has come. Raises what one of them has raised."""
+        if self._owed is not None:
+            with _disable_current_modes():
+                self._owed.finish()
+            self._owed = None
+
+    def _pay_until(self, place: int) -> None:
+        """The updates of the chunks up to this place in their order have come."""
+        if self._owed is not None and 0 <= place:
+            with (
+                _disable_current_modes()
+            ):  # selective recomputation would take our operations for the block's
+                self._owed.until(min(place, len(self._chunks) - 1))
+
+    @property
+    def _first(self) -> int:
+        """The last place of what a forward begins with."""
+        return 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
         """After the update of a chunk, in forward order, on every rank: what the next forward needs may set out."""
@@ -58,7 +101,10 @@ class Weights:
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """The model's own `state_dict()`, for names, shapes and buffers: its weights may be placeholders."""
-        return dict(self._module.state_dict(keep_vars=keep_vars))
+        self._names_only = True
+        found = dict(self._module.state_dict(keep_vars=keep_vars))
+        self._names_only = False
+        return found
 
     def remove(self) -> None:
         """Take the gates away; every weight is whole before."""
@@ -70,8 +116,12 @@ class Weights:
         yield owner.register_forward_pre_hook(partial(self._enter, needed))
 
     def _before_state_dict(self) -> None:
-        self.flush()
+        if not self._names_only:
+            self.flush()
 
     def _enter(self, needed: Sequence[Chunk], module: nn.Module, args: Any) -> None:
+        if self._owed is not None:
+            is_gathered = any(chunk.sharding_axes for chunk in needed)
+            self._pay_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
         for chunk in needed:
             chunk.finish_gather()

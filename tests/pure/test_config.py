@@ -454,6 +454,7 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"parallel": {"sequence": {"mode": "ulysses"}}}, "parallel.sequence.mode", "sequence.size is 1"),
         ({"parallel": {"sequence": {"size": 4, "ulysses": 2}}}, "parallel.sequence.ulysses", "usp"),
         ({"zero": {"reduce": "micro_batch"}}, "zero.reduce", "stage is 0"),
+        ({"zero": {"shard": 2}}, "zero.shard", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),

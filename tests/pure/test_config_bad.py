@@ -60,6 +60,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero.reduction": choice("fastest", "order"),
     "zero.reduce": choice("steps", "micro_batches"),
     "zero.reshard_after_forward": FLAG,
+    "zero.shard": COUNT_OR_NONE,
     "zero.prefetch": ("1", -1, 1.0, True, None),
     "memory.placement": choice("cpu", "cuda", "nvme"),
     "memory.device_budget": BUDGET,
@@ -279,10 +280,14 @@ def impossible_worlds() -> Iterator[Bad]:
             "1, 2, 4",
         ),
         ({"sequence": {"size": 2, "mode": "usp", "ulysses": 4}}, 2, "parallel.sequence.ulysses", 4, "1, 2"),
+        ({"data": 6}, 6, "zero.shard", 4, "1, 2, 3, 6"),
+        ({"tensor": 2}, 6, "zero.shard", 4, "1, 3"),
         ({}, 0, "world_size", 0, ">= 1"),
         ({}, -4, "world_size", -4, ">= 1"),
     ):
-        config = {"parallel": parallel}
+        config: dict[str, Any] = {"parallel": parallel}
+        if path == "zero.shard":
+            config["zero"] = {"stage": 1, "shard": value}
         run = lambda c=config, w=world: Config.load(c).check_world(w)  # noqa: E731
         yield Bad(f"{config} in a world of {world}", path, value, run, legal)
 

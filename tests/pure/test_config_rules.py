@@ -122,6 +122,14 @@ def test_all_faults_of_a_world_are_told_at_once() -> None:
     }
 
 
+@pytest.mark.parametrize("zero", [dict(stage=1, shard=2), dict(stage=1, shard=4), dict(shard=2), {}])
+def test_the_data_axis_is_cut_where_there_are_several_copies(zero: dict[str, int]) -> None:
+    layout = Config.load({"zero": zero}).check_world(4).layout()
+    copies = " (replicate 2 x shard 2)" if zero == dict(stage=1, shard=2) else ""
+    assert layout.describe() == f"pipeline 1 x data 4{copies} x sequence 1 x tensor 1"
+    assert not copies or layout.group(0, "data.shard") == (0, 1), "a copy lies on neighbours"
+
+
 @pytest.mark.parametrize(
     "tensor, sequence, described",
     [

@@ -17,15 +17,16 @@ def layouts(draw: st.DrawFn) -> MeshLayout:
     if mode == "2.5d":
         depth = draw(st.integers(1, 2))
     tensor = {"1d": edge, "2d": edge**2, "2.5d": edge**2 * depth, "3d": edge**3}[mode]
-    ulysses = draw(st.sampled_from([None, 1, 2]))
+    ulysses, shard = draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([None, 1, 2]))
     return MeshLayout.build(
         pipeline=draw(st.integers(1, 3)),
-        data=draw(st.integers(1, 3)),
+        data=draw(st.integers(1, 3)) * (shard or 1),
         sequence=draw(st.integers(1, 3)) * (ulysses or 1),
         tensor=tensor,
         tensor_mode=mode,
         tensor_depth=depth,
         ulysses=ulysses,
+        data_shard=shard,
     )
 
 
@@ -57,6 +58,10 @@ def test_each_communicating_set_is_made_once_and_never_of_single_ranks(layout: M
     for axis in (*layout.axes, *layout.leaves):
         if axis.size > 1:
             assert layout.spanning(axis.name) in sets
+    if "data.shard" in {leaf.name for leaf in layout.leaves}:
+        for rest in ((), ("tensor",)):
+            names = layout.spanning("data.shard", "sequence", *rest)
+            assert names in sets or not names
 
 
 def test_rank_order_puts_tensor_fastest_and_pipeline_slowest() -> None:
@@ -74,6 +79,7 @@ def test_rank_order_puts_tensor_fastest_and_pipeline_slowest() -> None:
         (dict(tensor=6, tensor_mode="2d"), "q * q"),
         (dict(tensor=9, tensor_mode="3d"), "cube"),
         (dict(sequence=4, ulysses=3), "legal: 1, 2, 4"),
+        (dict(data=6, data_shard=4), "legal: 1, 2, 3, 6"),
         (dict(data=0), "at least 1"),
     ],
 )

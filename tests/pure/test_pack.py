@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colossal_lite.memory.chunk import LEGAL, Chunk, GradientState
+from colossal_lite.memory.chunk import LEGAL, Chunk, GradientState, Groups
 from colossal_lite.memory.pack import ENTRY_ALIGN_NUMEL, SHARD_BLOCK_NUMEL, Item, pack
 from colossal_lite.mesh import Mesh
 
@@ -63,7 +63,7 @@ def _chunk() -> Chunk:
     (spec,) = pack([Item("a", 6), Item("b", 5)], target_numel=100)
     return Chunk(
         spec,
-        Mesh.serial().axis("data"),
+        Groups(*[Mesh.serial().axis("data")] * 3),
         value_dtype=torch.bfloat16,
         master_dtype=torch.float32,
         gradient_dtype=torch.float32,

@@ -129,13 +129,14 @@ def told(use: Callable[[], object]) -> str:
 
 
 def struck(env: RankEnv, case: Case, directory: str, fault: str) -> list[str]:
-    """What a run says of a fault in its second step, and of everything that is asked of it then."""
+    """What a run says of a fault in its second step, at the latest in the next, which pays what that owes; and of
+    everything that is asked of it then."""
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         step(engine, case, 0)
         engine.save(directory)
         with FAULTS[fault][0](file_of(engine)) or nullcontext():
-            first = told(lambda: step(engine, case, 1))
+            first = told(lambda: [step(engine, case, number) for number in (1, 2)])
         engine.zero_grad()
         inputs, labels = case.batch(0)
         return [

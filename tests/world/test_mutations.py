@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from colossal_lite import conjugate, deferral, engine, kernels, zero
+from colossal_lite.auxiliary import AuxiliaryLosses, Share
 from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
 from colossal_lite.keep import Kept
@@ -27,7 +29,7 @@ from colossal_lite.parallel import blockwise, grid, parallelize, tensor_1d
 from colossal_lite.parallel.blockwise import Gather, Ring
 from colossal_lite.parallel.grid import Along
 from colossal_lite.parallel.sequence import SequenceParallel
-from colossal_lite.parallel.tensor_1d import Tensor1D
+from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
 from colossal_lite.pipeline import runtime
@@ -464,7 +466,7 @@ def _neighbours_shard(original: Any, self: ChunkSpec, parts: int, part: int) -> 
 
 
 def _half_of_the_norm(original: Any, self: Chunk) -> torch.Tensor:
-    return original(self) * (self.comm.coord == 0)
+    return original(self) * (self.groups.all.coord == 0)
 
 
 def _sum_of_the_first(
@@ -554,6 +556,45 @@ FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_WEIGHTS
 
 
+# ---- hybrid sharding ----
+
+
+def _copies_not_summed(original: Any, self: Chunk) -> None:
+    return None
+
+
+def _copies_summed_too_early(original: Any, self: GradientHooks, **more: Any) -> None:
+    original(self, **more | dict(ends=True))
+
+
+def _every_copy_counts_its_shard(original: Any, self: Chunk, first: int, last: int) -> slice:
+    self.share = self.shard
+    return original(self, first, last)
+
+
+def _shard_of_the_next_rank(original: Any, self: Chunk) -> None:
+    original(self)
+    summed = self.groups.copies.all_gather(self.gradient)
+    self.gradient.copy_(self.shards.shift(summed[: self.gradient.numel()].contiguous()))
+
+
+def _sums_of_copies_alone(original: Any, self: Chunk) -> None:
+    self.groups.copies.all_gather(self._sharded_sums().clone(), self.gradient)
+
+
+HYBRID = replace(CASE, world_size=4, steps=2, chunk_bytes=8 * 3000, vocabulary=200)
+HYBRID_WEIGHTS = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=3, shard=2)))
+HYBRID_ORDER = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=2, shard=2, reduction="ordered")))
+FAULTS_HYBRID: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "copies are not summed": (HYBRID_WEIGHTS, Chunk, "start_copies", _copies_not_summed),
+    "copies are summed before the last": (HYBRID_WEIGHTS, GradientHooks, "begin", _copies_summed_too_early),
+    "each copy counts in the norm": (HYBRID_WEIGHTS, Chunk, "_share_of", _every_copy_counts_its_shard),
+    "a copy's shards have wrong owners": (HYBRID_WEIGHTS, Chunk, "conclude", _shard_of_the_next_rank),
+    "in order, sums of copies alone": (HYBRID_ORDER, Chunk, "_gather_sums", _sums_of_copies_alone),
+}
+ALL |= FAULTS_HYBRID
+
+
 # ---- state on the host ----
 
 
@@ -640,9 +681,10 @@ ALL |= FAULTS_BUDGET
 
 
 def _not_awaited(original: Any, self: DiskStates, index: int) -> None:
-    slot, came = self._came[index]
-    came.wait()
-    self._elements(slot, index).fill_(0.1)  # what was in the slot before
+    if index in self._came:  # else it was fetched ahead
+        slot, came = self._came[index]
+        came.wait()
+        self._elements(slot, index).fill_(0.1)  # what was in the slot before
     original(self, index)
 
 
@@ -656,7 +698,7 @@ def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None
     before = slot.clone()
     slot.zero_()
     original(self, index)
-    self._outgoing[-1].wait()
+    self._outgoing[index].wait()
     slot.copy_(before)
 
 
@@ -902,6 +944,57 @@ FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_PIPED_CUTS
 
 
+# ---- auxiliary losses ----
+
+
+def _told_by_all(original: Any, self: Swap1D, name: str) -> Share:
+    return replace(original(self, name), tells=True)
+
+
+def _of_own_samples(original: Any, self: AuxiliaryLosses, *, samples: int, labels: int) -> None:
+    original(self, samples=samples // 2, labels=labels)
+
+
+def _of_own_tokens(original: Any, self: Share, per: Any, x: torch.Tensor) -> int:
+    return original(replace(self, tokens=1), per, x)
+
+
+def _heard_for_ever(original: Any, self: AuxiliaryLosses, into: torch.Tensor, samples: int) -> Any:
+    original(self, into, samples).__enter__()
+    return contextlib.nullcontext()
+
+
+def _without_a_gradient(original: Any, self: AuxiliaryLosses, name: str, factor: float) -> float:
+    return original(self, name, factor) * (not name.startswith("blocks.0"))
+
+
+def _seed_of_one(original: Any, self: AuxiliaryLosses, name: str, factor: float) -> float:
+    original(self, name, factor)
+    return factor
+
+
+def _as_many_as_samples(original: Any, self: AuxiliaryLosses, *, samples: int, labels: int) -> None:
+    original(self, samples=samples, labels=12 * samples)
+
+
+EMITS = Case(auxiliary=("token", "element"), ragged=True, steps=1, config=dict(clip_grad_norm=0.05))
+EMITS_PIPED = replace(EMITS, pipeline=dict(size=2, schedule="zb-h1", micro_batches=3))
+EMITS_AGAIN = replace(EMITS, config=dict(activation_checkpoint="full"))
+EMITS_WHOLE = replace(EMITS, tensor=2, sequence_parallel=False)
+EMITS_RING = replace(EMITS, sequence=2)
+EMITS_HALF = replace(EMITS, config=dict(precision="fp16"))
+FAULTS_AUXILIARY: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "auxiliary losses told by every rank": (EMITS_WHOLE, Swap1D, "share_at", _told_by_all),
+    "auxiliary losses over a rank's own samples": (EMITS, AuxiliaryLosses, "begin", _of_own_samples),
+    "auxiliary losses over a rank's own tokens": (EMITS_RING, Share, "units_of_a_sample", _of_own_tokens),
+    "auxiliary losses weighed against all labels": (EMITS, AuxiliaryLosses, "begin", _as_many_as_samples),
+    "recomputed auxiliary losses count again": (EMITS_AGAIN, AuxiliaryLosses, "heard", _heard_for_ever),
+    "auxiliary gradients of a stage lost": (EMITS_PIPED, AuxiliaryLosses, "_gradient", _without_a_gradient),
+    "auxiliary gradients without the loss scale": (EMITS_HALF, AuxiliaryLosses, "_gradient", _seed_of_one),
+}
+ALL |= FAULTS_AUXILIARY
+
+
 def faulty_run(env: RankEnv, fault: str) -> list[Step] | str:
     case, owner, name, change = ALL[fault]
     try:
@@ -935,6 +1028,8 @@ CASES = {
     "data": CASE,
     "sharded": SHARDED,
     "sharded weights": WEIGHTS,
+    "copies of sharded weights": HYBRID_WEIGHTS,
+    "copies, in order": HYBRID_ORDER,
     "state on the host": HOST,
     "state on disk": DISK,
     "cut": CUT,
@@ -955,6 +1050,11 @@ CASES = {
     "piped ring": PIPED_RING,
     "usp": USP,
     "full": FULL,
+    "emits, piped": EMITS_PIPED,
+    "emits, recomputed": EMITS_AGAIN,
+    "emits, whole": EMITS_WHOLE,
+    "emits, ring": EMITS_RING,
+    "emits, half": EMITS_HALF,
 }
 CASES |= {name: fault[0] for name, fault in FAULTS_STEP.items()}
 

@@ -73,7 +73,8 @@ def quick(row: Choice) -> bool:
 
 
 def case_of(row: Choice) -> Case:
-    """Stages are cut within blocks beside dropout; a stage has several chunks where they are reduced by micro-batch."""
+    """Stages are cut within blocks beside dropout; a stage has several chunks where they are reduced by micro-batch;
+    blocks of untied models emit auxiliary losses."""
     chunks = SCHEDULES[row["schedule"]]
     stages = row["size"] * chunks
     layers = max(stages, 2)
@@ -107,6 +108,7 @@ def case_of(row: Choice) -> Case:
             zero=ZERO[row["zero"]],
         ),
         chunk_bytes=4096 if row["zero"] not in ("0", "1") else None,
+        auxiliary=() if row["tied"] else ("token", "element"),
         **tensor,
     )
 
@@ -175,6 +177,7 @@ def cut_case(row: Choice) -> Case:
             clip_grad_norm=0.05, activation_checkpoint=row["recompute"], zero=ZERO[row["zero"]],
         ),
         chunk_bytes=4096, build="module" if theirs else "callable",
+        auxiliary=() if row["tied"] else ("element",) if "mode" in cut else ("token", "element"),
     )  # fmt: skip
     case = replace(case, **cut)
     return replace(case, world_size=2 * row["data"] * case.tensor * case.sequence)

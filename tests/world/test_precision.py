@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.engine import Totals
-from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.pack import Item, pack
 from colossal_lite.mesh import Mesh
 from colossal_lite.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, LossScale
@@ -95,7 +95,7 @@ def test_the_seed_of_a_sum_is_that_of_a_mean_over_the_next_power_of_two() -> Non
 def test_the_scale_is_removed_exactly_where_fp16_would_end() -> None:
     (spec,) = pack([Item("w", 64)], target_numel=64)
     dtypes = dict(value_dtype=torch.float16, master_dtype=torch.float32, gradient_dtype=torch.float32)
-    chunk = Chunk(spec, Mesh.serial().axis("data"), **dtypes, device=torch.device("cpu"))
+    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 3), **dtypes, device=torch.device("cpu"))
     small = torch.arange(64).half() * 2.0**-24  # the least numbers of fp16
     chunk.accept(0, small, seed=2.0**16)
     chunk.accept(0, small, seed=2.0**10)

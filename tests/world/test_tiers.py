@@ -87,13 +87,15 @@ def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
         inputs, labels = case.batch(0)
-        engine.train_step((inputs[cut], labels[cut]))
+        for _ in range(3):
+            engine.train_step((inputs[cut], labels[cut]))
         moved = engine._optimizer.tiers
         assert isinstance(moved, tiers.States)
         rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
-        assert moved.up.moved_bytes == moved.down.moved_bytes == moved.record_bytes
+        links = {row.link: row.moved_bytes for row in engine.link_report()}
+        assert links == dict.fromkeys(links, moved.record_bytes) and list(links)[:2] == ["h2d", "d2h"]
         if isinstance(moved, tiers.DiskStates):
-            assert moved.reads.moved_bytes == moved.writes.moved_bytes == moved.record_bytes
+            assert list(links)[2:] == ["read", "write"]
             assert moved._file is not None
             assert os.fstat(moved._file._fds[0]).st_size == moved.disk_bytes == moved._file.layout.file_bytes
         assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())

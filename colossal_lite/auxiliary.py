@@ -1,0 +1,203 @@
+"""Losses beside that of the labels, which any module of a model may emit: a router's balance, a penalty on activations.
+
+Note: auxiliary losses.
+A module holds an `AuxiliaryLoss` and passes the residual stream through it, with a sum over what it sees; the engine
+then trains on
+
+    mean loss of the valid labels + over all that was emitted: weight * sum over the global batch / count of its units
+
+whatever the mesh, the schedule and the number of micro-batches, and that is the loss it reports.  The gradient enters
+where the stream passes by, as in Megatron-LM's scaling of auxiliary losses: so a pipeline stage needs no second root,
+backward may run in parts, and a block that is run again in backward adds nothing: what it emits then is not heard.
+
+The count is declared (`per`), not emitted: it must be known before the first backward, which a pipeline runs before the
+last forward.  For the same reason the labels are counted when the batch is read; a criterion that counts otherwise is
+told so.  Engine and modules meet in one object that the modules are bound to, as dropouts to their counters; nothing is
+global, and a model without auxiliary losses pays nothing.  Cost: the all-gather of batch sizes over data ranks, which
+dropout and pipelines have already, carries 8 bytes more of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+Per = Literal["token", "sample", "element"]
+
+
+class AuxiliaryLoss(nn.Module):
+    """Adds `weight * sum(total) / count` to the loss: sums and count over the global batch.
+
+    `per` says what is counted, and so what `total` must be a sum over: "element" of the stream, each for itself;
+    "token", each a function of all features of that token; "sample", each a function of all tokens of that sample.
+    Outside an engine it gives back the stream and does nothing: a loop of one's own adds the total itself.
+    """
+
+    def __init__(self, weight: float = 1.0, *, per: Per = "token") -> None:
+        """Raises ValueError for a weight that is not finite, and for another `per`."""
+        super().__init__()
+        if not math.isfinite(weight):
+            raise ValueError(f"AuxiliaryLoss: weight={weight}; legal is a finite number")
+        if per not in get_args(Per):
+            raise ValueError(f"AuxiliaryLoss: per={per!r}; legal are {', '.join(map(repr, get_args(Per)))}")
+        self.weight, self.per = weight, per
+        self.emit: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        """The stream x [samples, ..., features] as it is, to be used in its place; `total` 0-d, float32 or better.
+
+        Called twice in a forward it counts twice. Raises ValueError for a total of another shape, and, in a step of an
+        engine, for an x whose first dimension is not the samples.
+        """
+        if total.dim():
+            raise ValueError(f"AuxiliaryLoss: total has the shape {list(total.shape)}; legal is a 0-d sum")
+        return x if self.emit is None else self.emit(x, total)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}, per={self.per!r}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of each sample's stream a rank sees at a module: one of so many parts of the tokens and of the features."""
+
+    tokens: int = 1
+    features: int = 1
+    tells: bool = True
+    """Of the ranks that see the same part, this is the first."""
+
+    def units_of_a_sample(self, per: Per, x: Tensor) -> int:
+        """What is counted, of a whole sample."""
+        if per == "sample":
+            return 1
+        tokens = x.shape[1:-1].numel() * self.tokens
+        return tokens if per == "token" else tokens * x.shape[-1] * self.features
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of one model on one rank, and the step that they are emitted in."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        """Of the whole model's, the same on every rank."""
+        self.labels, self.samples = 0, 1
+        self.seed = 1.0
+        """Of the backward that runs, as the loss of the labels is multiplied with."""
+        self.behind = ""
+        """The linear behind which activations are cut in another way than the stream, while they are."""
+        self._heard: Tensor | None = None
+        self._samples_here = 0
+        self._emitted: Counter[str] = Counter()
+        self._delivered: Counter[str] = Counter()
+
+    def bind(self, module: nn.Module, share_at: Callable[[str], Share]) -> None:
+        """Have every `AuxiliaryLoss` of a whole model emit here. `share_at`: by module name."""
+        found = modules_of(module)
+        self.names = tuple(found)
+        for name, each in found.items():
+            each.emit = partial(self._emit, name, each.weight, each.per, share_at(name))
+
+    def begin(self, *, samples: int, labels: int) -> None:
+        """A step on a global batch of so many samples and valid labels."""
+        self.samples, self.labels = max(samples, 1), labels
+        self._emitted.clear()
+        self._delivered.clear()
+
+    @contextmanager
+    def heard(self, into: Tensor, samples: int) -> Iterator[None]:
+        """A forward of `samples` samples, whose auxiliary losses are added to `into`, as parts of a sum over labels."""
+        self._heard, self._samples_here, self.behind = into, samples, ""
+        try:
+            yield
+        finally:
+            self._heard = None
+
+    def check_delivered(self) -> None:
+        """After the backward of a step. Raises ValueError if what was emitted has not been in it."""
+        if lost := [name for name, count in self._emitted.items() if self._delivered[name] < count]:
+            raise ValueError(
+                f"auxiliary loss {lost[0]}: its gradient was asked for {self._delivered[lost[0]]} times, not "
+                f"{self._emitted[lost[0]]}; legal: go on with the tensor that it gives back, x = auxiliary(x, total)"
+            )
+
+    def check_count(self, count: float) -> None:
+        """Raises ValueError if the criterion has counted other than the labels that are weighed against."""
+        if self.names and count != self.labels:
+            raise ValueError(
+                f"criterion: its counts add up to {count:g}, where the batch has {self.labels} labels other than -100, "
+                f"which auxiliary losses are weighed against; legal: that count, a mean, or a model without them"
+            )
+
+    def _emit(self, name: str, weight: float, per: Per, share: Share, x: Tensor, total: Tensor) -> Tensor:
+        factor = weight * self.labels / (self.samples * share.units_of_a_sample(per, x))
+        if self._heard is not None:
+            self._check(name, share, x)
+            if share.tells:
+                self._heard += total.detach() * factor
+            self._emitted[name] += int(total.requires_grad)
+        if not total.requires_grad:
+            return x
+        out: Tensor = _Emit.apply(x, total, partial(self._gradient, name, factor))  # type: ignore[no-untyped-call]
+        return out
+
+    def _gradient(self, name: str, factor: float) -> float:
+        self._delivered[name] += 1
+        return factor * self.seed
+
+    def _check(self, name: str, share: Share, x: Tensor) -> None:
+        if self.behind:
+            raise ValueError(
+                f"auxiliary loss {name}: it lies behind {self.behind}, where activations are cut over the tensor axis "
+                f"in another way than between the layers; legal: before the first linear of a pair or behind its "
+                f"second; for logits, a criterion"
+            )
+        if x.dim() < 2 + (share.tokens > 1) or x.shape[0] != self._samples_here:
+            form = "[samples, tokens, ..., features]" if share.tokens > 1 else "[samples, ..., features]"
+            raise ValueError(
+                f"auxiliary loss {name}: x has the shape {list(x.shape)} in a micro-batch of {self._samples_here} "
+                f"samples; legal: {form}"
+            )
+
+
+class _Emit(Function):
+    """x as it is; in backward `total` gets the gradient that `gradient()` says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor, gradient: Callable[[], float]) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, total.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, dx.new_full((), ctx.gradient(), dtype=ctx.dtype), None
+
+
+def modules_of(module: nn.Module) -> Mapping[str, AuxiliaryLoss]:
+    """The auxiliary losses of a model, by name."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, AuxiliaryLoss)}
+
+
+def check_cuts(module: nn.Module, *, tokens: str | None, features: str | None) -> None:
+    """Raises ValueError for auxiliary losses that cannot be taken of parts. `tokens`, `features`: what cuts these."""
+    for name, each in modules_of(module).items():
+        cut = features if each.per != "element" and features else tokens if each.per == "sample" else None
+        if cut is not None:
+            legal = "'element'" if features else "'element', 'token'"
+            raise ValueError(
+                f"auxiliary loss {name}: per={each.per!r} is a function of what {cut} cuts, and a sum over parts of it "
+                f"would be another; legal: per={legal}, or without {cut}"
+            )
+
+
+def unbind(module: nn.Module) -> None:
+    """Have them emit nowhere."""
+    for each in modules_of(module).values():
+        each.emit = None

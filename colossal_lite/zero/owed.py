@@ -1,0 +1,52 @@
+"""Updates that a step owes: they run while the next forward does, each before the first read of its weights.
+
+Note: without speculation.
+When a step ends its norm is known, and with it every number that its updates use; only their copies over a link are
+long.  So the step returns, and the updates run in forward order, a chunk's when a gate (zero/weights.py) is about to
+let a module read its weights: its record comes while the units before it compute, and goes while those after it do.
+What is computed, and in which order, is what it would have been at once: so are the bits.  Whatever else reads or
+changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
+read by mistake.  Source: reference of arXiv 2410.21316's schedule without its speculation; 2101.06840 section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from colossal_lite.plan import Action, Kind
+
+
+class Owed:
+    """The actions of a step's updates, run as far as they are asked for."""
+
+    def __init__(
+        self, actions: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], None]], end: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """`handlers` do the actions of their kind; `end` is called when all are done."""
+        self._actions, self._handlers, self._end = tuple(actions), handlers, end
+        self._next = 0
+        self._at = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
+        self._failure: Exception | None = None
+
+    def until(self, chunk: int) -> None:
+        """The chunk with this number in the plan is updated, and all those before it."""
+        self._run(self._at[chunk] + 1)
+
+    def finish(self) -> None:
+        """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
+        if self._next <= len(self._actions):
+            self._run(len(self._actions))
+            self._next = len(self._actions) + 1
+            self._end()
+
+    def _run(self, stop: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        while self._next < stop:
+            action = self._actions[self._next]
+            self._next += 1  # first: an update may itself ask whether it is done
+            try:
+                self._handlers[action.kind](action)
+            except Exception as error:
+                self._failure = error
+                raise

@@ -1,0 +1,208 @@
+"""Hybrid sharding: copies of the model, each over neighbouring ranks, are the serial run too, bytes and memory as
+planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import Case, assert_parity, initial_values
+from tests.pool import run_world
+from tests.world.test_budget import DEEP as LOW
+from tests.world.test_budget import within
+from tests.world.test_planner import assert_foretold
+from tests.world.test_zero import (
+    ADAMW,
+    BITS,
+    SMALL,
+    VOCABULARY,
+    assert_same_bits,
+    bits,
+    ledger,
+    loads,
+    memory,
+    numel_of,
+    saves,
+    sharded,
+)
+from tests.world.test_zero3 import DEEP, gathers_of, two_steps
+
+
+def hybrid(stage: int, shard: int = 2, **more: Any) -> dict[str, Any]:
+    return dict(zero=dict(stage=stage, shard=shard, **more))
+
+
+ORDERED = dict(reduction="ordered")
+FULL = dict(clip_grad_norm=0.05, gradient_accumulation=2)
+FOUR = Case(world_size=4, vocabulary=VOCABULARY, chunk_bytes=SMALL, steps=2)
+"""Two copies over two ranks each."""
+
+# ---- the same numbers ----
+
+COMBINATIONS: dict[str, Case] = {
+    "1, everything": replace(
+        FOUR, family="llama", dropout=0.1, ragged=True, global_batch=7, config=FULL | hybrid(1)
+    ),
+    "2, an empty cut, of a module, frozen, AdamW": replace(
+        FOUR,
+        global_batch=3,
+        build="module",
+        frozen=("blocks.0.mlp.up.weight", "blocks.1.norm1.bias"),
+        config=hybrid(2) | dict(optimizer=ADAMW),
+    ),
+    "2 by micro-batch": replace(FOUR, dropout=0.1, config=FULL | hybrid(2, reduce="micro_batch")),
+    "3, tied, recomputed": replace(
+        FOUR, ragged=True, config=FULL | hybrid(3, prefetch=2) | dict(activation_checkpoint="full")
+    ),
+    "3 kept, untied, ordered": replace(
+        FOUR, tied=False, config=FULL | hybrid(3, reshard_after_forward=False, **ORDERED)
+    ),
+    "3, ring, copies of one data rank": replace(FOUR, sequence=2, config=FULL | hybrid(3, 1)),
+    "1, copies that nobody shards": replace(FOUR, world_size=2, config=FULL | hybrid(1, 1)),
+    "3, 1d": replace(FOUR, world_size=8, tensor=2, global_batch=8, steps=1, config=FULL | hybrid(3)),
+    "2, pipeline": replace(
+        FOUR,
+        world_size=8,
+        pipeline=dict(size=2, schedule="zb-h1", micro_batches=2),
+        global_batch=16,
+        steps=1,
+        config=FULL | hybrid(2, reduce="micro_batch"),
+    ),
+    "1, state on the host": replace(
+        FOUR, config=FULL | hybrid(1) | dict(memory=dict(placement="host"), optimizer=ADAMW)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_gradient_is_the_serial_one(name: str) -> None:
+    assert_parity(COMBINATIONS[name])
+
+
+def test_ordered_has_the_bits_of_stage_0_however_many_copies_there_are() -> None:
+    case = replace(BITS, world_size=4, steps=2)
+    expected = run_world(bits, 4, replace(case, config=case.config | dict(zero=ORDERED)))
+    for zero in (hybrid(1, **ORDERED), hybrid(2, 1, **ORDERED), hybrid(3, **ORDERED)):
+        assert_same_bits(run_world(bits, 4, replace(case, config=case.config | zero)), expected)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "ordered"])
+def test_a_budget_changes_no_bit(reduction: str) -> None:
+    """What rests on the host is summed over the copies there."""
+    zero = hybrid(3, reduction=reduction) | dict(gradient_accumulation=2)
+    case = replace(LOW, world_size=4, config=zero | dict(precision="fp32", optimizer=ADAMW))
+    found = run_world(within, 4, case, 0.0)
+    assert_same_bits([steps for steps, _ in found], run_world(bits, 4, case))
+    assert all(0 < on_host <= pieces for _, (on_host, pieces) in found)
+
+
+# ---- bytes and memory ----
+
+ALL = "data.replicate*data.shard"
+
+
+@pytest.mark.parametrize("kind", ["1", "2 by micro-batch", "2 ordered"])
+def test_bytes_of_a_step_are_the_formula(kind: str) -> None:
+    """Over the S ranks of a copy a reduce-scatter of r P, once or k times, and an all-gather of w P; over the copies
+    one all-reduce of r P / S.  Ordered: one sum of all ranks, k r P, and what each owns of it from all, r P."""
+    k, shards, r, w = 3, 2, 4, 2
+    zero = dict(stage=int(kind[0]), shard=shards)
+    zero |= ORDERED if "ordered" in kind else dict(reduce="micro_batch") if "by" in kind else {}
+    config = dict(gradient_accumulation=k, precision="bf16", zero=zero)
+    case = Case(world_size=4, vocabulary=VOCABULARY, steps=1, config=config)
+    numel, values = numel_of(case, 4), initial_values(case)
+    expected = {
+        ("reduce_scatter", "data.shard", 1 if kind == "1" else k, (1 if kind == "1" else k) * r * numel),
+        ("all_reduce", "data.replicate", 1, r * numel // shards),
+    }
+    blocks = 1
+    if "ordered" in kind:
+        expected = {("reduce_scatter", ALL, k, k * r * numel), ("all_gather", ALL, 1, r * numel)}
+        blocks = sum(-(-v.numel() // 1024) for v in values.values())
+    expected |= {
+        ("all_gather", "data.shard", 1, w * numel),
+        ("all_reduce", "world", 1, (3 + len(values) + blocks) * 8),
+    }
+    for rows in run_world(ledger, 4, case):
+        assert set(rows) == expected
+
+
+def test_bytes_and_memory_of_sharded_weights_are_the_formula() -> None:
+    """k (2 w + r) P over a copy, less what the turn keeps, and r P / S over the copies; (w + m + r + 2 r) P / S."""
+    k, shards, w, r, m = 2, 2, 2, 4, 4
+    config = dict(precision="bf16", gradient_accumulation=k, optimizer=ADAMW) | hybrid(3, shards)
+    for seen in run_world(two_steps, 4, replace(DEEP, world_size=4, config=config)):
+        numels, total = seen["numels"], sum(seen["numels"])
+        times = [gathers_of(names, reshard=True) for names in seen["names"]]
+        gathered = sum(n * numel for n, numel in zip(times, numels, strict=True))
+        rows = {row[:2]: row[2:] for row in seen["rows"]}
+        assert rows.pop(("all_reduce", "world"))
+        assert rows == {
+            ("all_gather", "data.shard"): (k * sum(times), k * w * gathered),
+            ("reduce_scatter", "data.shard"): (k * len(numels), k * r * total),
+            ("all_reduce", "data.replicate"): (len(numels), r * total // shards),
+        }
+        held = {kind: peak for kind, (peak, _) in seen["memory"].items()}
+        assert all(peak == forecast for peak, forecast in seen["memory"].values())
+        assert (held["weights"], held["masters"]) == (w * total // shards, m * total // shards)
+        assert (held["gradients"], held["optimizer"]) == (r * total // shards, 2 * r * total // shards)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "ordered"])
+def test_memory_of_sharded_gradients_is_the_formula(reduction: str) -> None:
+    """w P + (m + g + 2 g) P / S of AdamW, a slot for the gradient that fills, and for what the others send of it."""
+    shards = 2
+    config = dict(precision="bf16", optimizer=ADAMW, gradient_accumulation=2)
+    zero = dict(stage=2, shard=shards, reduction=reduction, reduce="micro_batch")
+    case = Case(world_size=4, vocabulary=VOCABULARY, config=config | dict(zero=zero))
+    numel = numel_of(case, 4)
+    others = numel - numel // (4 if reduction == "ordered" else shards)
+    for rows in run_world(memory, 4, case):
+        assert {kind: peak for kind, peak, _ in rows} == {
+            "weights": 2 * numel,
+            "masters": 4 * numel // shards,
+            "gradients": 4 * numel // shards,
+            "optimizer": 8 * numel // shards,
+            "staging": 4 * (numel + others),
+        }
+        assert all(peak == forecast for _, peak, forecast in rows)
+
+
+@pytest.mark.parametrize("zero", [hybrid(1), hybrid(3, reduction="ordered")], ids=["1", "3 ordered"])
+def test_a_plan_foretells_bytes_and_memory(zero: dict[str, Any]) -> None:
+    config = zero | dict(gradient_accumulation=2, precision="bf16", optimizer=ADAMW)
+    assert_foretold(Case(world_size=4, config=config))
+
+
+# ---- checkpoints ----
+
+SAVED = Case(config=dict(precision="bf16", optimizer=ADAMW), chunk_bytes=SMALL // 2, vocabulary=VOCABULARY)
+MESHES = {
+    "0 on 1": (1, SAVED),
+    "3 on 2": (2, sharded(SAVED, "3")),
+    "1 on 2 x 2": (4, replace(SAVED, config=SAVED.config | hybrid(1))),
+    "3 on 2 x 2, ordered": (4, replace(SAVED, config=SAVED.config | hybrid(3, **ORDERED), chunk_bytes=None)),
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("0 on 1", "3 on 2 x 2, ordered"),
+        ("3 on 2 x 2, ordered", "3 on 2"),
+        ("3 on 2", "1 on 2 x 2"),
+        ("1 on 2 x 2", "0 on 1"),
+    ],
+)
+def test_a_checkpoint_is_the_same_with_and_without_copies(here: str, there: str, tmp_path: Path) -> None:
+    ranks, case = MESHES[here]
+    weights, state = run_world(saves, ranks, replace(case, world_size=ranks), str(tmp_path))[0]
+    ranks, case = MESHES[there]
+    for other, other_state in run_world(loads, ranks, replace(case, world_size=ranks), str(tmp_path)):
+        assert all(torch.equal(value, other[name]) for name, value in weights.items())
+        for name, values in state.items():
+            assert all(torch.equal(value, other_state[name][kind]) for kind, value in values.items()), name

@@ -1,0 +1,251 @@
+"""Updates that run while the next forward does give the bits of updates at once, whatever reads come between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from colossal_lite.engine import Engine
+from colossal_lite.plan import Kind
+from colossal_lite.zero.owed import Owed
+from colossal_lite.zero.tiers import States
+from colossal_lite.zero.weights import Weights
+from tests.covering import covering_array, name_of
+from tests.parity import Case, start
+from tests.pool import RankEnv, WorldError, run_world
+from tests.world.test_tiers import ADAMW, on_disk
+from tests.world.test_zero import SMALL, VOCABULARY
+
+CASE = Case(
+    layers=3, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=4, global_batch=8, dropout=0.1,
+    config=dict(optimizer=ADAMW, clip_grad_norm=0.05),
+)  # fmt: skip
+
+Told = tuple[list[float], dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
+
+
+def told(env: RankEnv, case: Case, between: str = "nothing", fault: str = "") -> Told:
+    """Losses of a run whose state is read at its end only, if nothing is asked for `between`, and that state."""
+    planted = patch.object(*FAULTS[fault]()) if fault else nullcontext()
+    with env.launch(case.full_config) as context, planted:
+        engine = start(case, context)
+        cut, losses = context.local_batch(case.global_batch), []
+        for number in range(case.steps):
+            inputs, labels = (t[cut] for t in case.batch(number))
+            losses.append(float(BETWEEN[between](engine, inputs, labels)))
+        return losses, engine.full_state_dict(), engine.full_optimizer_state()
+
+
+def _by_hand(engine: Engine, inputs: torch.Tensor, labels: torch.Tensor) -> Any:
+    """The user's own loop, which forgets gradients first, as loops do."""
+    engine.zero_grad()
+    logits = engine(inputs)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    engine.backward(loss, count=labels.numel())
+    engine.step()
+    return loss.detach()
+
+
+def _with(read: Callable[[Engine, Any], object], *, late: bool = False) -> Callable[..., Any]:
+    """A step, and something that is asked for after it, or between its backward and its updates."""
+
+    def run(engine: Engine, inputs: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = engine.forward_backward((inputs, labels))
+        if not late:
+            read(engine, (inputs, labels))
+        engine.step()
+        if late:
+            read(engine, (inputs, labels))
+        return loss
+
+    return run
+
+
+BETWEEN: dict[str, Callable[..., Any]] = {
+    "nothing": lambda engine, *batch: engine.train_step(batch).loss,
+    "an evaluation": _with(lambda engine, batch: engine.eval_step(batch), late=True),
+    "the state": _with(lambda engine, batch: engine.full_optimizer_state(), late=True),
+    "the state before the updates": _with(lambda engine, batch: engine.full_optimizer_state()),
+    "other state before the updates": _with(
+        lambda engine, batch: engine.load_full_state_dict(
+            {name: value * 0.5 for name, value in engine.full_state_dict().items()}
+        )
+    ),
+    "the model's own state dict": _with(lambda engine, batch: engine.model.state_dict(), late=True),
+    "a loop by hand": _by_hand,
+}
+
+
+def assert_same(found: list[Told], expected: list[Told]) -> None:
+    for (losses, weights, state), (true_losses, true_weights, true_state) in zip(
+        found, expected, strict=True
+    ):
+        assert losses == true_losses
+        assert all(torch.equal(weights[name], value) for name, value in true_weights.items())
+        for name, values in true_state.items():
+            assert all(torch.equal(state[name][kind], value) for kind, value in values.items()), name
+
+
+def placed(case: Case, tier: str, directory: Path) -> Case:
+    memory = on_disk(directory) if tier == "disk" else dict(memory=dict(placement="host"))
+    return replace(case, config={**case.config, **memory})
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "1": dict(world_size=1),
+    "2": dict(world_size=2),
+    "tensor 2": dict(world_size=2, tensor=2),
+    "pipeline 2": dict(world_size=2, pipeline=dict(size=2, schedule="1f1b", micro_batches=2), global_batch=4),
+}
+ROWS = covering_array(
+    dict(
+        mesh=list(MESHES),
+        stage=[0, 1, 2, 3],
+        tier=["host", "disk"],
+        precision=["fp32", "bf16"],
+        accumulation=[1, 2],
+        recomputed=["none", "selective", "full"],
+    ),
+    lambda row: (
+        (row["stage"] < 3 or row["mesh"] != "pipeline 2")
+        and (row["recomputed"] != "selective" or row["mesh"] in ("1", "2"))
+        and (row["stage"] == 0 or row["mesh"] == "2")
+    ),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_updates_in_the_next_forward_give_the_bits_of_updates_at_once(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    config = dict(
+        zero=dict(stage=row["stage"]),
+        precision=row["precision"],
+        gradient_accumulation=row["accumulation"],
+        activation_checkpoint=row["recomputed"],
+    )
+    case = replace(CASE, **MESHES[row["mesh"]], config={**CASE.config, **config}, steps=3)
+    expected = run_world(told, case.world_size, case)
+    assert_same(run_world(told, case.world_size, placed(case, row["tier"], tmp_path)), expected)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("between", [name for name in BETWEEN if name != "nothing"])
+def test_whatever_is_asked_for_between_finds_every_update(between: str, tier: str, tmp_path: Path) -> None:
+    case = replace(CASE, world_size=1, config={**CASE.config, "precision": "bf16"})
+    expected = run_world(told, 1, case, between)
+    assert_same(run_world(told, 1, placed(case, tier, tmp_path), between), expected)
+
+
+# ---- they do run late, and nothing is stale meanwhile ----
+
+
+def ran(env: RankEnv, case: Case) -> tuple[list[str], list[str]]:
+    """What a step and the step after it did in order: computing of modules, and actions of updates."""
+    done: list[str] = []
+    run = Owed._run
+
+    def noted(self: Owed, stop: int) -> None:
+        if self._next < stop and not hasattr(self, "noted"):
+            self.noted = True  # type: ignore[attr-defined]
+            self._handlers = {
+                kind: lambda a, do=do: (done.append(str(a)), do(a))[1] for kind, do in self._handlers.items()
+            }
+        run(self, stop)
+
+    with env.launch(case.full_config) as context, patch.object(Owed, "_run", noted):
+        engine = start(case, context)
+        for number, block in enumerate(engine.model.blocks):
+            block.register_forward_hook(lambda *_, number=number: done.append(f"block {number}"))
+        batches = [case.batch(number) for number in range(2)]
+        engine.train_step(batches[0])
+        states = [str(chunk.weights) for chunk in engine._chunks]
+        assert all(p.isnan().all() for p in engine._chunks[-1]._parameters), "nobody reads a stale weight"
+        done.clear()
+        engine.train_step(batches[1])
+        return states, done
+
+
+def test_a_chunk_is_updated_just_before_the_module_that_reads_it() -> None:
+    """In the order of the plan, of which the step before has done what the forward begins with."""
+    case = replace(CASE, world_size=1, dropout=0.0, config={**CASE.config, "memory": dict(placement="host")})
+    ((states, done),) = run_world(ran, 1, case)
+    assert states == ["whole", *["owed"] * (len(states) - 1)]
+    updates = [word for word in done if Kind.UPDATE in word]
+    first = updates.index("0UPDATE#0")
+    assert updates[:first] == [f"0UPDATE#{c}" for c in range(1, len(states))]
+    # Each block's own updates come after the block before it has computed.
+    blocks = [done.index(f"block {number}") for number in range(case.layers)]
+    between = [
+        [word for word in done[a:b] if Kind.UPDATE in word] for a, b in zip(blocks, blocks[1:], strict=False)
+    ]
+    assert all(between), done
+
+
+# ---- planted faults ----
+
+
+def _back_when_it_has_set_out() -> tuple[Any, str, Any]:
+    original = States._take_back
+
+    def take_back(self: States, index: int, target: Any, *after: Any) -> Any:
+        self.down._thread.submit(time.sleep, 0.02)
+        original(self, index, target, *after)
+        return self.up.run(int, 0)
+
+    return States, "_take_back", take_back
+
+
+def _not_paid() -> tuple[Any, str, Any]:
+    original = Weights._pay_until
+    return Weights, "_pay_until", lambda self, place: original(self, 0)
+
+
+def _forgotten() -> tuple[Any, str, Any]:
+    original = Owed.finish
+
+    def finish(self: Owed) -> None:
+        self._next = max(self._next, len(self._actions))
+        original(self)
+
+    return Owed, "finish", finish
+
+
+def _late_by_one() -> tuple[Any, str, Any]:
+    original = Weights._enter
+
+    def enter(self: Weights, needed: Any, module: Any, args: Any) -> None:
+        if self._owed is None:
+            original(self, needed, module, args)
+        for chunk in needed:
+            chunk._show()  # the weights as they were
+
+    return Weights, "_enter", enter
+
+
+FAULTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
+    "fetched before it is back": _back_when_it_has_set_out,
+    "not paid": _not_paid,
+    "forgotten": _forgotten,
+    "read before the update": _late_by_one,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_changes_the_bits(fault: str, tmp_path: Path) -> None:
+    case = placed(replace(CASE, world_size=1, config={**CASE.config, "precision": "bf16"}), "host", tmp_path)
+    expected = run_world(told, 1, case)
+    try:
+        found = run_world(told, 1, case, "nothing", fault)
+    except WorldError:
+        return
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
