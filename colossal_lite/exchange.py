@@ -474,7 +474,11 @@ WHOLE_BYTES = 1 << 16
 
 
 class HostWire:
-    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch."""
+    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
+
+    Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
+    version is not that of other views of one buffer.
+    """
 
     def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
         self._exchange = exchange
@@ -485,6 +489,7 @@ class HostWire:
         self._others = [coord for coord in range(self._size) if coord != self._coord]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
+        tensor = tensor.data
         combine, size_bytes = _COMBINE[op], tensor.numel() * tensor.element_size()
         is_cut = self._size > 2 and size_bytes > WHOLE_BYTES and tensor.is_contiguous()
         self._post(self._together, tensor, self._others, tag)
@@ -510,6 +515,7 @@ class HostWire:
         return self._begun(list(came.values()), add_own_piece if is_cut else add_all)
 
     def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        shard, whole = shard.data, whole.data
         self._post(self._together, shard, self._others, tag)
         places = cut(whole, self._size, dim, shard.shape)
         if places[self._coord].data_ptr() != shard.data_ptr():
@@ -520,6 +526,7 @@ class HostWire:
         self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
     ) -> Started:
         """Always in rank order. `target` may be this rank's own part."""
+        full, target = full.data, target.data
         parts = cut(full, self._size, dim, target.shape)
         own = parts[self._coord]
         for j in self._others:
@@ -532,11 +539,13 @@ class HostWire:
         return self._begun(list(came.values()), add_in_rank_order)
 
     def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        tensor = tensor.data
         if self._coord == source:
             return self._post(self._together, tensor, self._others, tag), nothing
         return self._begun(*self._filling({source: tensor}, tag))
 
     def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        tensor = tensor.data
         if self._coord != target:
             return self._post(self._together, tensor, [target], tag), nothing
         came = {j: self._together.expect(tensor, j, tag) for j in self._others}
@@ -547,21 +556,21 @@ class HostWire:
         return self._begun(list(came.values()), add_in_rank_order)
 
     def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
-        parts, places = tensor.chunk(self._size), out.chunk(self._size)
+        parts, places = tensor.data.chunk(self._size), out.data.chunk(self._size)
         for j in self._others:
             self._post(self._together, parts[j], [j], tag)
         places[self._coord].copy_(parts[self._coord])
         return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
 
     def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
-        self._post(self._together, tensor, [to], tag)
-        return self._begun(*self._filling({source: out}, tag))
+        self._post(self._together, tensor.data, [to], tag)
+        return self._begun(*self._filling({source: out.data}, tag))
 
     def send(self, tensor: Tensor, to: int, tag: str) -> Started:
-        return self._post(self._pairs, tensor, [to], tag), nothing
+        return self._post(self._pairs, tensor.data, [to], tag), nothing
 
     def receive(self, into: Tensor, source: int, tag: str) -> Started:
-        return self._begun(*self._filling({source: into}, tag, self._pairs))
+        return self._begun(*self._filling({source: into.data}, tag, self._pairs))
 
     def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
         self._exchange.advance()

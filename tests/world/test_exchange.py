@@ -189,6 +189,25 @@ def test_groups_and_messages_have_sequences_of_their_own() -> None:
         assert found == [6.0, float(rank ^ 1) + rank, float(rank ^ 2) + rank, float(rank ^ 1)]
 
 
+def beside_autograd(env: RankEnv) -> list[float]:
+    """A tensor that autograd has saved lies beside one that a message lands in."""
+    with ExitStack() as stack:
+        comm = shared_mesh(env, stack).axis("data")
+        first, second = torch.zeros(2, 3).unbind()
+        pending = comm.receive_async(second, 1 - env.rank)
+        weight = torch.ones(3, requires_grad=True)
+        loss = (first.fill_(2.0) * weight).sum()
+        comm.send_async(torch.full((3,), 5.0), 1 - env.rank)
+        pending.wait()
+        loss.backward()
+        comm.all_reduce(weight)
+        return [*weight.grad.tolist(), *second.tolist(), *weight.tolist()]
+
+
+def test_what_lands_in_a_buffer_does_not_disturb_what_autograd_saved_beside_it() -> None:
+    assert run_world(beside_autograd, 2) == [[2.0] * 3 + [5.0] * 3 + [2.0] * 3] * 2
+
+
 # ---- faults ----
 
 
