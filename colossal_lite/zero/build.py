@@ -104,6 +104,7 @@ def build_chunks(
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             on_host=config.memory.moves,
+            split_master=precision.split,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
             slot=slot,
