@@ -28,7 +28,7 @@ from torch import Tensor
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import Link, to_device
+from colossal_lite.memory.mover import AS_IT_COPIES, Link, LinkSpeed, to_device
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
@@ -85,20 +85,20 @@ class ChunkOptimizer:
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        placement: str = "device", timeout_s: float = 600.0,
+        placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         open_file: Callable[[FileLayout], DiskFile] | None = None,
     ) -> None:  # fmt: skip
-        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `open_file` makes
-        the disk's; None where no step is taken.  Raises DiskError."""
+        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
+        to it; `open_file` makes the disk's file; None where no step is taken.  Raises DiskError."""
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         names = [rule.states for rule in self._rules]
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
         if placement == "host":
-            self.tiers = HostStates(self._chunks, names, timeout_s)
+            self.tiers = HostStates(self._chunks, names, timeout_s, speed)
         elif placement == "disk":
-            self.tiers = DiskStates(self._chunks, names, timeout_s, open_file)
+            self.tiers = DiskStates(self._chunks, names, timeout_s, speed, open_file)
         self.plan = update_plan(
             len(self._chunks),
             ahead=AHEAD if self.tiers else None,

@@ -34,8 +34,6 @@ AHEAD = 1
 SLOTS = AHEAD + 2
 BELOW = 1
 HOST_SLOTS = BELOW + 3
-# As fast as the machine copies; tests emulate slower ones.
-LINK = LinkSpeed()
 MASTER = "master"
 
 
@@ -66,8 +64,11 @@ class States:
     below: int | None = None
     """Records that are read before the one that is copied to the device; None: they are on the host."""
 
-    def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
-        """`states`: for each chunk the names of its state tensors, which begin as zeros."""
+    def __init__(
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+    ) -> None:
+        """`states`: for each chunk the names of its state tensors, which begin as zeros; `speed` of the links between
+        device and host."""
         self._chunks = tuple(chunks)
         self._records = [_record(chunk, names) for chunk, names in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
@@ -81,7 +82,7 @@ class States:
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
         self._outgoing: dict[int, Transfer] = {}  # on its way back to where it rests
-        self.up, self.down = Link("h2d", LINK, timeout_s=timeout_s), Link("d2h", LINK, timeout_s=timeout_s)
+        self.up, self.down = Link("h2d", speed, timeout_s=timeout_s), Link("d2h", speed, timeout_s=timeout_s)
 
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
@@ -192,8 +193,10 @@ class HostStates(States):
 
     tier = "host"
 
-    def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
-        super().__init__(chunks, states, timeout_s)
+    def __init__(
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+    ) -> None:
+        super().__init__(chunks, states, timeout_s, speed)
         sizes = [record.size for record in self._records]
         arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
         self.host_bytes = self.record_bytes
@@ -242,11 +245,11 @@ class DiskStates(States):
     below = BELOW
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float,
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed,
         open_file: Callable[[FileLayout], DiskFile] | None,
     ) -> None:  # fmt: skip
         """`open_file` makes the file of a layout; None: nothing is ever read or written."""
-        super().__init__(chunks, states, timeout_s)
+        super().__init__(chunks, states, timeout_s, speed)
         self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
         self._file = open_file(self.layout) if open_file else None
         self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
@@ -257,8 +260,8 @@ class DiskStates(States):
         self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
         self._changed: set[int] = set()
-        self.reads = Link("read", LINK, timeout_s=timeout_s)
-        self.writes = Link("write", LINK, timeout_s=timeout_s)
+        self.reads = Link("read", LinkSpeed(), timeout_s=timeout_s)
+        self.writes = Link("write", LinkSpeed(), timeout_s=timeout_s)
         for index, chunk in enumerate(self._chunks):
             if self._file is not None and self._records[index].size:
                 slot, _ = self._passing.take()
