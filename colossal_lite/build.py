@@ -199,6 +199,11 @@ def _check_optimizer(
             f"zero.stage=0 (now {config.zero.stage}), memory.placement='device' (now {config.memory.placement!r}) "
             f"and no tensor axis (now {mesh.size('tensor')}); or a type of config.optimizer"
         )
+    if config.precision.master_dtype == "split":
+        raise ValueError(
+            "optimizer: one of your own updates whole float32 weights, which precision.master='split' keeps nowhere; "
+            "legal: 'auto', or a type of config.optimizer"
+        )
     if config.optimizer != OptimizerConfig():
         warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
 

@@ -284,7 +284,6 @@ def _is_cut(config: Config) -> bool:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("precision.master", ("auto", "fp32", "none"), "split master weights"),
     NotBuilt(
         "activation_checkpoint",
         ("none", "full"),

@@ -433,10 +433,10 @@ class Engine:
         planned. After `metered` steps, what those held beside it."""
         device, config = self.context.device.type, self.context.config
         precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-        widths = Widths(precision.compute.itemsize, precision.master_copy_bytes, precision.gradient.itemsize)
+        widths = Widths(precision.compute.itemsize, precision.master_copy_bits, precision.gradient.itemsize)
         held: dict[str, Callable[[Chunk], int]] = {
             "weights": lambda c: c.resting_bytes,
-            "masters": lambda c: _bytes([c.master] if precision.master_copy_bytes else []),
+            "masters": lambda c: c.master_bytes,
             "gradients": lambda c: _bytes([c.gradient if c.filling is None else c.filling]),
             "optimizer": lambda c: self._optimizer.bytes_of(c)[0],
         }

@@ -112,9 +112,15 @@ class Rule(Protocol):
         lr: float,
         grad_scale: float,
         low: Tensor | None = None,
+        residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:
         """Update `weight` and `state` in place; all are of one shape and dtype; `step` counts from 1; the
-        gradient is consumed.  `low` takes the new weights in its own dtype."""
+        gradient is consumed.  `low` takes the new weights in its own dtype.  With `residual` and `ties`, which no rule
+        gets that `joins`, `weight` is the upper half of masters (kernels/split.py)."""
+
+    def joins(self, group: Group) -> bool:
+        """Whether it needs masters whole, where they are split."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ class AdamW:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:  # fmt: skip
         decay = group.weight_decay
         if decay and not self.is_decoupled:
@@ -146,7 +153,12 @@ class AdamW:
             weight_decay=decay,
             grad_scale=grad_scale,
             low=low,
+            residual=residual,
+            ties=ties,
         )
+
+    def joins(self, group: Group) -> bool:
+        return bool(group.weight_decay) and not self.is_decoupled
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,8 @@ class SGD:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:  # fmt: skip
         ops.sgd_(
             weight,
@@ -172,7 +185,12 @@ class SGD:
             grad_scale=grad_scale,
             first=step == 1,
             low=low,
+            residual=residual,
+            ties=ties,
         )
+
+    def joins(self, group: Group) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -184,7 +202,8 @@ class Lion:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:  # fmt: skip
         ops.lion_(
             weight,
@@ -196,7 +215,12 @@ class Lion:
             weight_decay=group.weight_decay,
             grad_scale=grad_scale,
             low=low,
+            residual=residual,
+            ties=ties,
         )
+
+    def joins(self, group: Group) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -209,7 +233,8 @@ class LAMB:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:  # fmt: skip
         (beta1, beta2), mean, square = group.betas, state["exp_avg"], state["exp_avg_sq"]
         gradient.div_(grad_scale)
@@ -223,6 +248,9 @@ class LAMB:
         weight.sub_(direction.mul_(ratio), alpha=lr)
         if low is not None:
             low.copy_(weight)
+
+    def joins(self, group: Group) -> bool:
+        return True
 
 
 # Of the quintic that has the steepest slope at zero (Jordan et al., "Muon", 2024): torch's own figures.
@@ -244,7 +272,8 @@ class Muon:
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
-        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None,
+        *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
+        ties: Tensor | None = None,
     ) -> None:  # fmt: skip
         buffer = state["momentum_buffer"]
         gradient.div_(grad_scale)
@@ -256,6 +285,9 @@ class Muon:
         weight.add_(direction, alpha=-lr * math.sqrt(max(1.0, rows / columns)))
         if low is not None:
             low.copy_(weight)
+
+    def joins(self, group: Group) -> bool:
+        return True
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

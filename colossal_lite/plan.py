@@ -399,7 +399,7 @@ class _Tiers:
         size, budget = self._size_bytes(key), self.memory.budget_bytes.get(tier)
         self.used[tier] += size
         self.peak[tier] = max(self.peak[tier], self.used[tier])
-        if budget is None:
+        if budget is None or not size:  # what takes no room waits for none
             return
         if self.used[tier] > budget:
             self.reading.fault(

@@ -769,13 +769,15 @@ def _memory(
     placement = config.memory.records_tier
     optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
-    masters = [chunk.master for chunk in chunks if chunk.master is not chunk.own_value]
-    update = max(
-        (_bytes(chunk.master) for chunk in chunks), default=0
-    )  # the copy that shows whether it changed
+    update = max((chunk.update_bytes for chunk in chunks), default=0)
     peak = max(cost.until, cost.after, update)
     kept = min(cost.kept, peak)
     compute, gradient = (str(t).removeprefix("torch.") for t in (precision.compute, precision.gradient))
+    master = (
+        "what float32 has beyond bfloat16"
+        if precision.split
+        else str(precision.master).removeprefix("torch.")
+    )
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     rows = (
@@ -783,7 +785,7 @@ def _memory(
              f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
         Held("gathered", gathers.arena_numel * precision.compute.itemsize,
              f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
-        Held("masters", sum(map(_bytes, masters)), str(precision.master).removeprefix("torch."), rests),
+        Held("masters", sum(chunk.master_bytes for chunk in chunks), master, rests),
         Held("gradients", sum(_bytes(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
         Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),

@@ -28,25 +28,30 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: the weights the model multiplies with; `master`: what the optimizer updates; `gradient`: the buffer
-    in which micro-batches and ranks are summed, never below float32."""
+    """`compute`: the weights the model multiplies with; `master`: what the optimizer updates, in two halves if `split`
+    (kernels/split.py); `gradient`: the buffer in which micro-batches and ranks are summed, never below float32."""
 
     compute: torch.dtype
     master: torch.dtype
     gradient: torch.dtype
+    split: bool = False
 
     @classmethod
     def of(cls, dtype: str, master: str | None = None) -> Precision:
-        """From config names. `master` None: float32 for 16-bit compute, else the compute dtype."""
+        """From config names. `master` None: float32 for 16-bit compute, else the compute dtype; "split": float32, of
+        which `compute` is the upper half."""
         compute = DTYPES[dtype]
         at_least_fp32 = compute if compute in (torch.float32, torch.float64) else torch.float32
-        chosen = DTYPES[master] if master else at_least_fp32
-        return cls(compute, chosen, torch.promote_types(at_least_fp32, chosen))
+        split = master == "split"
+        chosen = DTYPES[master] if master and not split else at_least_fp32
+        return cls(compute, chosen, torch.promote_types(at_least_fp32, chosen), split)
 
     @property
-    def master_copy_bytes(self) -> int:
+    def master_copy_bits(self) -> int:
         """Of each parameter, for master weights beside those the model multiplies with."""
-        return self.master.itemsize if self.master != self.compute else 0
+        if self.split:
+            return 17
+        return 8 * self.master.itemsize if self.master != self.compute else 0
 
 
 GROWTH_STEPS = 2000

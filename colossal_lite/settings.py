@@ -216,16 +216,16 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     """Format of weights and activations in forward and backward."""
     master: Literal["auto", "fp32", "split", "none"] = "auto"
-    """Weights that the optimizer updates: an fp32 copy; split (bf16 plus its low 16 bits, 2 bytes less);
-    none (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
+    """Weights that the optimizer updates: an fp32 copy; split (the same bits, 17 of them beside each bf16 weight); none
+    (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
     loss_scale: Literal["dynamic"] | Positive = "dynamic"
     """fp16 only: factor on the loss before backward; dynamic starts at 2**16 and follows overflows."""
 
     @property
     def master_dtype(self) -> str:
-        """Format of the weights that the optimizer updates."""
+        """Format of the weights that the optimizer updates; "split" is fp32 in two halves."""
         keeps_own = self.master == "none" or self.dtype in ("fp32", "fp64")
-        return self.dtype if keeps_own else "fp32"
+        return self.dtype if keeps_own else "split" if self.master == "split" else "fp32"
 
     def faults(self) -> Iterable[Fault]:
         if self.master == "split" and self.dtype != "bf16":

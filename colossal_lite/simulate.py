@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
+from math import inf
 from typing import NamedTuple
 
 from colossal_lite.plan import (
@@ -100,12 +101,29 @@ class Span(NamedTuple):
     end_s: float
 
 
+class Wait(NamedTuple):
+    """From the end of an action on the compute of a rank to the start of the next, in seconds, and the resource of what
+    that needed last."""
+
+    rank: int
+    resource: str
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """What ran when, predicted by `simulate` or measured by an executor."""
 
     ranks: int
     spans: tuple[Span, ...]
+    waits: tuple[Wait, ...] = ()
+    """Of a simulated run: what its computing waited for."""
+
+    def waited_s(self, resource: str, start_s: float = 0.0, end_s: float = inf) -> float:
+        """Seconds between two moments in which computing, on all ranks, waited for work of a resource."""
+        times = ((max(w.start_s, start_s), min(w.end_s, end_s)) for w in self.waits if w.resource == resource)
+        return sum(stop - start for start, stop in times if start < stop)
 
     @property
     def makespan_s(self) -> float:
@@ -243,8 +261,22 @@ class _Run:
             for n, a in enumerate(self.reading.actions)
         )
         return Timeline(
-            len(self.reading.plan), tuple(sorted(spans, key=lambda s: (s.start_s, s.rank, s.end_s)))
+            len(self.reading.plan),
+            tuple(sorted(spans, key=lambda s: (s.start_s, s.rank, s.end_s))),
+            tuple(self._waits()),
         )
+
+    def _waits(self) -> Iterator[Wait]:
+        ended_s: dict[int, float] = {}
+        for node, action in enumerate(self.reading.actions):
+            rank = self.reading.places[node][0]
+            if action.resource != COMPUTE:
+                continue
+            before_s, needs = ended_s.get(rank, 0.0), self.reading.needs[node]
+            if self.start_s[node] > before_s and needs:
+                last = max(needs, key=lambda other: self.end_s[other])
+                yield Wait(rank, self.reading.actions[last].resource, before_s, self.start_s[node])
+            ended_s[rank] = self.end_s[node]
 
     def _begin(self, now: float, node: int, events: list[tuple[float, int, int, int]]) -> None:
         if self._demand(node) > 0:

@@ -157,14 +157,14 @@ class WholeState:
                 yield Held(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
 
     def _fetched(self, chunk: Chunk, kind: str, local: slice, write: bool) -> Tensor:
-        return self._optimizer.opened(chunk, kind, write=write)[local]
+        return self._optimizer.opened(chunk, kind, local, write=write)
 
     def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
         """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
         self._weights.flush()
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk) if buffer == "master" else nullcontext():
-                flat = chunk.whole(chunk.master if buffer == "master" else chunk.gradient)
+                flat = chunk.whole(chunk.masters() if buffer == "master" else chunk.gradient)
                 for entry in chunk.spec.entries:
                     local = chunk.of(flat, entry, self._parameters[entry.name].shape)
                     yield entry.name, self._whole(entry.name, local)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .launch import FLAT, SCALAR, Takes, TritonOp, architecture, jit, launch, tile, tl
-from .split import check_halves, join, load_halves, split_, store_halves
+from .split import PIECE, check_halves, join, load_halves, split_, store_halves
 
 
 def adamw_(
@@ -173,7 +173,7 @@ def _pieces(
     p, g, *rest = (t.view(-1) for t in (param, grad, *state))
     dtype = p.dtype if residual is None else torch.float32
     cast, joins = g.dtype != dtype, residual is not None
-    step = _TILE if cast or joins or low is not None else max(1, p.numel())
+    step = PIECE if joins else _TILE if cast or low is not None else max(1, p.numel())
     most = min(step, p.numel())
     scratch = torch.empty(most if cast else 0, dtype=dtype, device=p.device)
     joined = torch.empty(most if joins else 0, dtype=dtype, device=p.device)

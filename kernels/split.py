@@ -21,6 +21,8 @@ from torch import Tensor
 from .launch import jit, tl
 
 TIE = 1 << 15
+PIECE = 1 << 18
+"""Elements that are joined at once, so that all passes over them stay in the caches."""
 _TO_BYTES = 0x0101010101010101
 _BIT_OF_BYTE = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 _CARRY = 0x7F7F7F7F7F7F7F7F
@@ -52,6 +54,11 @@ def split_(master: Tensor, high: Tensor, residual: Tensor, ties: Tensor) -> None
     if short := -flags.numel() % 8:
         flags = F.pad(flags, (0, short))
     ties.copy_(flags.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56))
+
+
+def joined_bytes(numel: int) -> int:
+    """What a step on the CPU takes beside its buffers, at the most: masters of a piece, their upper halves, ties."""
+    return 9 * min(numel, PIECE)
 
 
 def check_halves(op: str, high: Tensor, residual: Tensor, ties: Tensor) -> None:

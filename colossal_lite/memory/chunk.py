@@ -5,7 +5,9 @@ Note: chunk tensors.
             Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
 `own_value` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
 `master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
-            same memory as `own_value` where the dtypes agree.
+            same memory as `own_value` where the dtypes agree; nowhere (on the meta device) where masters are split:
+`residual`  [owned * 17 / 16] int16: what float32 masters have beyond `own_value`, their upper half, and behind that a
+            map of ties (kernels/split.py).  None where masters are whole.
 `filling`   [numel], accumulation dtype (fp32 or better): the sum over micro-batches on this rank, or one micro-batch.
 `gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
 Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.comm import AxisComm, Pending
+from colossal_lite.kernels import split
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.mover import Link, Outbox, Transfer, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkKey, ChunkSpec, Entry
@@ -140,6 +143,7 @@ class Chunk:
         received: Slots | None = None,
         slot: int = 0,
         on_host: bool = False,
+        split_master: bool = False,
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
@@ -172,7 +176,11 @@ class Chunk:
         self._value = None if self.is_sharded else kept
         self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
         same = master_dtype == value_dtype
-        self.master = self.own_value if same else torch.zeros(length, dtype=master_dtype, device=device)
+        where = torch.device("meta") if split_master else device
+        self.master = self.own_value if same else torch.zeros(length, dtype=master_dtype, device=where)
+        self.residual: Tensor | None = None
+        if split_master:
+            self.residual = torch.zeros(length * 17 // 16, dtype=torch.int16, device=device)
         self._parameters: list[nn.Parameter] = []
         self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
         self._placeholders: list[Tensor] = []
@@ -242,9 +250,12 @@ class Chunk:
         if part := self.part_of(entry):
             local, start = part
             own = flat[start : start + local.stop - local.start]
-            self.master[local].copy_(own)
-            if self.is_sharded and self.master is not self.own_value:
-                self.own_value[local].copy_(own)
+            if self.residual is not None:
+                self.set_masters(local, own)
+            else:
+                self.master[local].copy_(own)
+                if self.is_sharded and self.master is not self.own_value:
+                    self.own_value[local].copy_(own)
         self.version += 1
 
     def publish(self, start: int, stop: int, *, is_written: bool = False) -> None:
@@ -256,8 +267,65 @@ class Chunk:
         self.version += 1
 
     def seen(self, start: int, stop: int) -> Tensor | None:
-        """What the model sees of master elements [start, stop), for an update to write; None: the masters."""
-        return None if self.master is self.own_value else self.own_value[start:stop]
+        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
+        upper half of them."""
+        return None if self.updates_weights else self.own_value[start:stop]
+
+    # ---- masters ----
+
+    @property
+    def updates_weights(self) -> bool:
+        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
+        return self.master is self.own_value or self.residual is not None
+
+    @property
+    def master_words(self) -> Tensor:
+        """The memory of what the masters have beside the weights, as numbers of the gradient's dtype."""
+        return self.master if self.residual is None else self.residual.view(self.gradient.dtype)
+
+    @property
+    def master_bytes(self) -> int:
+        """Of what the masters have beside the weights."""
+        if self.master is self.own_value:
+            return 0
+        kept = self.master if self.residual is None else self.residual
+        return kept.numel() * kept.element_size()
+
+    def rest_master(self, words: Tensor) -> None:
+        """`words` have what the masters have beside the weights from now on."""
+        if self.residual is None:
+            self.master = words
+        else:
+            self.residual = words.view(torch.int16)
+
+    def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
+        8, and so is stop, or a gap follows."""
+        assert self.residual is not None and local.start % 8 == 0
+        length = self.own_value.numel()
+        ties = self.residual[length:].view(torch.uint8)
+        return self.own_value[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
+
+    def masters(self, local: slice | None = None) -> Tensor:
+        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
+        local = local or slice(0, self.own_value.numel())
+        return self.master[local] if self.residual is None else split.join(*self.halves(local))
+
+    def set_masters(self, local: slice, masters: Tensor) -> None:
+        """Split such elements of any dtype into their halves."""
+        split.split_(masters.to(self.master.dtype), *self.halves(local))
+
+    @property
+    def update_bytes(self) -> int:
+        """What an update holds beside the state: a copy that shows whether it changed, and halves joined."""
+        length = self.owned[1] - self.owned[0]
+        if self.residual is None:
+            return length * self.gradient.element_size()
+        return (
+            self.own_value.numel() * self.own_value.element_size()
+            + self.master_bytes
+            + split.joined_bytes(length)
+        )
 
     def owe(self) -> None:
         """Nobody may read the weights until their update, which has yet to come."""

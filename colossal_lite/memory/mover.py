@@ -53,6 +53,9 @@ class LinkSpeed:
         return self.latency_s + (size_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
 
 
+AS_IT_COPIES = LinkSpeed()
+
+
 class Transfer:
     """A copy on its way. `wait()` returns when its target holds the bytes; it raises what the copy raised."""
 

@@ -46,6 +46,8 @@ class MemoryConfig(Section):
     """Bytes of host memory for each rank; None: no limit."""
     disk_dir: str | None = None
     """Directory of the disk tier."""
+    link_bandwidth: Budget | None = None
+    """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
 
     @property
     def moves(self) -> bool:
@@ -72,5 +74,7 @@ class MemoryConfig(Section):
             yield Unread("host_budget", "placement='device' keeps all model state on the device")
         if self.placement == "auto" and self.device_budget is None:
             yield Unread("placement", "without device_budget all model state rests on the device")
+        if self.records_tier == "device":
+            yield Unread("link_bandwidth", "all model state rests on the device, and nothing moves")
         if self.placement in ("device", "host"):
             yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")

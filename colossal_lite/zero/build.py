@@ -18,6 +18,7 @@ from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.disk import DiskError, DiskFile
+from colossal_lite.memory.mover import LinkSpeed
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
@@ -104,6 +105,7 @@ def build_chunks(
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             on_host=config.memory.moves,
+            split_master=precision.split,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
             slot=slot,
@@ -126,7 +128,8 @@ def chunk_optimizer(
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
-            placement=memory.records_tier, timeout_s=config.timeout_s, open_file=open_file,
+            placement=memory.records_tier, timeout_s=config.timeout_s,
+            speed=LinkSpeed(memory.link_bandwidth), open_file=open_file,
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]

@@ -6,7 +6,8 @@ torch does with `grad=None`.  So a chunk is updated in maximal ranges of entries
 step count; when all are, which is the rule, that is one call for the whole chunk.  A rule that needs whole
 tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
 alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
-masters are written by the update itself, while the new masters are in cache.  A rank that owns a shard of
+masters are written by the update itself, while the new masters are in cache.  Split masters (kernels/split.py) are
+updated in their halves; whoever else reads or writes some of them gets a joined copy.  A rank that owns a shard of
 a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
 State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when.  State
 that rests on disk is in memory while `at_hand` says so, or after `opened`; at other times its tensors are on the meta
@@ -27,7 +28,7 @@ from torch import Tensor
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import Link, to_device
+from colossal_lite.memory.mover import AS_IT_COPIES, Link, LinkSpeed, to_device
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
@@ -84,20 +85,20 @@ class ChunkOptimizer:
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        placement: str = "device", timeout_s: float = 600.0,
+        placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         open_file: Callable[[FileLayout], DiskFile] | None = None,
     ) -> None:  # fmt: skip
-        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `open_file` makes
-        the disk's; None where no step is taken.  Raises DiskError."""
+        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
+        to it; `open_file` makes the disk's file; None where no step is taken.  Raises DiskError."""
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         names = [rule.states for rule in self._rules]
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
         if placement == "host":
-            self.tiers = HostStates(self._chunks, names, timeout_s)
+            self.tiers = HostStates(self._chunks, names, timeout_s, speed)
         elif placement == "disk":
-            self.tiers = DiskStates(self._chunks, names, timeout_s, open_file)
+            self.tiers = DiskStates(self._chunks, names, timeout_s, speed, open_file)
         self.plan = update_plan(
             len(self._chunks),
             ahead=AHEAD if self.tiers else None,
@@ -117,6 +118,7 @@ class ChunkOptimizer:
             self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
+        self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
         self.changed = False
         """Whether an update has changed any master weight since this was last set to False."""
 
@@ -138,23 +140,29 @@ class ChunkOptimizer:
         here = self._state[index] if self.tiers is None or index in self._stays else self.tiers.here(index)
         if self.shards:
             self.shards.here(index, is_whole=all(used))
-        before = None if self.changed else chunk.master.clone()  # as a rule the first chunk says it for all
+        before = None if self.changed else _copies(chunk)  # as a rule the first chunk says it for all
         for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
-            entry = chunk.spec.entries[span.first]
+            entry, part = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
-            stored = chunk.master[span.start : span.stop].view(shape)
-            gradient = chunk.gradient[span.start : span.stop].view(shape)
-            weight = stored.to(gradient.dtype)
-            state = {n: flat[span.start : span.stop].view(shape) for n, flat in here.items()}
-            seen = chunk.seen(span.start, span.stop)
-            low = stored if weight is not stored else None if seen is None else seen.view(shape)
-            rule.update(
-                self._ops, group, weight, gradient, state,
-                step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, low=low,
-            )  # fmt: skip
+            gradient = chunk.gradient[part].view(shape)
+            state = {n: flat[part].view(shape) for n, flat in here.items()}
+            how = partial(rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale)
+            if chunk.residual is None:
+                stored, seen = chunk.master[part].view(shape), chunk.seen(span.start, span.stop)
+                weight = stored.to(gradient.dtype)
+                low = stored if weight is not stored else None if seen is None else seen.view(shape)
+                how(self._ops, group, weight, gradient, state, low=low)
+            elif rule.joins(group):
+                masters = chunk.masters(part)
+                how(self._ops, group, masters.view(shape), gradient, state)
+                chunk.set_masters(part, masters)
+            else:
+                high, residual, ties = chunk.halves(part)
+                how(self._ops, group, high, gradient, state, residual=residual, ties=ties)
             chunk.publish(span.start, span.stop, is_written=True)
         self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
-        self.changed = before is None or not torch.equal(before, chunk.master)
+        after = _master_parts(chunk)
+        self.changed = before is None or not all(map(torch.equal, before, after))
 
     def prepare(self) -> None:
         """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
@@ -214,8 +222,8 @@ class ChunkOptimizer:
     def record_bytes(self, index: int) -> int:
         """Of the state of chunk `index`, its master included where that is apart from the weights."""
         chunk = self._chunks[index]
-        parts = len(self._rules[index].states) + (chunk.master is not chunk.own_value)
-        return (chunk.owned[1] - chunk.owned[0]) * parts * chunk.gradient.element_size()
+        states = len(self._rules[index].states) * chunk.gradient.element_size()
+        return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
 
     def settle_on_device(self, indices: Collection[int]) -> None:
         """The records of these chunks rest on the device from now on, and weights and gradients where their chunks
@@ -227,7 +235,8 @@ class ChunkOptimizer:
                 name: to_device(flat.clone(), chunk.device)
                 for name, flat in self.tiers.opened(index, write=False).items()
             }
-            chunk.master = parts.pop(MASTER, chunk.master)
+            if (words := parts.pop(MASTER, None)) is not None:
+                chunk.rest_master(words)
             self._state[index] = parts
         self.tiers.release(indices)
         self._stays = frozenset(indices)
@@ -245,24 +254,42 @@ class ChunkOptimizer:
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
         """The state of a chunk by name, and its master in the chunk, in memory; to be changed if `write`. Raises
         DiskError."""
+        self._split_joined()
         index = self._index[chunk.spec.id]
         if self.tiers is None or index in self._stays:
             yield self._state[index]
             return
         self.tiers.check()
         parts = dict(self.tiers.opened(index, write=write))
-        before = chunk.master
-        chunk.master = parts.pop(MASTER, before)
+        before = chunk.master, chunk.residual
+        if (words := parts.pop(MASTER, None)) is not None:
+            chunk.rest_master(words)
         try:
             yield parts
         finally:
-            chunk.master = before
+            chunk.master, chunk.residual = before
 
-    def opened(self, chunk: Chunk, name: str, *, write: bool) -> Tensor:
-        """One buffer [owned] of a chunk that `flat_state` or its master has on the meta device: in memory, until some
-        others are asked for. `name`: of the state, or "model". Raises DiskError."""
-        assert self.tiers is not None
-        return self.tiers.opened(self._index[chunk.spec.id], write=write)[MASTER if name == "model" else name]
+    def opened(self, chunk: Chunk, name: str, local: slice, *, write: bool) -> Tensor:
+        """Elements of a buffer [owned] of a chunk that `flat_state` or its master has on the meta device: in memory,
+        until some others are asked for. `name`: of the state, or "model". Raises DiskError."""
+        if name != "model" or chunk.residual is None:
+            assert self.tiers is not None
+            name = MASTER if name == "model" else name
+            return self.tiers.opened(self._index[chunk.spec.id], write=write)[name][local]
+        if self._joined is not None and self._joined[:2] == (chunk, local):
+            return self._joined[2]
+        with self.at_hand(chunk):
+            masters = chunk.masters(local)
+        self._joined = (chunk, local, masters) if write else None
+        return masters
+
+    def _split_joined(self) -> None:
+        """Masters that were joined, to be changed, are split again."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            chunk, local, masters = joined
+            with self.at_hand(chunk, write=True):
+                chunk.set_masters(local, masters)
 
     def check(self) -> None:
         """Raise what has ended the use of the state, if anything has: DiskError."""
@@ -271,6 +298,7 @@ class ChunkOptimizer:
 
     def settle(self) -> None:
         """What was changed between steps is where it rests. Raises DiskError."""
+        self._split_joined()
         if self.tiers:
             self.tiers.settle()
 
@@ -335,3 +363,12 @@ class ChunkOptimizer:
             (chunk.owned[1] - chunk.owned[0]) * len(rule.states) * chunk.gradient.element_size()
             for chunk, rule in zip(self._chunks, self._rules, strict=True)
         )
+
+
+def _master_parts(chunk: Chunk) -> tuple[Tensor, ...]:
+    """All memory of a chunk's masters."""
+    return (chunk.master,) if chunk.residual is None else (chunk.own_value, chunk.residual)
+
+
+def _copies(chunk: Chunk) -> tuple[Tensor, ...]:
+    return tuple(part.clone() for part in _master_parts(chunk))

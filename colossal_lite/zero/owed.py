@@ -25,12 +25,18 @@ class Owed:
         """`handlers` do the actions of their kind; `end` is called when all are done."""
         self._actions, self._handlers, self._end = tuple(actions), handlers, end
         self._next = 0
-        self._at = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
+        updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
+        # Moves that are planned behind an update set out with it: they have the computing that follows to hide behind.
+        self._stops = {
+            actions[i].chunk: stop for i, stop in zip(updates, (*updates[1:], len(actions)), strict=True)
+        }
+        self._last: int | None = None
         self._failure: Exception | None = None
 
     def until(self, chunk: int) -> None:
         """The chunk with this number in the plan is updated, and all those before it."""
-        self._run(self._at[chunk] + 1)
+        if chunk != self._last:  # an update may itself ask for what it has just made
+            self._run(self._stops[chunk])
 
     def finish(self) -> None:
         """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
@@ -44,7 +50,8 @@ class Owed:
             raise self._failure
         while self._next < stop:
             action = self._actions[self._next]
-            self._next += 1  # first: an update may itself ask whether it is done
+            self._next += 1
+            self._last = action.chunk if action.kind is Kind.UPDATE else self._last
             try:
                 self._handlers[action.kind](action)
             except Exception as error:

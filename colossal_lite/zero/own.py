@@ -111,7 +111,7 @@ class OwnOptimizer:
         """All is in memory; which state a chunk has, only the optimizer knows."""
         yield {}
 
-    def opened(self, chunk: Chunk, name: str, *, write: bool) -> Tensor:
+    def opened(self, chunk: Chunk, name: str, local: slice, *, write: bool) -> Tensor:
         raise AssertionError("everything is in memory")
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:

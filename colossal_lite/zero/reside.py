@@ -42,7 +42,7 @@ def pieces_of(
         number = chunk.spec.id
         if chunk.weights_at_rest is not None:
             comes = accumulation * stays.get(number, 0) - (number in begins)
-            ups = comes + (chunk.master is chunk.own_value)
+            ups = comes + chunk.updates_weights
             out.append(Piece(Name(index, Kind.WEIGHTS), chunk.resting_bytes, ups, 1))
         if chunk.gradient_at_rest is not None:
             size_bytes = chunk.gradient.numel() * chunk.gradient.element_size()
@@ -61,8 +61,7 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         "staging": sum(slots.planned_bytes for slots in slots_of(chunks)),
     }
     if optimizer.tiers is None:
-        masters = [c.master for c in chunks if c.master is not c.own_value]
-        fixed["masters"] = sum(t.numel() * t.element_size() for t in masters)
+        fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
     return fixed
 
@@ -124,11 +123,11 @@ class Residence:
             self._weights.replan()
 
     def _placed(self, gathered: int, activations: int, plan: GatherPlan | None = None) -> Placement:
-        update = max((c.master.numel() * c.gradient.element_size() for c in self._chunks), default=0)
+        update = max((c.update_bytes for c in self._chunks), default=0)
         fixed = fixed_of(self._chunks, self._optimizer) | {
             "gathered": gathered,
             "frozen": self._frozen_bytes,
-            "activations": max(activations, update),  # an update holds a copy that shows whether it changed
+            "activations": max(activations, update),
         }
         pieces: tuple[Piece, ...] = ()
         if self._memory.moves:

@@ -77,10 +77,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes per element of weight, master (0: the weight is its own) and gradient."""
+    """Bytes per element of weight and gradient, bits of what the master has beside the weight."""
 
     weight: int
-    master: int
+    master_bits: int
     gradient: int
 
 
@@ -128,6 +128,6 @@ def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> di
     owned = shards if sharding.state else whole
     return {
         "weights": widths.weight * (shards if sharding.weight else whole),
-        "masters": widths.master * owned,
+        "masters": widths.master_bits * owned // 8,
         "gradients": widths.gradient * (owned if sharding.by_micro_batch else whole),
     }

@@ -1,7 +1,7 @@
 """Optimizer state that rests on the host or on disk and visits the device for its update.
 
 Note: records and slots.
-A chunk has a record: its state tensors and, where masters are apart from the weights, its master, side by side in one
+A chunk has a record: its state tensors and what its masters have beside the weights, if anything, side by side in one
 buffer, so that a visit is one copy each way.  On the device there are `AHEAD + 2` slots as large as the largest record:
 one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have an arena there.  Records that
 rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
@@ -34,26 +34,25 @@ AHEAD = 1
 SLOTS = AHEAD + 2
 BELOW = 1
 HOST_SLOTS = BELOW + 3
-# As fast as the machine copies; tests emulate slower ones.
-LINK = LinkSpeed()
 MASTER = "master"
 
 
 @dataclass(frozen=True)
 class Record:
-    """The form of one chunk's state: names of its parts, each of `numel` elements."""
+    """The form of one chunk's state: names and elements of its parts."""
 
-    names: tuple[str, ...]
-    numel: int
+    parts_numel: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
         """Elements."""
-        return len(self.names) * self.numel
+        return sum(numel for _, numel in self.parts_numel)
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a buffer that holds such a record."""
-        return {name: flat[i * self.numel : (i + 1) * self.numel] for i, name in enumerate(self.names)}
+        sizes = [numel for _, numel in self.parts_numel]
+        pieces = flat[: self.size].split(sizes) if sizes else ()
+        return {name: piece for (name, _), piece in zip(self.parts_numel, pieces, strict=True)}
 
 
 class States:
@@ -65,18 +64,13 @@ class States:
     below: int | None = None
     """Records that are read before the one that is copied to the device; None: they are on the host."""
 
-    def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
-        """`states`: for each chunk the names of its state tensors, which begin as zeros."""
+    def __init__(
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+    ) -> None:
+        """`states`: for each chunk the names of its state tensors, which begin as zeros; `speed` of the links between
+        device and host."""
         self._chunks = tuple(chunks)
-        self._records = [
-            Record(
-                (*names, MASTER) if chunk.master is not chunk.own_value else tuple(names),
-                chunk.owned[1] - chunk.owned[0],
-            )
-            for chunk, names in zip(chunks, states, strict=True)
-        ]
-        for chunk, record in zip(chunks, self._records, strict=True):
-            assert MASTER not in record.names or chunk.master.dtype == chunk.gradient.dtype, "of one width"
+        self._records = [_record(chunk, names) for chunk, names in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
         self._host_device = torch.device("cpu") if device.type != "meta" else device
         self._device = device
@@ -88,7 +82,7 @@ class States:
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
         self._outgoing: dict[int, Transfer] = {}  # on its way back to where it rests
-        self.up, self.down = Link("h2d", LINK, timeout_s=timeout_s), Link("d2h", LINK, timeout_s=timeout_s)
+        self.up, self.down = Link("h2d", speed, timeout_s=timeout_s), Link("d2h", speed, timeout_s=timeout_s)
 
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
@@ -121,7 +115,7 @@ class States:
     def here(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk on the device, whose master is there too from now on."""
         record = self._records[index]
-        if not record.names:
+        if not record.size:
             return {}
         self._incoming.pop(index).wait()
         return self._without_master(index, record.parts(self._here[index]))
@@ -180,9 +174,18 @@ class States:
 
     def _without_master(self, index: int, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The other parts; the chunk has its master in these."""
-        if (master := parts.pop(MASTER, None)) is not None:
-            self._chunks[index].master = master
+        if (words := parts.pop(MASTER, None)) is not None:
+            self._chunks[index].rest_master(words)
         return parts
+
+
+def _record(chunk: Chunk, names: Sequence[str]) -> Record:
+    """The states of a chunk, and what its masters have beside the weights."""
+    parts = [(name, chunk.owned[1] - chunk.owned[0]) for name in names]
+    if chunk.master is not chunk.own_value:
+        assert chunk.master.dtype == chunk.gradient.dtype, "of one width"
+        parts.append((MASTER, chunk.master_words.numel()))
+    return Record(tuple(parts))
 
 
 class HostStates(States):
@@ -190,8 +193,10 @@ class HostStates(States):
 
     tier = "host"
 
-    def __init__(self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float) -> None:
-        super().__init__(chunks, states, timeout_s)
+    def __init__(
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+    ) -> None:
+        super().__init__(chunks, states, timeout_s, speed)
         sizes = [record.size for record in self._records]
         arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
         self.host_bytes = self.record_bytes
@@ -199,15 +204,15 @@ class HostStates(States):
         for index, chunk in enumerate(self._chunks):
             parts = self._records[index].parts(self._rest[index])
             if MASTER in parts:
-                parts[MASTER].copy_(chunk.master)
+                parts[MASTER].copy_(chunk.master_words)
             self._without_master(index, parts)
 
     def fetch(self, index: int) -> None:
-        if self._records[index].names and index not in self._here:
+        if self._records[index].size and index not in self._here:
             self._bring(index, self._rest[index])
 
     def evict(self, index: int) -> None:
-        if self._records[index].names:
+        if self._records[index].size:
             self._outgoing[index] = self._take_back(index, self._rest[index])
             self.at_rest(index)
 
@@ -222,7 +227,7 @@ class HostStates(States):
         """These records rest elsewhere from now on: the arena and the slots are as large as the others need. Nothing
         may be on its way."""
         for index in indices:
-            self._records[index] = Record((), 0)
+            self._records[index] = Record()
         before, sizes = self._rest, [record.size for record in self._records]
         self._rest = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device).split(sizes)
         for index in range(len(sizes)):
@@ -240,11 +245,11 @@ class DiskStates(States):
     below = BELOW
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float,
+        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed,
         open_file: Callable[[FileLayout], DiskFile] | None,
     ) -> None:  # fmt: skip
         """`open_file` makes the file of a layout; None: nothing is ever read or written."""
-        super().__init__(chunks, states, timeout_s)
+        super().__init__(chunks, states, timeout_s, speed)
         self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
         self._file = open_file(self.layout) if open_file else None
         self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
@@ -255,14 +260,14 @@ class DiskStates(States):
         self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
         self._changed: set[int] = set()
-        self.reads = Link("read", LINK, timeout_s=timeout_s)
-        self.writes = Link("write", LINK, timeout_s=timeout_s)
+        self.reads = Link("read", LinkSpeed(), timeout_s=timeout_s)
+        self.writes = Link("write", LinkSpeed(), timeout_s=timeout_s)
         for index, chunk in enumerate(self._chunks):
-            if self._file is not None and self._records[index].names:
+            if self._file is not None and self._records[index].size:
                 slot, _ = self._passing.take()
                 parts = self._records[index].parts(self._elements(slot, index).zero_())
                 if MASTER in parts:
-                    parts[MASTER].copy_(chunk.master)
+                    parts[MASTER].copy_(chunk.master_words)
                 self._write(index, slot)
                 self._passing.give(slot)
             self.at_rest(index)
@@ -289,7 +294,7 @@ class DiskStates(States):
     def read(self, index: int) -> None:
         """Begin to read a record into a slot of the host; nothing if that has begun."""
         self.settle()
-        if self._records[index].names and index not in self._came and index not in self._here:
+        if self._records[index].size and index not in self._came and index not in self._here:
             slot, free = self._passing.take()
             size_bytes = self.layout.sizes_bytes[index]
             transfer = self.reads.run(
@@ -298,19 +303,19 @@ class DiskStates(States):
             self._came[index] = slot, transfer
 
     def fetch(self, index: int) -> None:
-        if self._records[index].names and index not in self._here:
+        if self._records[index].size and index not in self._here:
             slot, came = self._came.pop(index)
             self._passing.give(slot, self._bring(index, self._elements(slot, index), came))
 
     def evict(self, index: int) -> None:
-        if self._records[index].names:
+        if self._records[index].size:
             slot, free = self._passing.take()
             self._leaving[index] = slot, self._take_back(index, self._elements(slot, index), *free)
             self.at_rest(index)
 
     def write(self, index: int) -> None:
         """Begin to write a record that has come from the device."""
-        if self._records[index].names:
+        if self._records[index].size:
             slot, came = self._leaving.pop(index)
             size_bytes = self.layout.sizes_bytes[index]
             transfer = self.writes.run(partial(self._write, index, slot), size_bytes, after=(came,))
@@ -345,7 +350,7 @@ class DiskStates(States):
         self.check()
         self.flush()
         record = self._records[index]
-        if not record.names:
+        if not record.size:
             return {}
         if index not in self._opened:
             if len(self._opened) == HOST_SLOTS:

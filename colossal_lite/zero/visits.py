@@ -4,10 +4,10 @@ Note: three ways over the link.
 In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
 (`Chunk.fetch`).  A sum of gradients leaves through an outbox, two buffers on the device, and is added on the host to
 those of the micro-batches before, in their order: the same bits as on the device.  For its update, with the optimizer's
-record (zero/tiers.py), a chunk's gradient and, where they are their own masters, its weights come into slots, and the
-weights go back.  Weights beside masters are written whole and need not come.  There are as many slots as records: one
-is updated, `AHEAD` are filled, one is emptied.  Whoever reads a chunk's `own_value`, `master` or `gradient` between
-steps reads what is on the host.
+record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
+into slots, and the weights go back.  Weights beside whole masters are written whole and need not come.  There are as
+many slots as records: one is updated, `AHEAD` are filled, one is emptied.  Whoever reads a chunk's `own_value`,
+`master` or `gradient` between steps reads what is on the host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HostShards:
         if (weights := chunk.weights_at_rest) is not None:
             slot, before = self._weight_slots.take()
             self._weights_here[index] = slot, before
-            if chunk.master is weights:
+            if chunk.updates_weights:
                 self._incoming[index].append(self._up.copy(slot[: weights.numel()], weights, after=before))
         if (gradient := chunk.gradient_at_rest) is not None:
             slot, before = self._gradient_slots.take()
@@ -90,7 +90,7 @@ class HostShards:
             slot = slot[: weights.numel()]
             if chunk.master is weights:
                 chunk.master = slot
-            else:
+            elif not chunk.updates_weights:
                 for transfer in before:
                     transfer.wait()
                 if not is_whole:

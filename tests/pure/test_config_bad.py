@@ -65,6 +65,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.placement": choice("cpu", "cuda", "nvme"),
     "memory.device_budget": BUDGET,
     "memory.host_budget": BUDGET,
+    "memory.link_bandwidth": BUDGET,
     "memory.disk_dir": (1, True, ("/tmp",), {}),
     "precision.dtype": choice("float32", "fp8", "bfloat16"),
     "precision.master": choice("fp16", "double", "splits"),

@@ -1,0 +1,65 @@
+"""A clock that only planted seconds move, and links that run on it: what a real run waits for, without a real second.
+
+Note: a link copies when it is asked to, so bytes are where they would be; when the copy would have begun and ended is
+worked out from when the link was free and from what it came after.  Whoever waits moves the clock to that end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from colossal_lite.memory import mover
+from colossal_lite.memory.mover import LinkSpeed
+from colossal_lite.zero import tiers
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+    computed_s: float = 0.0
+    order: list[str] = field(default_factory=list)
+
+    def compute(self, what: str, seconds: float) -> None:
+        self.order.append(what)
+        self.now_s += seconds
+        self.computed_s += seconds
+
+    def patched(self) -> Any:
+        """Within, every link that is made runs on this clock."""
+        return patch.object(tiers, "Link", lambda name, speed, **_: VirtualLink(self, name, speed))
+
+
+@dataclass
+class VirtualTransfer:
+    link: VirtualLink
+    end_s: float
+
+    def wait(self) -> None:
+        clock = self.link.clock
+        self.link.waited_s += max(0.0, self.end_s - clock.now_s)
+        clock.now_s = max(clock.now_s, self.end_s)
+
+    def join(self) -> None:
+        return
+
+
+class VirtualLink(mover.Link):
+    def __init__(self, clock: Clock, name: str, speed: LinkSpeed) -> None:
+        super().__init__(name, speed)
+        super().close()
+        self.clock, self.free_s = clock, 0.0
+
+    def run(
+        self, work: Callable[[], object], size_bytes: int, *, after: Sequence[VirtualTransfer] = ()
+    ) -> VirtualTransfer:  # type: ignore[override]
+        work()
+        self.moved_bytes += size_bytes
+        start_s = max(self.clock.now_s, self.free_s, *(transfer.end_s for transfer in after), 0.0)
+        self.free_s = start_s + self._speed.seconds(size_bytes)
+        return VirtualTransfer(self, self.free_s)
+
+    def close(self) -> None:
+        return

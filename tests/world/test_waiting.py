@@ -1,0 +1,195 @@
+"""How long a step waits for its links: what the simulator says of its plan, nothing where computing can hide them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import colossal_lite as cl
+from colossal_lite.plan import DISK, Action, Kind, check
+from colossal_lite.simulate import simulate
+from colossal_lite.zero import build
+from colossal_lite.zero.interleave import run_of
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.tiers import AHEAD, BELOW
+from tests.pool import RankEnv, run_world
+from tests.virtual import Clock
+
+WIDTH, VOCABULARY, LAYERS = 2048, 8, 8
+RECORD_BYTES = 2 * 4 * WIDTH
+"""Of a layer's chunk: two moments of its weight."""
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer's parts, one layer's update, and one record's copy over each link."""
+
+    forward: float
+    backward: float
+    update: float
+    copy: float
+    disk: float = 0.0
+
+    def __call__(self, action: Action) -> float:
+        if action.kind in (Kind.FETCH, Kind.EVICT):
+            return self.disk if action.resource == DISK else self.copy
+        return {Kind.F: self.forward, Kind.B: self.backward, Kind.UPDATE: self.update}[action.kind]
+
+    @property
+    def computed(self) -> float:
+        return LAYERS * (self.forward + self.backward + self.update)
+
+
+class _Planted(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        layer.clock.compute(f"F{layer.number}", layer.seconds.forward)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.layer.clock.compute(f"B{ctx.layer.number}", ctx.layer.seconds.backward)
+        return dy, dy.sum((0, 1)), None
+
+
+class Layer(nn.Module):
+    """A layer of planted seconds."""
+
+    def __init__(self, clock: Clock, seconds: Seconds, number: int) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.number = clock, seconds, number
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Planted.apply(x, self.weight, self)
+        return y
+
+
+class Model(nn.Module):
+    """ids [B, T] to logits [B, T, VOCABULARY] of layers and nothing else that trains."""
+
+    def __init__(self, clock: Clock, seconds: Seconds) -> None:
+        super().__init__()
+        self.register_buffer(
+            "table", torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
+        )
+        self.layers = nn.ModuleList(Layer(clock, seconds, number) for number in range(LAYERS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table[ids]
+        for layer in self.layers:
+            x = layer(x)
+        return x[..., :VOCABULARY]
+
+
+def ran(
+    env: RankEnv, seconds: Seconds, memory: dict[str, Any]
+) -> tuple[dict[str, float], float, float, list[str]]:
+    """Of the last of some real steps on a clock of planted seconds: seconds waited for each link, of the step, and
+    computed in it; and the order of its computing."""
+    clock = Clock()
+    update = ChunkOptimizer.update
+
+    def timed(self: ChunkOptimizer, chunk: Any, used: Any, **more: Any) -> None:
+        update(self, chunk, used, **more)
+        clock.compute(f"U{chunk.spec.id}", seconds.update)
+
+    bandwidth = round(RECORD_BYTES / seconds.copy)
+    config = dict(
+        precision="fp32", optimizer=dict(type="adamw", lr=0.1),
+        memory=memory | dict(link_bandwidth=bandwidth),
+    )  # fmt: skip
+    ids = torch.arange(8).view(2, 4)
+    patches = clock.patched(), patch.object(ChunkOptimizer, "update", timed)
+    with env.launch(config) as context, patches[0], patches[1], patch.object(build, "CHUNK_BYTES", 4 * WIDTH):
+        engine = cl.initialize(Model(clock, seconds), context=context)
+        assert len(engine._chunks) == LAYERS
+        before = clock.now_s, clock.computed_s
+        for _ in range(STEPS):
+            engine.train_step((ids, ids.roll(1)))
+            step_s, computed_s = clock.now_s - before[0], clock.computed_s - before[1]
+            before = clock.now_s, clock.computed_s
+            order, clock.order = clock.order, []
+        return {row.link: row.waited_s for row in engine.link_report()}, step_s, computed_s, order
+
+
+def foretold(seconds: Seconds, below: int | None = None) -> tuple[float, float]:
+    """By the simulator: seconds waited for the link up, and of the step, from the end of one backward to the next."""
+    plan, memory = run_of([[number] for number in range(LAYERS)], STEPS, ahead=AHEAD, below=below)
+    made = simulate(plan, seconds, memory=memory)
+    assert made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
+        "and for nothing else"
+    )
+    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is Kind.B}
+    start_s, end_s = last[STEPS - 2], last[STEPS - 1]
+    return made.waited_s("h2d", start_s, end_s), end_s - start_s
+
+
+HIDES = Seconds(forward=2.0, backward=4.0, update=0.5, copy=2.5)
+TOO_SLOW = Seconds(forward=2.0, backward=4.0, update=0.5, copy=8.0)
+LINK_ALONE = Seconds(forward=0.01, backward=0.02, update=0.0, copy=8.0)
+
+
+def test_the_plan_of_a_run_holds_its_slots_and_reads_as_it_runs() -> None:
+    plan, memory = run_of([[0], [1, 2], [3]], 2, ahead=1)
+    assert str(plan) == (
+        "0F0 1F0 2F0 0FETCH#0 1FETCH#1 2B0 1B0 0B0 "
+        "0UPDATE0#0 0EVICT#0 1FETCH#2 0F1 1UPDATE0#1 1EVICT#1 2FETCH#3 1UPDATE0#2 1EVICT#2 1F1 2UPDATE0#3 2EVICT#3 2F1 "
+        "0FETCH#0 1FETCH#1 2B1 1B1 0B1 "
+        "0UPDATE1#0 0EVICT#0 1FETCH#2 1UPDATE1#1 1EVICT#1 2FETCH#3 1UPDATE1#2 1EVICT#2 2UPDATE1#3 2EVICT#3"
+    )
+    for ahead in (0, 1, 2):
+        for below in (None, 0, 1, 2):
+            plan, memory = run_of([[0], [1, 2], [3], [4]], 3, ahead=ahead, below=below)
+            check(plan, memory=memory)
+
+
+@pytest.mark.parametrize("seconds", [HIDES, TOO_SLOW, LINK_ALONE], ids=["hides", "too slow", "link alone"])
+def test_a_real_step_on_planted_seconds_waits_as_the_simulator_says_of_its_plan(seconds: Seconds) -> None:
+    ((waited, step_s, computed_s, order),) = run_world(ran, 1, seconds, dict(placement="host"))
+    assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
+        computed_s + waited["h2d"]
+    )
+    assert waited == {"h2d": pytest.approx(foretold(seconds)[0], abs=1e-6), "d2h": 0.0}
+    assert foretold(seconds)[1] == pytest.approx(step_s, abs=1e-6)
+    # A step runs the update that the next forward begins with at once.
+    updates = [word for number in range(1, LAYERS) for word in (f"U{number}", f"F{number}")]
+    assert order == ["F0", *updates, *(f"B{number}" for number in reversed(range(LAYERS))), "U0"]
+
+
+def test_waits_are_under_five_percent_of_a_step_whose_computing_can_hide_its_copies() -> None:
+    ((waited, step_s, _, _),) = run_world(ran, 1, HIDES, dict(placement="host"))
+    assert sum(waited.values()) <= 0.05 * step_s
+
+
+@pytest.mark.parametrize("copy_s", [1.0, 2.5, 4.0, 8.0, 50.0])
+def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: float) -> None:
+    """The records that go up while a forward and its updates compute, for those that a backward has time for do not
+    wait: no order of copies through these slots waits less than they last beyond that computing."""
+    seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
+    computes_s = LAYERS * (seconds.forward + seconds.update)
+    in_backward = min(AHEAD + 1, LAYERS * seconds.backward / copy_s)
+    bound = max(0.0, (LAYERS - in_backward) * copy_s - computes_s)
+    waited, _ = foretold(seconds)
+    assert bound - 1e-9 <= waited <= bound + 2 * (seconds.forward + seconds.update)
+
+
+@pytest.mark.parametrize("disk_s", [0.0, 1.0])
+def test_a_step_from_the_disk_waits_as_its_plan_says(disk_s: float, tmp_path: Path) -> None:
+    hides = Seconds(forward=2.0, backward=4.0, update=0.5, copy=2.5, disk=disk_s)
+    waited, step_s = foretold(hides, BELOW)
+    assert waited <= 0.05 * step_s
+    if not disk_s:  # disks are not emulated
+        too_slow = Seconds(forward=2.0, backward=4.0, update=0.5, copy=4.0)
+        for seconds in (hides, too_slow):
+            ((real, _, _, _),) = run_world(ran, 1, seconds, dict(placement="disk", disk_dir=str(tmp_path)))
+            assert real["h2d"] == pytest.approx(foretold(seconds, BELOW)[0], abs=1e-6)
