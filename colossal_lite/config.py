@@ -19,7 +19,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from colossal_lite.config_rules import model_problems, shard_problems, unbuilt_problems, world_problems
+from colossal_lite.config_rules import (
+    model_problems,
+    shard_problems,
+    unbuilt_problems,
+    unread_across,
+    world_problems,
+)
 from colossal_lite.config_source import SHORT_FORMS, given_paths, lay_over, plain, read_source, write_out
 from colossal_lite.layout import MeshLayout
 from colossal_lite.legacy_keys import translate
@@ -183,10 +189,10 @@ class Config(Section):
         lines = {}
         defaults = {row.path: row.value for row in Config().resolved()}
         values = {row.path: row.value for row in self.resolved() if row.origin != "default"}
-        for section, unread in ((s, u) for s, part in self._sections() for u in part.unread()):
-            path = f"{section}.{unread.name}"
+        unread = [(f"{section}.{u.name}", u.why) for section, part in self._sections() for u in part.unread()]
+        for path, why in (*unread, *unread_across(self)):
             if path in values and (path not in defaults or values[path] != defaults[path]):
-                lines[path] = f"{path}={shown(values[path])} has no effect: {unread.why}"
+                lines[path] = f"{path}={shown(values[path])} has no effect: {why}"
         return tuple(lines.values())
 
     def check_world(self, world_size: int) -> Config:

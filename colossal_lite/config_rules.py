@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from colossal_lite.parallel.roles import ModelFacts, SequenceConfig, TensorConfig
 from colossal_lite.problems import Problem, dig
+from colossal_lite.zero.stages import Sharding
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config, ParallelConfig
@@ -261,6 +262,21 @@ def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts nor divide that number"
 
 
+def unread_across(config: Config) -> Iterator[tuple[str, str]]:
+    """(path, why) of settings that have no effect because of another section's."""
+    if config.memory.placement != "static":
+        return
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    if not sharding.weight:
+        yield (
+            "memory.host_fraction.weights",
+            f"weights rest apart at zero.stage=3 only, now {config.zero.stage}",
+        )
+    if not (sharding.by_micro_batch and (sharding.state or config.parallel.data == 1)):
+        why = "gradients are kept whole where they fill, unless they are sharded (zero.stage=3, or 2 by micro-batch)"
+        yield "memory.host_fraction.gradients", why
+
+
 # -------------------------------------------------------------------------------------------------- not built
 
 
@@ -308,6 +324,7 @@ WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
     for path, built, missing in (
         ("zero.stage", (0, 1, 2), "sharded weights"),
+        ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
         ("memory.device_budget", (None,), "planning under a budget"),
         ("memory.host_budget", (None,), "planning under a budget"),
     )

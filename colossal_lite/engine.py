@@ -176,7 +176,8 @@ class Engine:
             self._weights.up = self._optimizer.tiers.up
         frozen_bytes = _bytes(p for p in self._parameters.values() if not p.requires_grad)
         self._residence = None
-        if config.memory.device_budget is not None or config.memory.host_budget is not None:
+        memory = config.memory
+        if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
             self._residence = Residence(
                 config.memory, chunks, self._weights, self._optimizer, self.mesh.world,
                 accumulation=config.gradient_accumulation, frozen_bytes=frozen_bytes,

@@ -62,12 +62,12 @@ from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.simulate import grid, simulate
-from colossal_lite.zero.budget import Placement, place
+from colossal_lite.zero.budget import Placement
 from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of, slots_of
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.reside import fixed_of, pieces_of
+from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by
 from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
@@ -802,7 +802,7 @@ def _memory(
             row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
         }
         pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation)
-        placed = place(pieces, fixed, config.memory.device_budget)
+        placed = placed_by(config.memory, pieces, fixed)
         told = {row.kind: row.origin for row in rows} | {
             "optimizer": f"{config.optimizer.type}, with its masters"
         }

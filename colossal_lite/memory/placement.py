@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from colossal_lite.settings import Fault, Legal, Section, Unread
+from colossal_lite.settings import Fault, Legal, Ratio, Section, Unread
 
 UNITS = {
     "B": 1,
@@ -34,12 +34,27 @@ Budget = Annotated[
 ]
 
 
+class HostFraction(Section):
+    """Shares of model state that rest on the host under placement='static'."""
+
+    weights: Ratio = 0.0
+    """Of the weights, which can rest there at zero.stage=3."""
+    gradients: Ratio = 0.0
+    """Of the gradients, which can rest there where they are reduced by micro-batch and kept in shards (zero.stage 2 and
+    3), or on one rank."""
+    optimizer: Ratio = 0.0
+    """Of the optimizer's states, the masters included where they are apart from the weights."""
+
+
 class MemoryConfig(Section):
     """Tiers of memory: device, host, disk."""
 
-    placement: Literal["device", "host", "disk", "auto"] = "device"
-    """Where model state rests: all on the device; optimizer state on the host, or on disk; auto: on the device what
-    device_budget allows, weights (at zero.stage=3), gradients and optimizer state on the host where it does not."""
+    placement: Literal["device", "host", "disk", "static", "auto"] = "device"
+    """Where model state rests: all on the device; optimizer state on the host, or on disk; static: shares of it on the
+    host (host_fraction); auto: on the device what device_budget allows, weights (at zero.stage=3), gradients and
+    optimizer state on the host where it does not."""
+    host_fraction: HostFraction = HostFraction()
+    """placement='static': what rests on the host."""
     device_budget: Budget | None = None
     """Bytes on each device, activations included; None: what the device has."""
     host_budget: Budget | None = None
@@ -52,7 +67,7 @@ class MemoryConfig(Section):
     @property
     def moves(self) -> bool:
         """Whether each weight, gradient and optimizer record may rest on either tier."""
-        return self.placement == "auto" and self.device_budget is not None
+        return self.placement == "static" or (self.placement == "auto" and self.device_budget is not None)
 
     @property
     def records_tier(self) -> str:
@@ -68,6 +83,9 @@ class MemoryConfig(Section):
     def faults(self) -> Iterable[Fault]:
         if self.placement == "disk" and self.disk_dir is None:
             yield Fault("disk_dir", "placement='disk' needs it", "the name of a directory on a local disk")
+        if self.placement == "static" and not any(dict(self.host_fraction).values()):
+            legal = "host_fraction=dict(weights=, gradients=, optimizer=) with one above 0, or 'device'"
+            yield Fault("placement", "keeps nothing on the host, as each host_fraction is 0", legal)
 
     def unread(self) -> Iterable[Unread]:
         if self.placement == "device":
@@ -76,5 +94,10 @@ class MemoryConfig(Section):
             yield Unread("placement", "without device_budget all model state rests on the device")
         if self.records_tier == "device":
             yield Unread("link_bandwidth", "all model state rests on the device, and nothing moves")
-        if self.placement in ("device", "host"):
+        if self.placement != "static":
+            for name in HostFraction.model_fields:
+                yield Unread(
+                    f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
+                )
+        if self.placement in ("device", "host", "static"):
             yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")

@@ -11,9 +11,13 @@ goes the way of the next forward, so every piece is used once in a phase and eac
 kept: keeping the same pieces for good meets the bound of each phase, and leaves nothing to decide in a step.  Which
 pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.
 
+A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
+over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
+
 What does not move is counted first: weights that are whole, slots, the gathered windows of zero/unshard.py, frozen
 parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
-Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes).
+Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
+2101.06840 (states on the host).
 """
 
 from __future__ import annotations
@@ -145,6 +149,25 @@ def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None)
             if after <= budget:
                 on_host, held = on_host - names, after
     return at(on_host)
+
+
+def divide(
+    pieces: Sequence[Piece],
+    fixed: Mapping[str, int],
+    fractions: Mapping[str, float],
+    budget: int | None = None,
+) -> Placement:
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece: after
+    every chunk as near to the share as whole pieces allow, at most half of the largest piece off."""
+    on_host = set[Name]()
+    for kind in Kind:
+        seen = away = 0
+        for piece in sorted((p for p in pieces if p.name.kind is kind), key=lambda p: p.name):
+            seen += piece.bytes
+            if away + piece.bytes / 2 <= fractions[kind] * seen:
+                away += piece.bytes
+                on_host.add(piece.name)
+    return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget)
 
 
 def _least(pieces: Sequence[Piece], kind: Kind) -> list[Name]:

@@ -4,7 +4,8 @@ Note: when.
 At first all that may move rests on the host, so the first step, whose activations nobody knows, holds the least that
 this model can.  Its micro-batches are measured: every tensor that the model makes is counted while it lives
 (memory/tracer.py).  Before the first update the ranks agree on the worst peak, the plan is made (zero/budget.py), and
-what has room goes to the device, once; from then on nothing is decided in a step.  What cannot fit whatever the batch
+what has room goes to the device, once; from then on nothing is decided in a step.  Fractions of a user's (`static`) are
+a plan that is known before, and are put in force at the same moment.  What cannot fit whatever the batch
 is refused when the engine is made, the rest before the first update; `plan` says both without a run.  A later batch
 that holds more than the first is not foreseen.  With one rank a shard that rests on the device is copied to its slot
 for a use, as with several.  Cost: counting makes the first step slower.
@@ -12,7 +13,7 @@ for a use, as with several.  Cost: counting makes the first step slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 
@@ -21,7 +22,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.placement import MemoryConfig
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.problems import Problem, refuse
-from colossal_lite.zero.budget import Kind, Name, Piece, Placement, place
+from colossal_lite.zero.budget import Kind, Name, Piece, Placement, divide, place
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
@@ -64,6 +65,13 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
     return fixed
+
+
+def placed_by(memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int]) -> Placement:
+    """Where these pieces rest by a config under which they move."""
+    if memory.placement == "static":
+        return divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget)
+    return place(pieces, fixed, memory.device_budget)
 
 
 class Residence:
@@ -135,7 +143,7 @@ class Residence:
             pieces = pieces_of(self._chunks, self._optimizer, plan, self._accumulation)
         elif self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
-        return place(pieces, fixed, self._memory.device_budget)
+        return placed_by(self._memory, pieces, fixed)
 
     def _gathered(self, plan: GatherPlan | None) -> int:
         """Bytes of the slots of gathered weights; without a plan the least that any has."""
@@ -152,9 +160,8 @@ class Residence:
         held = placed.host_bytes if self._memory.moves else tiers.host_bytes if tiers else 0
         if budget is not None and held > budget:
             rule = f"{held:,} bytes rest on the host or pass through it"
-            yield Problem(
-                "memory.host_budget", budget, rule, f"{held:,} or more, a larger device_budget, more ranks"
-            )
+            other = "smaller fractions" if self._memory.placement == "static" else "a larger device_budget"
+            yield Problem("memory.host_budget", budget, rule, f"{held:,} or more, {other}, more ranks")
 
     def _smaller(self, placed: Placement) -> Iterator[tuple[str, int]]:
         """Single changes, and what the device would then hold."""
@@ -177,8 +184,9 @@ def _device_problems(
     if budget is None or need <= budget:
         return
     rows = ", ".join(f"{kind} {held:,}" for kind, tier, held in placed.rows if tier == "device")
-    what = "at the least " if memory.moves else ""
+    is_least = memory.placement == "auto" and memory.moves
+    what = "at the least " if is_least else ""
     change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
-    others = "" if memory.moves else ", or memory.placement='auto', or a higher zero.stage"
+    others = "" if is_least else ", or memory.placement='auto', or a higher zero.stage"
     legal = f"{need:,} or more{f'; or {change}' if change else others}"
     yield Problem("memory.device_budget", budget, f"the device needs {need:,} bytes {what}({rows})", legal)

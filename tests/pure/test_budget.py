@@ -17,6 +17,7 @@ from colossal_lite.zero.budget import (
     Piece,
     Placement,
     Use,
+    divide,
     link_bound,
     place,
     visiting_bytes,
@@ -214,6 +215,32 @@ def test_with_the_last_piece_of_a_kind_its_slots_go() -> None:
     rest = visiting_bytes(pieces, frozenset(p.name for p in pieces if p.name.kind is not Kind.WEIGHTS))
     placed = place(pieces, {}, 40 + rest)
     assert not any(name.kind is Kind.WEIGHTS for name in placed.on_host)
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_a_share_of_each_kind_rests_on_the_host_to_the_nearest_piece_at_any_point_of_a_step(
+    seed: int,
+) -> None:
+    pieces, _ = anything(seed, 9)
+    draw = random.Random(seed)
+    shares = {kind: draw.choice((0.0, 1.0, 0.5, draw.random())) for kind in Kind}
+    placed = divide(pieces, {"staging": 11}, shares)
+    assert (placed.pieces, placed.fixed, placed.budget) == (tuple(pieces), (("staging", 11),), None)
+    for kind, share in shares.items():
+        mine = [piece for piece in pieces if piece.name.kind is kind]
+        for count in range(1, len(mine) + 1):
+            away = sum(piece.bytes for piece in mine[:count] if piece.name in placed.on_host)
+            off = abs(away - share * sum(piece.bytes for piece in mine[:count]))
+            assert off <= max(piece.bytes for piece in mine[:count]) / 2 + 1e-9
+
+
+def test_pieces_of_half_a_kind_are_every_second_one() -> None:
+    pieces = pieces_of([(4, 4, 8)] * 6)
+    placed = divide(pieces, {}, {Kind.WEIGHTS: 0.5, Kind.GRADIENTS: 1.0, Kind.OPTIMIZER: 0.0})
+    assert placed.on_host == {
+        *(Name(chunk, Kind.WEIGHTS) for chunk in (0, 2, 4)),
+        *(Name(chunk, Kind.GRADIENTS) for chunk in range(6)),
+    }
 
 
 def test_a_placement_prints_what_rests_where_and_what_moves() -> None:

@@ -458,6 +458,17 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
+        ({"memory": {"host_fraction": {"weights": 0.5}}}, "memory.host_fraction.weights", "'device'"),
+        (
+            {"memory": {"placement": "static", "host_fraction": {"weights": 0.5, "optimizer": 1.0}}},
+            "memory.host_fraction.weights",
+            "zero.stage=3 only, now 0",
+        ),
+        (
+            {"memory": {"placement": "static", "host_fraction": {"gradients": 0.5}}, "zero": {"stage": 1}},
+            "memory.host_fraction.gradients",
+            "zero.stage=3, or 2 by micro-batch",
+        ),
         ({"precision": {"loss_scale": 2.0}}, "precision.loss_scale", "fp16"),
         ({"precision": {"dtype": "fp32", "master": "fp32"}}, "precision.master", "their own master"),
         ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "adamw reads lr, betas, eps, weight_decay"),

@@ -67,6 +67,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.host_budget": BUDGET,
     "memory.link_bandwidth": BUDGET,
     "memory.disk_dir": (1, True, ("/tmp",), {}),
+    "memory.host_fraction.weights": RATIO,
+    "memory.host_fraction.gradients": RATIO,
+    "memory.host_fraction.optimizer": RATIO,
     "precision.dtype": choice("float32", "fp8", "bfloat16"),
     "precision.master": choice("fp16", "double", "splits"),
     "precision.loss_scale": ("65536", "static", 0, -1.0, NAN, True, None),
@@ -113,6 +116,7 @@ SECTIONS = (
     "parallel.sequence",
     "zero",
     "memory",
+    "memory.host_fraction",
     "precision",
 )
 SECTIONS += ("optimizer", "lr_scheduler", "checkpoint")
@@ -230,6 +234,7 @@ def contradictions() -> Iterator[Bad]:
         ({"precision": {"dtype": "fp16", "master": "split"}}, "precision.master", "auto"),
         ({"precision": {"dtype": "fp64", "master": "fp32"}}, "precision.master", "auto"),
         ({"memory": {"placement": "disk"}}, "memory.disk_dir", "directory"),
+        ({"memory": {"placement": "static"}}, "memory.placement", "host_fraction"),
         (
             {"parallel": {"pipeline": {"size": 2, "schedule": "1f1b", "chunks": 2}}},
             "parallel.pipeline.chunks",
@@ -342,7 +347,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "memory.placement": ("host", "auto"),
     "memory.device_budget": (10**9,),
     "memory.host_budget": (10**9,),
-    "precision.master": ("split",),
     "activation_checkpoint": ("selective",),
     "kernels": ("triton",),
     "compile": ("block",),

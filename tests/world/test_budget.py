@@ -25,7 +25,7 @@ DEEP = Case(layers=3, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=2, ra
 
 
 def config_of(
-    stage: int, *, precision: str = "fp32", prefetch: int = 1, accumulation: int = 1, clip: bool = False,
+    stage: int, *, precision: Any = "fp32", prefetch: int = 1, accumulation: int = 1, clip: bool = False,
     reduction: str = "ordered", reshard: bool = True, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     zero = dict(stage=stage, reduction=reduction)
@@ -119,6 +119,69 @@ def test_p1_a_budget_changes_no_bit_and_i7_is_never_exceeded(row: dict[str, Any]
     assert_same_bits([steps for steps, _ in found], expected)
     for _, (on_host, pieces) in found:
         assert on_host == 0 if share == 1.0 else 0 < on_host <= pieces
+
+
+# ---- fractions ----
+
+FRACTIONS = {
+    "some of each": dict(weights=0.5, gradients=1.0, optimizer=0.8),
+    "half of the optimizer's": dict(optimizer=0.5),
+    "weights, half of the gradients": dict(weights=1.0, gradients=0.5),
+}
+STATIC_ROWS = covering_array(
+    dict(
+        ranks=[1, 2],
+        stage=[0, 1, 2, 3],
+        fractions=list(FRACTIONS),
+        precision=["fp32", "bf16", "split"],
+        accumulation=[1, 2],
+    )
+)
+
+
+def divided(env: RankEnv, case: Case) -> Any:
+    """As `bits`; what rests where is as the fractions say, to the nearest piece, and the report tells it."""
+    fractions = case.config["memory"]["host_fraction"]
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        steps = []
+        for number in range(case.steps):
+            inputs, labels = case.batch(number)
+            loss = engine.forward_backward((inputs[cut], labels[cut]))
+            gradients = engine.full_gradients()
+            steps.append(Step(float(loss), engine.step().grad_norm, gradients, engine.full_state_dict()))
+        placed, rows = placement_of(engine), engine.memory_report()
+        for kind in Kind:
+            pieces = [piece for piece in placed.pieces if piece.name.kind is kind]
+            away = sum(piece.bytes for piece in pieces if piece.name in placed.on_host)
+            share = fractions.get(kind, 0.0) * sum(piece.bytes for piece in pieces)
+            assert abs(away - share) <= max((piece.bytes for piece in pieces), default=0) / 2
+        assert all(row.now_bytes == row.forecast_bytes for row in rows if row.kind != "staging"), rows
+        assert on_tier(engine, "host") == placed.host_bytes
+        assert on_tier(engine, "cpu") == placed.device_bytes - dict(placed.fixed)["activations"]
+        return steps, engine.full_optimizer_state()
+
+
+@pytest.mark.parametrize("row", STATIC_ROWS, ids=name_of)
+def test_p1_fractions_on_the_host_change_no_bit(row: dict[str, Any]) -> None:
+    row = dict(row)
+    ranks, fractions = row.pop("ranks"), FRACTIONS[row.pop("fractions")]
+    if row["precision"] == "split":
+        row["precision"] = dict(dtype="bf16", master="split")
+    case = replace(DEEP, world_size=ranks, config=config_of(**row))
+    memory = dict(placement="static", host_fraction=fractions)
+    found = run_world(divided, ranks, replace(case, config=dict(case.config) | dict(memory=memory)))
+    assert_same_bits(found, run_world(bits, ranks, case))
+
+
+def test_fractions_that_a_budget_does_not_hold_are_refused_with_what_would() -> None:
+    memory = dict(placement="static", host_fraction=dict(optimizer=0.5), device_budget=10_000)
+    for text in run_world(refused, 2, replace(DEEP, config=config_of(3)), memory, 0):
+        assert needed(text) > 10_000 and "at the least" not in text and "memory.placement='auto'" in text
+    memory |= dict(device_budget=2**40, host_budget=1000)
+    for text in run_world(refused, 2, replace(DEEP, config=config_of(3)), memory, 1):
+        assert "memory.host_budget = 1000" in text and "smaller fractions" in text
 
 
 # ---- states of eight times the budget ----
