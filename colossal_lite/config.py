@@ -96,7 +96,8 @@ class Config(Section):
     """torch.compile of each block."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of collectives; auto: nccl between CUDA devices, gloo between hosts."""
+    """Transport of collectives; auto: nccl between CUDA devices; on CPUs shared memory between the ranks of one host
+    and gloo between hosts. gloo: CPUs, and gloo alone."""
     timeout_s: Annotated[float, Field(gt=0, le=A_MONTH_S)] = 600.0
     """Seconds that a collective may wait."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1024

@@ -62,6 +62,8 @@ class Outbox:
         self.descriptor = os.memfd_create("colossal_lite outbox", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.capacity_bytes)
         self.memory = _map(self.descriptor, self.capacity_bytes)
+        self.posted_bytes = 0
+        """What was ever laid here."""
         self.peak_bytes = 0
         """The end of the highest place that was ever lent: what the outbox takes of the host's memory."""
         self._lent: list[tuple[int, int]] = []
@@ -205,7 +207,9 @@ class Exchange:
         """
         if self.outbox.lent >= MOST_LENT:
             self._hear_all()
-        offset = self.outbox.lend(tensor.numel() * tensor.element_size(), len(readers))
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.outbox.posted_bytes += size_bytes
+        offset = self.outbox.lend(size_bytes, len(readers))
         _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
         lost = []
@@ -344,7 +348,7 @@ class Meeting:
     def call(cls, rank: int) -> Meeting:
         """Listen, if this system can share memory between processes."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        if not (sys.platform == "linux" and hasattr(os, "memfd_create")):
+        if why_not():
             return cls(rank, secrets.token_bytes(32) + token, None, token)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(_address(token))
@@ -403,6 +407,18 @@ class Meeting:
             wanted.discard(rank)
             found.append(_neighbour(rank, link, descriptors[0], outbox.capacity_bytes))
         return found
+
+
+def why_not() -> str | None:
+    """Why this process can share memory with no other; None: it can."""
+    if sys.platform != "linux":
+        return f"shared memory without a name is Linux's, this is {sys.platform}"
+    try:
+        os.close(os.memfd_create("colossal_lite probe", os.MFD_CLOEXEC))
+        _host()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def host_of(card: bytes) -> bytes:

@@ -140,6 +140,11 @@ class Mesh:
         return self._exchange.outbox.peak_bytes if self._exchange else 0
 
     @property
+    def posted_bytes(self) -> int:
+        """What this rank has laid in shared memory since the launch, each piece once for all its readers."""
+        return self._exchange.outbox.posted_bytes if self._exchange else 0
+
+    @property
     def world(self) -> AxisComm:
         return self.axis(*AXES)
 

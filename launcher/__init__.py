@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from colossal_lite import kernels
+from colossal_lite import exchange, kernels
 from colossal_lite.comm import CommError
 from colossal_lite.config import Config, ConfigError, Problem
 from colossal_lite.context import Context, LastWords, StopSignals
@@ -125,6 +125,10 @@ def findings() -> Iterator[Row]:
         yield Row("launch", "gloo", "works")
     except RuntimeError as error:
         yield Row("launch", "gloo", "fails", "fault", str(error).partition("\n")[0])
+    if (why := exchange.why_not()) is None:
+        yield Row("launch", "shared memory", "works between ranks of one host")
+    else:
+        yield Row("launch", "shared memory", "not used", "note", why)
     if torch.cuda.is_available() and dist.is_nccl_available():
         yield Row("launch", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:

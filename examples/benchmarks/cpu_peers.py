@@ -10,8 +10,8 @@ a rank, so that a drift of the machine's speed meets all alike.  A row's ratio i
 the peer's block of the same round.  Quoted are CPU seconds summed over ranks, which other work on the machine changes
 little, and wall time of the slowest rank.  "one rank" is the plain loop on rank 0 with the whole batch while the others
 wait: what the speed-up is counted from.  MB sent are what went through the loopback device meanwhile, a rank and step
-(everything else on the machine that uses it is counted too).  `--memory` starts each side alone and adds its peak
-resident memory, less that of a process that has imported torch.
+(everything else on the machine that uses it is counted too), and what a rank laid in shared memory for the others.
+`--memory` starts each side alone and adds its peak resident memory, less that of a process that has imported torch.
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
 clipping at 1.0; with `--model small` width 256, 8 heads, vocabulary 4096, untied, batch 8.  DTensor gets the same sizes
 with separate q, k and v, which is the form it can cut, and no clipping, which it refuses for a model with plain and cut
@@ -314,6 +314,7 @@ TABLES: dict[int, dict[str, Side]] = {
         "DistributedDataParallel": plain,
         ONE_RANK: alone,
         "colossal_lite, data": ours,
+        "colossal_lite, data, gloo": partial(ours, backend="gloo"),
         "DDP + ZeroRedundancyOptimizer": partial(
             plain, optimizer=partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
         ),
@@ -329,6 +330,7 @@ TABLES: dict[int, dict[str, Side]] = {
         "colossal_lite, tensor 1d": partial(ours_tensor, sequence_parallel=False),
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
         "colossal_lite, tensor 1d, sequence cut": ours_tensor,
+        "colossal_lite, tensor 1d, sequence cut, gloo": partial(ours_tensor, backend="gloo"),
         "colossal_lite, tensor 1d, sequence cut, inputs kept": partial(ours_tensor, regather=False),
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
@@ -360,22 +362,23 @@ def measure(context: cl.Context, step: Step, steps: int, seed: int, work: Work) 
     tokens = torch.randint(work.model.vocabulary, shape, generator=generator)[cut]
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     context.mesh.world.barrier()
-    cpu, wall, sent = time.process_time(), time.perf_counter(), loopback_bytes()
+    cpu, wall, sent = time.process_time(), time.perf_counter(), sent_bytes(context)
     for _ in range(steps):
         step(inputs, labels)
     context.mesh.world.barrier()
     return Block(
         (time.process_time() - cpu) / steps,
         (time.perf_counter() - wall) / steps,
-        (loopback_bytes() - sent) / steps / context.world_size,
+        (sent_bytes(context) - sent) / steps,
     )
 
 
-def loopback_bytes() -> int:
-    """What this machine has sent to itself so far; 0 where the kernel does not say."""
+def sent_bytes(context: cl.Context) -> float:
+    """A rank's share of what this machine has sent to itself so far, if its kernel says so, and what it posted."""
     path = Path("/proc/net/dev")
     lines = path.read_text().splitlines() if path.exists() else []
-    return sum(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+    loopback = sum(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+    return loopback / context.world_size + context.mesh.posted_bytes
 
 
 def peak_bytes() -> int:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from colossal_lite import doctor, kernels, launcher
+from colossal_lite import doctor, exchange, kernels, launcher
 from colossal_lite.doctor import Row, report
 from colossal_lite.memory import disk
 
@@ -194,6 +194,11 @@ def test_the_launcher_says_what_started_it_and_that_gloo_works(monkeypatch: pyte
     rows = tuple(launcher.findings())
     assert find(rows, "launch", "launcher").value == "none: a world of one"
     assert find(rows, "launch", "gloo") == Row("launch", "gloo", "works")
+    assert find(rows, "launch", "shared memory").value == "works between ranks of one host"
+    monkeypatch.setattr(exchange.sys, "platform", "darwin")
+    row = find(tuple(launcher.findings()), "launch", "shared memory")
+    assert (row.value, row.status) == ("not used", "note") and "this is darwin" in row.why
+    monkeypatch.undo()
     assert not torch.distributed.is_initialized()
     monkeypatch.setenv("RANK", "3")
     row = find(tuple(launcher.findings()), "launch", "launcher")
