@@ -373,6 +373,9 @@ class Meeting:
                 if other < self.rank
             ]
             above = self._receive({other for other in mates if other > self.rank}, outbox, timeout_s)
+        except OSError as error:
+            text = f"memory cannot be shared: {error}; backend='gloo' does without"
+            raise ExchangeError(text) from error
         finally:
             self.close()
         return Exchange(self.rank, outbox, [*below, *above])
@@ -394,19 +397,31 @@ class Meeting:
                     f"ranks {late} of this host have not come within {timeout_s:g} s"
                 ) from error
             link.settimeout(max(0.001, end - time.monotonic()))
-            _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            words, descriptors, _, _ = socket.recv_fds(link, MESSAGE_BYTES, 1)
-            rank = int.from_bytes(words[TOKEN_BYTES:], "little")
-            known = secrets.compare_digest(words[:TOKEN_BYTES], self._token) and rank in wanted
-            if uid != os.getuid() or not known or len(descriptors) != 1:
-                for each in descriptors:
-                    os.close(each)
-                link.close()  # a stranger
+            rank, descriptor = self._heard(link)
+            if rank not in wanted:  # a stranger
+                link.close()
+                if descriptor >= 0:
+                    os.close(descriptor)
                 continue
             socket.send_fds(link, [b"outbox"], [outbox.descriptor])
             wanted.discard(rank)
-            found.append(_neighbour(rank, link, descriptors[0], outbox.capacity_bytes))
+            found.append(_neighbour(rank, link, descriptor, outbox.capacity_bytes))
         return found
+
+    def _heard(self, link: socket.socket) -> tuple[int, int]:
+        """The rank that has come, and its outbox; -1 for who is not of this user or does not know the token."""
+        _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.getuid():
+            return -1, -1
+        try:
+            words, descriptors, _, _ = socket.recv_fds(link, MESSAGE_BYTES, 1)
+        except OSError:
+            return -1, -1
+        if len(descriptors) == 1 and secrets.compare_digest(words[:TOKEN_BYTES], self._token):
+            return int.from_bytes(words[TOKEN_BYTES:], "little"), descriptors[0]
+        for each in descriptors:
+            os.close(each)
+        return -1, -1
 
 
 def why_not() -> str | None:

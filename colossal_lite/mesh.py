@@ -149,11 +149,11 @@ class Mesh:
         return self.axis(*AXES)
 
     def destroy(self) -> None:
-        """Give back the groups this mesh made. Call once, on every rank."""
+        """Give back what this mesh made; its groups may have ended with the default one. Call once, on every rank."""
         if self._exchange:
             self._exchange.close()
             self._exchange = None
-        for group in self._groups.values():
+        for group in self._groups.values() if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._groups.clear()
         self._axes.clear()

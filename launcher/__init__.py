@@ -209,7 +209,7 @@ def _join(
             explain=words.heard,
             watch=watch,
         )
-    owned.callback(_destroy, mesh)
+    owned.callback(mesh.destroy)
     # Last: until here a rank may wait long for others, and SIGTERM has to end it.
     signals = StopSignals()
     owned.callback(signals.restore)
@@ -327,11 +327,6 @@ def _count_contexts(place: Launch, change: int) -> int:
         return int(group.get_group_store().add(f"colossal_lite/contexts/{place.rank}", change))
     except RuntimeError:
         return 0
-
-
-def _destroy(mesh: Mesh) -> None:
-    if dist.is_initialized():  # else somebody has destroyed the default group, and with it all others
-        mesh.destroy()
 
 
 def _leave_together(store: dist.Store, place: Launch) -> None:
