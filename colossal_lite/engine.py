@@ -134,6 +134,8 @@ class Built:
     """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Those of this rank."""
+    trainable: Mapping[str, torch.Size]
+    """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
 
 
 class Engine:
@@ -171,7 +173,7 @@ class Engine:
             self._optimizer = chunk_optimizer(chunks, config, parallelized.ops, shapes, self.mesh)
         else:
             scheduled = config.lr_scheduler.type != "constant"
-            self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
+            self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
         if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
             self._weights.up = self._optimizer.tiers.up
         frozen_bytes = _bytes(p for p in self._parameters.values() if not p.requires_grad)
