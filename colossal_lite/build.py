@@ -31,7 +31,7 @@ from colossal_lite.parallel.swap import cut_values
 from colossal_lite.pipeline.partition import held
 from colossal_lite.pipeline.profile import Profiler
 from colossal_lite.pipeline.schedule import StepShape, compute_plan
-from colossal_lite.pipeline.units import LibrarySections, Stages, keep_own, lay_out, one_stage
+from colossal_lite.pipeline.units import Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.recompute import blocks_of, recompute
@@ -40,7 +40,7 @@ from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
 from colossal_lite.whole import Names
 from colossal_lite.zero.build import build_chunks, pack_chunks
-from colossal_lite.zero.own import Factory
+from colossal_lite.zero.own import Factory, check_apart
 
 
 def initialize(
@@ -99,14 +99,18 @@ def initialize(
         )
     names = Names.of(module, parallelized.specs)
     stages = _lay_out(module, facts, parallelized, streams, context)
-    trainable = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+    if optimizer is not None and context.mesh.size("pipeline") > 1:
+        of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
+        check_apart(optimizer, trainable, of_stages, context.device)
+    numels = {name: shape.numel() for name, shape in trainable.items()}
     packed = pack_chunks(
-        trainable, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
+        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
     )
     keep_own(module, stages)
     chunks = _build_chunks(module, names, originals, recipes, parallelized.specs, packed, stages, context)
     buffers_to_device(module, context.device)
-    built = Built(module, names, stages, parallelized, streams, packed, chunks)
+    built = Built(module, names, stages, parallelized, streams, packed, chunks, trainable)
     return Engine(built, context, criterion, optimizer, foretell)
 
 
@@ -129,15 +133,7 @@ def _lay_out(
         dtype = Precision.of(given.dtype, given.master_dtype).compute
         profiler = Profiler(module, parallelized, streams, mesh, context.device, dtype)
         measure = partial(profiler.costs, facts=facts)
-    stages = lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan), measure)
-    tensor = context.config.parallel.tensor
-    cuts_sequence = tensor.size > 1 and tensor.mode == "1d" and tensor.sequence_parallel
-    if isinstance(stages.sections, LibrarySections) and cuts_sequence:
-        raise ValueError(
-            f"parallel.tensor.sequence_parallel: a {type(module).__name__} makes its masks from the length it sees, "
-            f"which is cut between its blocks; legal with a pipeline: False"
-        )
-    return stages
+    return lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan), measure)
 
 
 def _foretell(
@@ -187,11 +183,6 @@ def _check_optimizer(
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} is not callable; legal is a callable that takes the list of "
             f"parameters and returns an optimizer, such as functools.partial(torch.optim.NAdam, lr=1e-3)"
-        )
-    if mesh.size("pipeline") > 1:
-        raise ValueError(
-            f"optimizer: one of your own sees one stage's parameters alone; legal is parallel.pipeline=1 (now "
-            f"{mesh.size('pipeline')}), or a type of config.optimizer"
         )
     if in_parts or config.memory.placement != "device":
         raise ValueError(

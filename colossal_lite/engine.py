@@ -41,6 +41,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.memory.timeline import Level, MemoryTimeline
 from colossal_lite.memory.tracer import StepMeter
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
@@ -49,7 +50,7 @@ from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_pla
 from colossal_lite.pipeline.units import Stages
 from colossal_lite.plan import Action, Kind, Plan
 from colossal_lite.precision import LossScale, Precision
-from colossal_lite.recompute import restore
+from colossal_lite.recompute import blocks_of, restore
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import Span, Timeline
 from colossal_lite.whole import Names, WholeState
@@ -134,6 +135,8 @@ class Built:
     """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Those of this rank."""
+    trainable: Mapping[str, torch.Size]
+    """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
 
 
 class Engine:
@@ -171,7 +174,7 @@ class Engine:
             self._optimizer = chunk_optimizer(chunks, config, parallelized.ops, shapes, self.mesh)
         else:
             scheduled = config.lr_scheduler.type != "constant"
-            self._optimizer = OwnOptimizer(chunks, shapes, optimizer, scheduled=scheduled)
+            self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
         if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
             self._weights.up = self._optimizer.tiers.up
         frozen_bytes = _bytes(p for p in self._parameters.values() if not p.requires_grad)
@@ -479,11 +482,42 @@ class Engine:
                 f"first step, with compile='none'"
             )
         self._meter, self._is_metered = StepMeter(), True
+        hooks = list(self._moments())
         try:
             with self._meter:
                 yield
         finally:
             self._is_metered = False
+            for hook in hooks:
+                hook.remove()
+
+    def _moments(self) -> Iterator[Any]:
+        """Hooks that tell the meter when a block has gone forward, and when it has its gradients."""
+        for name, block in blocks_of(self.model).items():
+            yield block.register_forward_hook(lambda *_, name=name: self._meter.moment(f"forward {name}"))
+            first = next((p for p in block.parameters() if p.requires_grad), None)
+            if first is not None:
+                yield first.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._meter.moment(f"backward {name}")
+                )
+
+    def memory_timeline(self) -> MemoryTimeline:
+        """What this rank held over the moments of a metered step (of the one that held most), by kind and tier, beside
+        the forecast: `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
+        moments = self._meter.moments
+        if not moments:
+            raise ValueError(
+                "memory_timeline: no step was metered; legal: after a step within engine.metered()"
+            )
+        levels = []
+        for row in self.memory_report():
+            measured = tuple(row.now_bytes for _ in moments)
+            if row.kind == "activations":
+                measured = tuple(moment.live_bytes for moment in moments)
+            elif row.kind == "temporaries":
+                measured = tuple(moment.peak_bytes - moment.live_bytes for moment in moments)
+            levels.append(Level(row.kind, row.tier, measured, row.forecast_bytes))
+        return MemoryTimeline(tuple(moment.name for moment in moments), tuple(levels))
 
     def _beside_state(self) -> tuple[MemoryRow, ...]:
         """What the metered steps held, beside what `plan` foretells for such steps; nothing without any."""
@@ -491,7 +525,7 @@ class Engine:
         if not meter.kept_bytes:
             return ()
         foretold = (self._foretell(*meter.shape) if self._foretell else None) or {}
-        most = {"activations": meter.kept_bytes, "temporaries": meter.peak_bytes - meter.kept_bytes}
+        most = {"activations": meter.kept_bytes, "temporaries": meter.most_bytes - meter.kept_bytes}
         rows = [MemoryRow(kind, device, 0, peak, foretold.get(kind)) for kind, peak in most.items()]
         if shared := self.mesh.shared_bytes:
             rows.append(MemoryRow("exchange", "host", shared, shared, foretold.get("exchange")))
@@ -565,6 +599,8 @@ class Engine:
             )
         self.mesh.ledger.clear()
         self._mark_links()
+        if self._is_metered:
+            self._meter.begin()
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
@@ -649,6 +685,7 @@ class Engine:
     def _noted(self, outputs: Any, parts: Sequence[Batch]) -> Any:
         if self._is_metered and torch.is_grad_enabled():
             self._meter.forward_ended([part.inputs.shape for part in parts])
+            self._meter.moment("loss")
         return outputs
 
     def _pass_over(self) -> None:
@@ -799,6 +836,8 @@ class Engine:
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
+        if self._is_metered:
+            self._meter.moment(f"update {chunk.spec.id}")
         chunk.pay()
         self._weights.updated(chunk, changed=any(used))
         self.mesh.progress.phase = before

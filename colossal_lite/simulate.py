@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from math import inf
@@ -370,12 +370,17 @@ def svg(predicted: Timeline, measured: Timeline | None = None, width: int = 960)
         f"{name}: {timeline.makespan_s:.6g} s, idle {timeline.idle_share():.1%}"
         for timeline, name in zip(pair, ("predicted", "measured"), strict=False)
     )
+    return drawing(width, y, states, lines)
+
+
+def drawing(width: int, height: int, title: str, elements: Iterable[str]) -> str:
+    """An SVG image of these elements, in one font, with a title in its first line."""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             'font-family="monospace" font-size="11">',
-            f'<text x="4" y="16">{escape(states)}</text>',
-            *lines,
+            f'<text x="4" y="16">{escape(title)}</text>',
+            *elements,
             "</svg>",
         ]
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,19 @@ class LiveBytes(TorchDispatchMode):
         self.now_bytes -= held_bytes
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of a step: live bytes at its end, and at the most within it."""
+
+    name: str
+    live_bytes: int
+    peak_bytes: int
+
+
+def _most(moments: Sequence[Moment]) -> int:
+    return max((moment.peak_bytes for moment in moments), default=0)
+
+
 class StepMeter(LiveBytes):
     """Live bytes over whole steps of training: `kept_bytes` is the most that the end of a forward pass left."""
 
@@ -64,6 +78,29 @@ class StepMeter(LiveBytes):
         self.kept_bytes = 0
         self.shape = (0, 0)
         """Samples of all micro-batches of a step as long as the largest, and tokens of one sample."""
+        self._moments: list[Moment] = []
+        self._highest: tuple[Moment, ...] = ()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._highest, self._moments = self.moments, []
+
+    def moment(self, name: str) -> None:
+        """A moment of the step has ended."""
+        self._moments.append(Moment(name, self.now_bytes, self.window()))
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of the step that held most; what came after the last one that was named is `end`."""
+        here = tuple(self._moments)
+        if here and self.peak_bytes > self.now_bytes:
+            here = (*here, Moment("end", self.now_bytes, self.peak_bytes))
+        return max(self._highest, here, key=_most)
+
+    @property
+    def most_bytes(self) -> int:
+        """Live at the worst moment of all steps."""
+        return max(_most(self._highest), _most(self._moments), self.peak_bytes)
 
     def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
         """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""

@@ -242,7 +242,14 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     plan cannot run.
     """
     reading = Reading(plan)
-    spans = {(span.rank, span.action): span for span in simulate(plan, seconds or _unit_seconds).spans}
+    cost = seconds or _unit_seconds
+    # A stage that costs nothing, of a table alone, would send at the moment of what it waits for, and tell no order.
+    least_s = 1e-6 * max((cost(a) for actions in plan for a in actions), default=0.0) or 1.0
+
+    def positive_s(action: Action) -> float:
+        return max(cost(action), least_s) if action.kind in COMPUTE_KINDS else cost(action)
+
+    spans = {(span.rank, span.action): span for span in simulate(plan, positive_s).spans}
     compute = [[i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS] for actions in plan]
     # When the compute of each rank ends or starts; both ascend.
     times_s = [

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from colossal_lite.auxiliary import modules_of
@@ -129,8 +130,10 @@ LIBRARY: dict[str, Places] = {
 class LibrarySections:
     """Hugging Face's GPT-2 and Llama: embedding, blocks, head, run by the model's own forward.
 
-    For a stretch of units all others are replaced while it runs: the table gives what came in, blocks and head give
-    what they are given.  So masks, positions and whatever else the library computes are its own, on every stage.
+    For a stretch of units all others are replaced while it runs: the unit before gives what came in, the unit behind
+    takes what goes out, and apart from these zeros of whole sequences pass, which hold one element.  So masks,
+    positions and whatever else the library computes are its own, on every stage, and of whole sequences also where
+    what passes between blocks is cut.
     """
 
     def __init__(self, model: nn.Module, names: Places) -> None:
@@ -145,29 +148,50 @@ class LibrarySections:
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
         assert carried is None or isinstance(carried, Tensor)
         outside = [name for part in (*self.parts[:start], *self.parts[stop:]) for name in part.modules]
-        with _replaced(self._model, {name: self._stand_in(name, carried) for name in outside}):
+        by: dict[str, nn.Module] = {name: _Passes() for name in outside}
+        if carried is not None:
+            zeros = carried.new_zeros(()).expand(*batch.inputs.shape, carried.shape[-1])
+            by |= {name: _Gives(zeros) for name in self._names.tables}
+            by |= {name: _Gives(carried.new_zeros(())) for name in self._names.added}
+            by[self.parts[start - 1].modules[0]] = _Gives(carried)  # a block, or the table
+        takes = _Takes(batch.inputs.shape)
+        if stop < len(self.parts):
+            by[self.parts[stop].modules[0]] = takes
+        with _replaced(self._model, by):
             outputs = self._model(*batch.args, **batch.kwargs)
-        return outputs if stop == len(self.parts) else getattr(outputs, "logits", outputs)
+        return outputs if stop == len(self.parts) else takes.taken
 
-    def _stand_in(self, name: str, carried: Tensor | None) -> nn.Module:
-        if name in self._names.tables:
-            return _Gives(carried)
-        if name in self._names.added:
-            return _Gives(None if carried is None else carried.new_zeros(()))
-        return _Gives(None)
+
+class _Passes(nn.Module):
+    """Gives what it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
 
 
 class _Gives(nn.Module):
-    """Gives a tensor, or what it is given."""
+    """Gives a tensor, whatever it is given."""
 
-    def __init__(self, tensor: Tensor | None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self.tensor = tensor
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.tensor is not None:
-            return self.tensor
-        return args[0] if args else kwargs["hidden_states"]
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.tensor
+
+
+class _Takes(_Passes):
+    """Keeps what it is given, and gives zeros of whole sequences [B, T] in its place."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+        self.taken: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x: Tensor = super().forward(*args, **kwargs)
+        self.taken = x
+        return x.new_zeros(()).expand(*self.shape, x.shape[-1])
 
 
 @contextmanager

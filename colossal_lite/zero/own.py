@@ -6,12 +6,16 @@ the master weights in the parameter's shape.  Before its step each has as `.grad
 gradient, divided by tokens and clip factor (a copy where the master weights are narrower), or None where no
 rank used it.  It keeps whole state on every rank, so it works where the weights are whole: ZeRO stage 0, no
 tensor axis, on the device.
+
+Beside a pipeline the list is as long, so that groups come out alike on all ranks: for parameters of other stages
+stand ones on the meta device, which never have a gradient.  A step that makes one parameter depend on another cannot
+be taken stage by stage: small probes tell, before anything is allocated.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,21 +33,30 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 class OwnOptimizer:
     """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes.
 
-    Raises ValueError for a factory that makes no optimizer, for one whose step needs a closure, and for one
-    that does not hold exactly the parameters it was given.
+    Raises ValueError for a factory that makes no optimizer, for one whose step needs a closure, for one that does
+    not hold exactly the parameters it was given, and for one that cannot take parameters without values.
     """
 
     def __init__(
         self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool
     ) -> None:
-        """`shapes` in the model's order; `scheduled`: the learning rates follow the config's schedule."""
+        """`shapes` of the whole model, in its order; `scheduled`: the learning rates follow the config's schedule."""
         self._chunks, self._scheduled = tuple(chunks), scheduled
         self._of: dict[str, nn.Parameter] = {}
         for chunk in self._chunks:
             for entry in chunk.spec.entries:
                 self._of[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
-        given = {name: self._of[name] for name in shapes if name in self._of}
-        self._optimizer = factory(list(given.values()))
+        dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
+        given = in_order_of(shapes, self._of, dtype)
+        try:
+            self._optimizer = factory(list(given.values()))
+        except (RuntimeError, NotImplementedError) as error:
+            if len(self._of) == len(given):
+                raise
+            raise ValueError(
+                f"optimizer: the callable fails ({error}) on a list in which parameters of other pipeline stages are "
+                f"on the meta device; legal is one that reads no values, or parallel.pipeline=1"
+            ) from error
         _check(self._optimizer, given)
         self.plan = update_plan(len(self._chunks))
         self.tiers = None
@@ -147,6 +160,58 @@ class OwnOptimizer:
     def forecast_bytes(self) -> int:
         """What it will keep, only it knows."""
         return self.state_bytes
+
+
+def in_order_of(
+    shapes: Mapping[str, torch.Size], here: Mapping[str, nn.Parameter], dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """All parameters of a model: those of other stages without values."""
+    return {
+        name: here[name] if name in here else nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        for name, shape in shapes.items()
+    }
+
+
+def check_apart(
+    factory: Factory,
+    shapes: Mapping[str, torch.Size],
+    stages: Iterable[Collection[str]],
+    device: torch.device,
+) -> None:
+    """Raises ValueError for an optimizer that cannot step the parameters of each of `stages` without the others.
+
+    Two steps of a model of the same form with dimensions of 2 are compared, bit by bit, with those of each stage.
+    """
+    whole = _probe(factory, shapes, shapes, device)
+    for number, names in enumerate(stages):
+        alone = _probe(factory, shapes, names, device)
+        if other := [name for name in names if not torch.equal(whole[name], alone[name])]:
+            raise ValueError(
+                f"optimizer: in its step {other[0]} depends on parameters that are not on pipeline stage {number}; "
+                f"legal is an optimizer that updates each parameter by itself, parallel.pipeline=1, or a type of "
+                f"config.optimizer"
+            )
+
+
+def _probe(
+    factory: Factory, shapes: Mapping[str, torch.Size], used: Collection[str], device: torch.device
+) -> dict[str, Tensor]:
+    """Small parameters after two steps in which those of `used` have gradients."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = {
+            name: nn.Parameter(torch.randn([min(size, 2) for size in shape], device=device))
+            for name, shape in shapes.items()
+        }
+        gradients = {name: torch.randn_like(parameter) for name, parameter in small.items()}
+        torch.manual_seed(0)
+        optimizer = factory(list(small.values()))
+        _check(optimizer, small)
+        for _ in range(2):
+            for name in used:
+                small[name].grad = gradients[name].clone()
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in small.items()}
 
 
 def _check(optimizer: object, given: Mapping[str, nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PURE = {
     *("config", "config_rules", "config_source", "legacy_keys", "problems", "settings"),
     *("layout", "manifest", "plan", "shard", "simulate", "slices"),
-    *("memory.pack", "memory.placement", "memory.records", "multi.sharp", "multi.spill"),
+    *("memory.pack", "memory.placement", "memory.records", "memory.timeline", "multi.sharp", "multi.spill"),
     *(
         "parallel.roles",
         "pipeline.partition",

@@ -120,6 +120,17 @@ def test_messages_are_two_for_each_crossing_and_cannot_block(case: tuple[str, in
     assert check(add_messages(plan, ahead=True)).messages == want
 
 
+@pytest.mark.parametrize("free", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", STATIC)
+def test_messages_cannot_block_where_a_stage_costs_nothing(name: str, free: tuple[int, ...]) -> None:
+    chunks = 2 if name in ("interleaved", "bfs", "zb-v") else 1
+    seconds = tuple(float(stage not in free) for stage in range(2 * chunks))
+    plan = generate(name, 2, 4, chunks)
+    costs = StageCosts(seconds, seconds, seconds)
+    check(add_messages(plan, costs, ahead=False), strict=True)
+    check(add_messages(plan, costs, ahead=True))
+
+
 @pytest.mark.parametrize(
     ("name", "p", "m", "makespan_s"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,7 +112,7 @@ ROWS = covering_array(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_p1_a_budget_changes_no_bit_and_i7_is_never_exceeded(row: dict[str, Any]) -> None:
+def test_i7_a_budget_is_never_exceeded_and_changes_no_bit(row: dict[str, Any]) -> None:
     row = dict(row)
     ranks, share = row.pop("ranks"), row.pop("share")
     case = replace(DEEP, world_size=ranks, config=config_of(**row))
@@ -119,6 +121,74 @@ def test_p1_a_budget_changes_no_bit_and_i7_is_never_exceeded(row: dict[str, Any]
     assert_same_bits([steps for steps, _ in found], expected)
     for _, (on_host, pieces) in found:
         assert on_host == 0 if share == 1.0 else 0 < on_host <= pieces
+
+
+# ---- the bits of stage 0, however it is run ----
+
+SHARES = {"auto, least": 0.0, "auto, some": 0.4}
+WAYS = covering_array(
+    dict(
+        ranks=[1, 2, 4],
+        stage=[0, 1, 2, 3],
+        placement=["device", "host", "disk", "static", *SHARES],
+        chunk_bytes=[SMALL // 2, None],
+        prefetch=[0, 1, 2],
+        accumulation=[1, 2],
+        clip=[False, True],
+        resume=[False, True],
+    ),
+    lambda row: row["stage"] == 3 or row["prefetch"] == 1,
+)
+
+
+def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[str, Any]:
+    if placement == "static":
+        return dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.8))
+    if placement in SHARES:
+        least, whole = _extent(env, case)
+        return auto(round(least + SHARES[placement] * (whole - least)))["memory"]
+    return dict(placement=placement) | (dict(disk_dir=directory) if placement == "disk" else {})
+
+
+def in_one_way(env: RankEnv, case: Case, placement: str, resume: bool, directory: str) -> Any:
+    """As `bits`; between its steps a run may be saved and gone on with by another."""
+    memory = memory_of(env, case, placement, directory)
+    full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
+    steps, state = list[Step](), dict[str, dict[str, torch.Tensor]]()
+    for numbers in ([0], [1]) if resume else ([0, 1],):
+        with env.launch(full) as context:
+            engine = start(case, context)
+            if numbers[0]:
+                engine.load(f"{directory}/saved")
+            cut = context.local_batch(case.global_batch)
+            for number in numbers:
+                inputs, labels = case.batch(number)
+                loss = engine.forward_backward((inputs[cut], labels[cut]))
+                gradients = engine.full_gradients()
+                steps.append(Step(float(loss), engine.step().grad_norm, gradients, engine.full_state_dict()))
+            state = engine.full_optimizer_state()
+            if resume and not numbers[0]:
+                engine.save(f"{directory}/saved")
+    return steps, state
+
+
+@cache
+def of_stage_0(ranks: int, accumulation: int, clip: bool) -> Any:
+    """Whole runs of plain data parallelism with everything on the device and chunks of the product's size."""
+    config = config_of(0, accumulation=accumulation, clip=clip, precision="bf16")
+    return run_world(bits, ranks, replace(DEEP, world_size=ranks, chunk_bytes=None, config=config))
+
+
+@pytest.mark.parametrize("row", WAYS, ids=name_of)
+def test_p1_every_way_to_run_has_the_bits_of_stage_0(row: dict[str, Any], tmp_path: Path) -> None:
+    """Stage, chunk size, placement, budget, prefetch depth, accumulation, clipping and resume."""
+    row = dict(row)
+    ranks, placement, resume = row.pop("ranks"), row.pop("placement"), row.pop("resume")
+    chunk_bytes = row.pop("chunk_bytes")
+    config = config_of(precision="bf16", **row)
+    case = replace(DEEP, world_size=ranks, chunk_bytes=chunk_bytes, config=config)
+    found = run_world(in_one_way, ranks, case, placement, resume, str(tmp_path))
+    assert_same_bits(found, of_stage_0(ranks, row["accumulation"], row["clip"]))
 
 
 # ---- fractions ----

@@ -37,7 +37,7 @@ from colossal_lite.pipeline.units import GPTSections, Stages
 from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero import unshard
+from colossal_lite.zero import own, unshard
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
@@ -46,6 +46,7 @@ from colossal_lite.zero.tiers import DiskStates, HostStates
 from colossal_lite.zero.visits import HostShards
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
+from tests.world.test_pipeline import by_place
 
 CASE = Case(
     dropout=0.2, ragged=True, global_batch=5, config=dict(clip_grad_norm=0.05, gradient_accumulation=2)
@@ -857,12 +858,22 @@ def _norms_in_no_step(original: Any, weights: Any, gradients: Any) -> None:
     original(weights, gradients)
 
 
+def _same_part_on_every_rank(original: Any, x: torch.Tensor, comm: AxisComm, dim: int) -> torch.Tensor:
+    part = original(x, comm, dim)
+    return part + (x.chunk(comm.size, dim)[0] - part).detach()
+
+
+def _only_of_this_stage(original: Any, shapes: Any, here: Any, dtype: torch.dtype) -> Any:
+    return original({name: shape for name, shape in shapes.items() if name in here}, here, dtype)
+
+
 PIPED = Case(
     pipeline=dict(size=2, schedule="zb-h1", micro_batches=3),
     dropout=0.2,
     ragged=True,
     config=dict(clip_grad_norm=0.05),
 )
+PIPED_OWN = replace(PIPED, family="llama", own=by_place)
 FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "tied gradients not summed over stages": (PIPED, AxisComm, "exchange_sum", _tied_not_summed),
     "tied weights counted on both stages": (PIPED, Stages, "is_first_holder", _every_stage_counts),
@@ -877,6 +888,7 @@ FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "gradients of inputs lost": (PIPED, runtime._Step, "_pass_on", _gradient_of_input_lost),
     "masks of the first micro-batch": (PIPED, Engine, "_forward", _masks_of_the_first),
     "half a block left out": (PIPED, GPTSections, "run", _half_the_blocks),
+    "own optimizer given one stage's parameters": (PIPED_OWN, own, "in_order_of", _only_of_this_stage),
     "gradients of norms put off for ever": (PIPED, deferral, "deliver", _norms_in_no_step),
 }
 ALL |= FAULTS_PIPELINE
@@ -926,6 +938,9 @@ def _biases_in_no_step(original: Any, y: torch.Tensor, bias: torch.Tensor, queue
 
 PIPED_GRID = replace(PIPED, world_size=8, tensor=4, mode="2d", steps=1)
 PIPED_DEEP = replace(PIPED, world_size=4, tensor=2, mode="2.5d", depth=2, steps=1)
+PIPED_LIBRARY = replace(
+    PIPED, world_size=4, tensor=2, steps=1, family="hf-gpt2", pipeline=dict(size=2, micro_batches=3)
+)
 PIPED_RING = replace(PIPED, world_size=4, sequence=2, steps=1)
 FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "piped grid, weight gradients put off are twice": (
@@ -939,6 +954,12 @@ FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "piped sheets, depth not summed": (PIPED_DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "piped ring, positions from zero": (PIPED_RING, SequenceParallel, "local_part", _positions_from_zero),
     "piped ring, gradients not summed": (PIPED_RING, ShardSpec, "sync_axes", _sum_over_data_only),
+    "piped library, the same part on every rank": (
+        PIPED_LIBRARY,
+        conjugate,
+        "split",
+        _same_part_on_every_rank,
+    ),
     "piped ring, tied not summed over stages": (PIPED_RING, AxisComm, "exchange_sum", _tied_not_summed),
 }
 ALL |= FAULTS_PIPED_CUTS
@@ -1048,6 +1069,8 @@ CASES = {
     "piped grid": PIPED_GRID,
     "piped sheets": PIPED_DEEP,
     "piped ring": PIPED_RING,
+    "piped library": PIPED_LIBRARY,
+    "piped, own optimizer": PIPED_OWN,
     "usp": USP,
     "full": FULL,
     "emits, piped": EMITS_PIPED,

@@ -140,6 +140,7 @@ def test_every_gradient_of_the_whole_product_is_the_serial_one(row: Choice) -> N
 
 
 CUTS: dict[str, dict[str, Any]] = {
+    "1d": dict(tensor=2),
     "2d": dict(tensor=4, mode="2d"),
     "2.5d": dict(tensor=2, mode="2.5d", depth=2),
     "ring": dict(sequence=2),
@@ -228,6 +229,13 @@ def test_every_gradient_is_the_serial_one_in_three_dimensions() -> None:
     )  # fmt: skip
 
 
+def by_place(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """NAdam in two groups, by where a parameter stands in the model."""
+    half = len(params) // 2
+    groups = [dict(params=params[:half], lr=1e-2), dict(params=params[half:], lr=3e-2, weight_decay=0.1)]
+    return torch.optim.NAdam(groups)
+
+
 MATRICES = dict(type="muon", lr=1e-2, groups=[dict(match="*norm*", type="adamw")])
 SMALL: dict[str, Any] = dict(layers=2, tokens=6, steps=2, ragged=True)
 PAIR = Case(pipeline=dict(size=2, micro_batches=3), **SMALL)
@@ -263,6 +271,7 @@ OTHERS = {
         PAIR, tied=False, frozen=("norm.weight", "norm.bias", "head.weight"),
         pipeline=dict(size=2, micro_batches=2, partition=(5, 1)),
     ),
+    "an optimizer of one's own": replace(PAIR, family="llama", own=by_place, config=CLIPPED, steps=3),
     "adapters": replace(PAIR, adapters=2, config=CLIPPED),
     "chunks of 2 KB": replace(PAIR, chunk_bytes=2048, config=CLIPPED | dict(zero=dict(stage=1)), world_size=4),
     "GPT-2 of Hugging Face": replace(
@@ -271,6 +280,14 @@ OTHERS = {
     ),
     "GPT-2 of Hugging Face, tensor 2": replace(
         PAIR, family="hf-gpt2", tokens=12, tied=False, world_size=4, tensor=2, sequence_parallel=False,
+    ),
+    "GPT-2 of Hugging Face, tensor 2, sequences cut between blocks": replace(
+        PAIR, family="hf-gpt2", tokens=12, dropout=0.2, world_size=4, tensor=2, auxiliary=("token",),
+        pipeline=dict(size=2, schedule="zb-h1", micro_batches=3), config=CLIPPED | dict(activation_checkpoint="full"),
+    ),
+    "Llama of Hugging Face, tensor 2, sequences cut, cut behind the embedding": replace(
+        PAIR, family="hf-llama", tokens=12, tied=False, world_size=4, tensor=2,
+        pipeline=dict(size=2, micro_batches=3, partition=(1, 3)),
     ),
     "Llama of Hugging Face": replace(PAIR, family="hf-llama", tokens=12, tied=True, config=CLIPPED),
     "float32": replace(PAIR, config=CLIPPED | dict(precision="fp32")),
@@ -743,8 +760,22 @@ def fails(env: RankEnv, case: Case, how: str) -> str:
     return ""
 
 
-def _nadam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(params, lr=1e-2)
+class Coupled(torch.optim.SGD):
+    """Its step is as long as all gradients together say."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=1e-2)
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = torch.stack([grad.square().sum() for grad in held]).sum().sqrt()
+        for grad in held:
+            grad /= length
+        return super().step(closure)
+
+
+def _reads(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=max(float(p.abs().max()) for p in params))
 
 
 BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
@@ -761,7 +792,13 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         replace(PAIR, pipeline=dict(size=2, chunks=2)), "", ("pipeline.chunks = 2", "'1f1b' takes 1 on each rank"),
     ),
     "a loop of one's own": (PAIR, "manual", ("engine(x)", "train_step", "parallel.pipeline=1")),
-    "an optimizer of one's own": (replace(PAIR, own=_nadam), "", ("optimizer", "parallel.pipeline")),
+    "an optimizer whose step couples parameters": (
+        replace(PAIR, own=Coupled), "",
+        ("optimizer: in its step token.weight depends on parameters that are not on pipeline stage 0", "legal"),
+    ),
+    "an optimizer that reads values": (
+        replace(PAIR, own=_reads), "", ("optimizer: the callable fails", "meta device", "parallel.pipeline=1"),
+    ),
     "sharded weights": (
         replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "under a pipeline"),
     ),
@@ -774,9 +811,6 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         replace(PAIR, pipeline=dict(size=2, partition="profiled")), "routed", ("Sequential states no sizes",),
     ),
     "a model without units": (PAIR, "odd", ("Odd does not say what its units are", "pipeline_sections()")),
-    "masks of half a sequence": (
-        replace(PAIR, family="hf-gpt2", world_size=4, tensor=2), "", ("sequence_parallel", "GPT2LMHeadModel", "False"),
-    ),
 }  # fmt: skip
 
 

@@ -173,14 +173,18 @@ def test_waits_are_under_five_percent_of_a_step_whose_computing_can_hide_its_cop
 
 @pytest.mark.parametrize("copy_s", [1.0, 2.5, 4.0, 8.0, 50.0])
 def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: float) -> None:
-    """The records that go up while a forward and its updates compute, for those that a backward has time for do not
-    wait: no order of copies through these slots waits less than they last beyond that computing."""
+    """What is asked for behind the first update must be there for the last, and the forwards and updates between are
+    all that hides it; and all that goes up has these, and a backward before them."""
     seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
-    computes_s = LAYERS * (seconds.forward + seconds.update)
-    in_backward = min(AHEAD + 1, LAYERS * seconds.backward / copy_s)
-    bound = max(0.0, (LAYERS - in_backward) * copy_s - computes_s)
+    behind, last = LAYERS - (AHEAD + 1), LAYERS - 1
     waited, _ = foretold(seconds)
-    assert bound - 1e-9 <= waited <= bound + 2 * (seconds.forward + seconds.update)
+    assert waited == pytest.approx(
+        max(
+            0.0,
+            behind * copy_s - last * seconds.forward - behind * seconds.update,
+            LAYERS * (copy_s - seconds.backward) - last * (seconds.forward + seconds.update),
+        )
+    )
 
 
 @pytest.mark.parametrize("disk_s", [0.0, 1.0])
