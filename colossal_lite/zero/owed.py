@@ -6,7 +6,8 @@ long.  So the step returns, and the updates run in forward order, a chunk's when
 let a module read its weights: its record comes while the units before it compute, and goes while those after it do.
 What is computed, and in which order, is what it would have been at once: so are the bits.  Whatever else reads or
 changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
-read by mistake.  Source: reference of arXiv 2410.21316's schedule without its speculation; 2101.06840 section 5.
+read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the delayed update of 2101.06840,
+no forward sees weights of a step before.
 """
 
 from __future__ import annotations
