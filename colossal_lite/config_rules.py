@@ -96,6 +96,12 @@ def shard_problems(
     if zero.stage and zero.shard is not None and data % zero.shard:
         rule = f"must divide parallel.data={data} ({whence})"
         yield Problem("zero.shard", zero.shard, rule, _listed(divisors(data)))
+        return
+    copy = zero.shard or data
+    if zero.near is not None and (copy % zero.near or zero.near == copy):
+        rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
+        legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
+        yield Problem("zero.reshard_after_forward", zero.near, rule, legal)
 
 
 def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
@@ -300,6 +306,12 @@ def _is_cut(config: Config) -> bool:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt(
+        "zero.reshard_after_forward",
+        (True, False),
+        "groups that keep weights which rest on the host",
+        when=lambda config: config.zero.near is not None and config.memory.moves,
+    ),
     NotBuilt(
         "activation_checkpoint",
         ("none", "full"),
