@@ -333,12 +333,17 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
-    NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
+    NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
     for path, built, missing in (
-        ("zero.stage", (0, 1, 2), "sharded weights"),
+        (
+            "zero.stage",
+            (0, 1, 2),
+            "sharded weights under a pipeline, which each of k micro-batches gathers again: of P parameters k(2w + r)P "
+            "bytes a step, where stage 1 sends (w + r)P, for w and r bytes of a weight and a gradient",
+        ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
-        ("memory.device_budget", (None,), "planning under a budget"),
-        ("memory.host_budget", (None,), "planning under a budget"),
+        ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
+        ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
     )
 )
 """What of the built parts is not composed with a pipeline."""
