@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.compiled import compile_blocks
+from colossal_lite.config import Config
 from colossal_lite.context import Context
 from colossal_lite.engine import Built, Criterion, Engine, Foretell
 from colossal_lite.memory.chunk import Chunk
@@ -154,16 +155,17 @@ def _foretell(
             parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
         return module
 
-    def foretell(samples: int, tokens: int) -> Mapping[str, int] | None:
+    def foretell(samples: int, tokens: int, prefetch: int | None = None) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
-        mesh = context.mesh
+        mesh, changes = context.mesh, [] if prefetch is None else ["--zero.prefetch", str(prefetch)]
+        config = Config.load(context.config, changes)
         made = plan_of(
-            context.config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
+            config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
             world_size=mesh.world_size, rank=mesh.rank, one_host=mesh.shares_memory,
         )  # fmt: skip
         activations = made.bytes_of("activations") + made.bytes_of("logits")
-        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange")}
+        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
         return {"activations": activations} | beside
 
     return foretell

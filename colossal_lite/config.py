@@ -233,6 +233,7 @@ class Config(Section):
             tensor_depth=tensor.sheets,
             ulysses=sequence.ulysses if sequence.mode == "usp" and sequence.size > 1 else None,
             data_shard=self.zero.shard if self.zero.is_hybrid(data) else None,
+            data_near=self.zero.near,
         )
 
     def resolved(self) -> tuple[Row, ...]:

@@ -96,6 +96,12 @@ def shard_problems(
     if zero.stage and zero.shard is not None and data % zero.shard:
         rule = f"must divide parallel.data={data} ({whence})"
         yield Problem("zero.shard", zero.shard, rule, _listed(divisors(data)))
+        return
+    copy = zero.shard or data
+    if zero.near is not None and (copy % zero.near or zero.near == copy):
+        rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
+        legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
+        yield Problem("zero.reshard_after_forward", zero.near, rule, legal)
 
 
 def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
@@ -301,6 +307,12 @@ def _is_cut(config: Config) -> bool:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
+        "zero.reshard_after_forward",
+        (True, False),
+        "groups that keep weights which rest on the host",
+        when=lambda config: config.zero.near is not None and config.memory.moves,
+    ),
+    NotBuilt(
         "activation_checkpoint",
         ("none", "full"),
         "kept products under sequence parallelism and tensor modes but 1d",
@@ -321,12 +333,17 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
-    NotBuilt(path, built, f"{missing} under a pipeline", lambda config: config.parallel.pipeline.size > 1)
+    NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
     for path, built, missing in (
-        ("zero.stage", (0, 1, 2), "sharded weights"),
+        (
+            "zero.stage",
+            (0, 1, 2),
+            "sharded weights under a pipeline, which each of k micro-batches gathers again: of P parameters k(2w + r)P "
+            "bytes a step, where stage 1 sends (w + r)P, for w and r bytes of a weight and a gradient",
+        ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
-        ("memory.device_budget", (None,), "planning under a budget"),
-        ("memory.host_budget", (None,), "planning under a budget"),
+        ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
+        ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
     )
 )
 """What of the built parts is not composed with a pipeline."""

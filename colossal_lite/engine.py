@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ from colossal_lite.zero.sharded import ShardedWeights, weights_of
 from colossal_lite.zero.stages import Extent, Widths, forecast
 
 Criterion = Callable[[Tensor, Tensor], Any]
-Foretell = Callable[[int, int], Mapping[str, int] | None]
-"""From the samples of a step on this rank and their tokens to bytes of each kind beside the state."""
+Foretell = Callable[..., Mapping[str, int] | None]
+"""From the samples of a step on this rank, their tokens and, if not the config's, `prefetch=`, to bytes of each kind
+beside the state."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,8 @@ class Engine:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
         with self._measured():
             parts = self._begin(batch)
+        self._foresee([part.inputs for part in parts])
+        with self._measured():
             self.model.train()
             self._run(parts, self._sums)
             self._auxiliary.check_delivered()
@@ -290,6 +294,7 @@ class Engine:
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._streams.begin(self.steps, local.samples, _positions(local))
+        self._foresee([inputs] * self.context.config.gradient_accumulation)
         with self._measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
         logits = getattr(outputs, "logits", outputs)
@@ -862,6 +867,16 @@ class Engine:
             self._hooks.conclude()
             self._totals = self._agree()
         self._settle()
+
+    def _foresee(self, inputs: Sequence[Tensor]) -> None:
+        """Before the first micro-batch under a budget, whose step will have such inputs [B, T]: a step that `plan`
+        foretells not to fit is refused. Not for models and losses that `plan` does not know: these are measured."""
+        if self._residence is None or self._residence.is_foreseen:
+            return
+        known = self._foretell is not None and self._facts is not None and self._criterion is None
+        samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[-1]
+        foretell: Foretell = self._foretell if known and self._foretell and samples else lambda *_, **__: None
+        self._residence.foresee(partial(foretell, samples, tokens))
 
     def _settle(self) -> None:
         """Before the first update under a budget: where everything rests from now on."""

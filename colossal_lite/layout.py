@@ -25,8 +25,9 @@ DERIVED_GROUPS = (
     ("pipeline", "sequence", "tensor"),
     AXES,
 )
-# Ranks with equal coordinates but this one keep the same shard: copies of the model in hybrid sharding.
-REPLICATE, SHARD = "data.replicate", "data.shard"
+# What the data axis is cut into, slowest first: copies of the model (hybrid sharding), and the ranks of one copy, which
+# may be groups of neighbours that keep the weights between them from forward to backward.
+REPLICATE, FAR, NEAR = "data.replicate", "data.far", "data.near"
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,18 @@ class MeshLayout:
         tensor_depth: int = 1,
         ulysses: int | None = None,
         data_shard: int | None = None,
+        data_near: int | None = None,
     ) -> MeshLayout:
         """The layout of a config: sizes of the four axes and how the modes cut them.
 
         `tensor_mode` 2d and 2.5d cut `tensor` into depth x row x column, 3d into three equal sub-axes; `ulysses` is
-        the inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding.
-        Raises ValueError where a size has no such cut.
+        the inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding,
+        `data_near` those of them that keep weights between them.  Raises ValueError where a size has no such cut.
         """
         return cls(
             (
                 Axis("pipeline", pipeline),
-                _cut("data", data, "replicate", "shard", data_shard),
+                _data_axis(data, data_shard, data_near),
                 _cut("sequence", sequence, "ring", "ulysses", ulysses),
                 _tensor_axis(tensor, tensor_mode, tensor_depth),
             )
@@ -176,9 +178,11 @@ class MeshLayout:
             subsets = [some for n in range(1, len(tensor) + 1) for some in combinations(tensor, n)]
             inner = [tuple(leaf.name for leaf in some) for some in subsets]
             wanted += [*inner, *(("data", "sequence", *names) for names in inner)]
-        if SHARD in {leaf.name for leaf in self.leaves}:  # one copy of the model is sharded over these alone
-            summed = [names for names in wanted if "data" in names and "pipeline" not in names]
-            wanted += [tuple(SHARD if name == "data" else name for name in names) for names in summed]
+        data = [leaf.name for axis in self.axes if axis.name == "data" and axis.parts for leaf in axis.leaves]
+        summed = [names for names in wanted if "data" in names and "pipeline" not in names]
+        for outer in ({REPLICATE}, {REPLICATE, FAR}):  # without them: a copy, and a group of neighbours
+            cut = tuple(name for name in data if name not in outer)
+            wanted += [(*cut, *(n for n in names if n != "data")) for names in summed if cut]
         sets = dict.fromkeys(self.spanning(*names) for names in wanted)
         return tuple(names for names in sets if names)
 
@@ -203,6 +207,15 @@ def _cut(name: str, size: int, outer: str, inner: str, inner_size: int | None) -
         divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
         raise ValueError(f"axis {name}: {inner}={inner_size} must divide the size {size}; legal: {divisors}")
     return split_axis(name, **{outer: size // inner_size, inner: inner_size})
+
+
+def _data_axis(size: int, shard: int | None, near: int | None) -> Axis:
+    axis = _cut("data", size, "replicate", "shard", shard)
+    if near is None:
+        return axis
+    *outer, copy = axis.leaves
+    inner = _cut("data", copy.size, "far", "near", near)
+    return Axis("data", size, (*outer, *inner.parts))
 
 
 def _tensor_axis(size: int, mode: str, depth: int) -> Axis:

@@ -743,9 +743,13 @@ def _record_step(
     for chunk in chunks:
         chunk.conclude()
     _record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
-    for index, times in gathers.gathers().items():
-        for _ in range(times * config.gradient_accumulation):
-            chunks[index].shards.all_gather(chunks[index].own_value)
+    for near in (False, True):
+        for index, times in gathers.gathers(near=near).items():
+            chunk = chunks[index]
+            comm = chunk.groups.near if near else chunk.shards
+            part = chunk.own_value.new_empty(chunk.spec.numel // comm.size)
+            for _ in range(times * config.gradient_accumulation):
+                comm.all_gather(part)
 
 
 def _record_agreement(

@@ -252,8 +252,9 @@ class ZeroConfig(Section):
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
     reduce: Literal["step", "micro_batch"] = "step"
     """Stage 2: reduce gradients once a step (memory of stage 1) or after each micro-batch (more traffic)."""
-    reshard_after_forward: bool = True
-    """Stage 3: drop gathered weights after forward and gather them again in backward."""
+    reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True
+    """Stage 3: drop gathered weights after forward and gather them again in backward. A number: keep them sharded over
+    so many neighbours on the data axis until backward, a divisor of the ranks of a copy, and gather from these."""
     shard: Count | None = None
     """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data; gradients are
     also summed over the copies. A sequence axis is sharded over in any case. None: one copy, over all."""
@@ -263,6 +264,12 @@ class ZeroConfig(Section):
     def is_hybrid(self, data: int) -> bool:
         """Whether `data` ranks keep more than one copy of what is sharded."""
         return self.stage > 0 and self.shard not in (None, data)
+
+    @property
+    def near(self) -> int | None:
+        """Neighbours that keep the weights between them from forward to backward."""
+        resharded = self.reshard_after_forward
+        return None if self.stage < 3 or isinstance(resharded, bool) else resharded
 
     def unread(self) -> Iterable[Unread]:
         if self.stage == 0:

@@ -61,6 +61,8 @@ FEATURES: dict[str, Feature] = {
     "recompute selective": _feature("recompute", config=dict(activation_checkpoint="selective")),
     "accumulation": _feature("accumulation", config=dict(gradient_accumulation=2)),
     "dropout": _feature("dropout", dropout=0.2),
+    "auxiliary, by token": _feature("auxiliary", auxiliary=("token",)),
+    "auxiliary, by element": _feature("auxiliary", auxiliary=("element",)),
     "untied": _feature("family", tied=False),
     "llama": _feature("family", family="llama"),
     "HF GPT-2": _feature("family", family="hf-gpt2", build="module"),

@@ -111,11 +111,12 @@ class SavedView:
 class Groups:
     """The ranks that sum the gradient of a chunk (`all`), those of them over which this rank's copy of it is sharded
     (`shards`), and those that hold the same shard (`copies`).  One copy is the rule, more are hybrid sharding
-    (arXiv 2304.11277, section 3.2.2)."""
+    (arXiv 2304.11277, section 3.2.2).  `near`: those of `shards` that may keep the weights between them for a while."""
 
     all: AxisComm
     shards: AxisComm
     copies: AxisComm
+    near: AxisComm
 
     def scatterers(self, *, ordered: bool) -> AxisComm:
         """Those that scatter a sum among themselves: all, if it is one sum in rank order, or first those of a copy."""
@@ -356,6 +357,24 @@ class Chunk:
         self.move_weights(WeightState.GATHERING)
         self._value = slot
         self._gathering = self.shards.all_gather_async(self.own_value, slot)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of the weights that this rank keeps from forward to backward; 0: no more than its shard."""
+        near = self.groups.near.size
+        return self.spec.numel // near if self.is_sharded and near < self.shards.size else 0
+
+    def keep_part(self, part: Tensor) -> None:
+        """Copy this rank's part [part_numel] of the gathered weights for `unshard_near`."""
+        self.finish_gather()
+        part.copy_(self.value[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
+
+    def unshard_near(self, slot: Tensor, part: Tensor) -> None:
+        """As `unshard`, from the parts that the neighbours have kept since. Collective among them."""
+        assert self.is_sharded and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.GATHERING)
+        self._value = slot
+        self._gathering = self.groups.near.all_gather_async(part, slot)
 
     def fetch(self, slot: Tensor, up: Link) -> None:
         """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent

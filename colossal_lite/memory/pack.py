@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from colossal_lite.layout import REPLICATE
+from colossal_lite.layout import FAR, REPLICATE
 
 ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
 SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of a parameter
@@ -39,6 +39,11 @@ class ChunkKey:
     def shard_axes(self) -> tuple[str, ...]:
         """Those of the summing ranks among which one copy is sharded; the others have copies of it."""
         return tuple(axis for axis in self.sync_axes if axis != REPLICATE)
+
+    @property
+    def near_axes(self) -> tuple[str, ...]:
+        """Those of a copy among which its weights may stay from forward to backward."""
+        return tuple(axis for axis in self.shard_axes if axis != FAR)
 
     @property
     def is_block(self) -> bool:

@@ -142,7 +142,8 @@ def _check_auxiliary(module: nn.Module, mesh: Mesh, sequence_parallel: bool, seq
     if mesh.size("tensor") > 1:
         mode = _mode_of(mesh)
         if mode != "1d":
-            features = f"tensor mode {mode}"
+            is_deep = any(leaf.name == "tensor.depth" and leaf.size > 1 for leaf in mesh.layout.leaves)
+            features = f"tensor mode {'2.5d' if is_deep else mode}"
         elif sequence_parallel:
             tokens = tokens or "sequence_parallel=True"
     check_cuts(module, tokens=tokens, features=features)

@@ -192,9 +192,16 @@ def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Interva
 
 
 def _groups(spec: ChunkSpec, mesh: Mesh) -> Groups:
-    assert isinstance(spec.key, ChunkKey)
-    copies = set(spec.key.sync_axes) - set(spec.key.shard_axes)
-    return Groups(mesh.axis(*spec.key.sync_axes), mesh.axis(*spec.key.shard_axes), mesh.axis(*copies))
+    key, data = spec.key, mesh.layout.leaf_names("data")
+    assert isinstance(key, ChunkKey)
+
+    def along(names: Sequence[str]) -> AxisComm:
+        if len(data) > 1 and {*data} <= {*names}:
+            names = ("data", *(name for name in names if name not in data))
+        return mesh.axis(*names)
+
+    copies = [axis for axis in key.sync_axes if axis not in key.shard_axes]
+    return Groups(along(key.sync_axes), along(key.shard_axes), along(copies), along(key.near_axes))
 
 
 def _units(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:

@@ -1,19 +1,22 @@
 """A run under a budget: what its first step shows, where everything rests from then on, and what is refused.
 
 Note: when.
-At first all that may move rests on the host, so the first step, whose activations nobody knows, holds the least that
-this model can.  Its micro-batches are measured: every tensor that the model makes is counted while it lives
-(memory/tracer.py).  Before the first update the ranks agree on the worst peak, the plan is made (zero/budget.py), and
-what has room goes to the device, once; from then on nothing is decided in a step.  Fractions of a user's (`static`) are
-a plan that is known before, and are put in force at the same moment.  What cannot fit whatever the batch
-is refused when the engine is made, the rest before the first update; `plan` says both without a run.  A later batch
-that holds more than the first is not foreseen.  With one rank a shard that rests on the device is copied to its slot
-for a use, as with several.  Cost: counting makes the first step slower.
+At first all that may move rests on the host, so the first step holds the least that this model can.  What it holds
+beside is foretold by a run without tensors (`foresee`), and what cannot fit is refused on every rank before anything is
+computed; where a model cannot be run so (a module that was handed over built, a loss of a user's own) the first step is
+measured alone, and goes beyond the budget before it is refused.  Its micro-batches are measured in any case: every
+tensor that the model makes is counted while it lives (memory/tracer.py).  Before the first update the ranks agree on
+the worst peak, measured or foretold, the plan is made (zero/budget.py), and what has room goes to the device, once;
+from then on nothing is decided in a step.  Fractions of a user's (`static`) are a plan that is known before, and are
+put in force at the same moment.  What cannot fit whatever the batch is refused when the engine is made; `plan` says all
+of it without a run.  A later batch that holds more than the first is not foreseen.  With one rank a shard that rests on
+the device is copied to its slot for a use, as with several.  Cost: the run without tensors; counting makes the first
+step slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 
@@ -87,8 +90,12 @@ class Residence:
         self._meter = LiveBytes()
         self.placement: Placement | None = None
         """Where everything rests; None before the first update."""
+        self.is_foreseen = False
+        """Whether a first step's batch has been looked at."""
         self.activations_bytes = 0
-        """The most that the model held in the first step, on any rank."""
+        """The most that the model holds in the first step, on any rank, foretold or measured."""
+        self._gathered_bytes: Callable[[int], int | None] = lambda prefetch: None
+        """Foretold, of slots of gathered weights with so many units ahead."""
         self._refuse(self._placed(self._gathered(None), 0))
 
     @contextmanager
@@ -100,6 +107,23 @@ class Residence:
         with self._meter:
             yield
 
+    def foresee(self, foretell: Callable[..., Mapping[str, int] | None]) -> None:
+        """Before the first micro-batch: what does not fit by what `foretell` says this rank will hold (`prefetch=`:
+        with so many units ahead; None: nobody knows) is refused. Collective; raises ConfigError on every rank."""
+        self.is_foreseen = True
+        if self._memory.device_budget is None:
+            return
+        found = foretell()
+        mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
+        with self._world.ledger.paused():
+            rows = [row for row in self._world.gather_json(mine) if row is not None]
+        if not rows:
+            return
+        self.activations_bytes = max(activations for activations, _ in rows)
+        if found is not None:
+            self._gathered_bytes = lambda prefetch: (foretell(prefetch=prefetch) or {}).get("gathered")
+        self._refuse(self._placed(max(gathered for _, gathered in rows), self.activations_bytes))
+
     def settle(self) -> None:
         """Before the first update: where everything rests from now on. Collective; raises ConfigError on every rank."""
         if self.placement is not None:
@@ -108,7 +132,8 @@ class Residence:
         for slots in slots_of(self._chunks):  # what a step without a plan took beyond it
             slots.shrink()
         with self._world.ledger.paused():
-            self.activations_bytes = max(self._world.gather_json(self._meter.peak_bytes))
+            measured = max(self._world.gather_json(self._meter.peak_bytes))
+        self.activations_bytes = max(measured, self.activations_bytes)
         plan = self._weights.plan if isinstance(self._weights, ShardedWeights) else None
         placed = self._placed(self._gathered(plan), self.activations_bytes, plan)
         self._refuse(placed)
@@ -168,8 +193,10 @@ class Residence:
         need, of = placed.device_bytes, dict(placed.fixed)
         if isinstance(self._weights, ShardedWeights):
             for prefetch in range(self._weights.prefetch - 1, -1, -1):
-                if (plan := self._weights.planned(prefetch)) is not None:
-                    yield f"zero.prefetch={prefetch}", need - of["gathered"] + self._gathered(plan)
+                plan = self._weights.planned(prefetch)
+                gathered = self._gathered_bytes(prefetch) if plan is None else self._gathered(plan)
+                if gathered is not None:
+                    yield f"zero.prefetch={prefetch}", need - of["gathered"] + gathered
         budget, activations = self._memory.device_budget or 0, of.get("activations", 0)
         if self.activations_bytes and need - activations < budget:
             parts = self._accumulation * ceil(activations / (budget - need + activations))

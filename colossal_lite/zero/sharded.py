@@ -39,7 +39,7 @@ from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
-from colossal_lite.zero.unshard import GatherPlan, Moment, Needs, Step, Trace, gather_plan
+from colossal_lite.zero.unshard import FROM_NEAR, GatherPlan, Moment, Needs, Step, Trace, gather_plan
 from colossal_lite.zero.weights import Weights
 
 NOTHING: Needs = frozenset()
@@ -57,7 +57,7 @@ class ShardedWeights(Weights):
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
         hooks: GradientHooks, world: AxisComm, *,
-        prefetch: int = 1, reshard_after_forward: bool = True,
+        prefetch: int = 1, reshard_after_forward: bool | int = True,
     ) -> None:  # fmt: skip
         self._hooks, self._world = hooks, world
         self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
@@ -76,6 +76,7 @@ class ShardedWeights(Weights):
         self._current = NOTHING  # what is whole now
         self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
         self._resident: dict[int, int] = {}  # chunk -> offset
+        self._kept: set[int] = set()  # chunks of which the neighbours of this rank have their parts
         self._seen: list[Moment] = []
         self._forward_seen: tuple[Moment, ...] = ()
         self._learnt = False  # whether the plan is new
@@ -228,6 +229,8 @@ class ShardedWeights(Weights):
     def _begin(self, phase: Phase) -> None:
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
         self._open.clear()
+        if phase is Phase.FORWARD:
+            self._kept.clear()
         self._hooks.limit = 0  # until a step, or the other ranks, say more
         if self.plan is None:
             self._bring({})
@@ -264,7 +267,10 @@ class ShardedWeights(Weights):
             if action.kind in (Kind.FETCH, Kind.UNSHARD):
                 self._pay_until(action.chunk)
             if action.kind is Kind.RESHARD:
+                self._keep_part(action.chunk)
                 self._drop(action.chunk)
+            elif action.resource == FROM_NEAR:
+                self._fetch(action.chunk, step.resident[action.chunk], near=True)
             elif action.kind in (Kind.FETCH, Kind.UNSHARD):
                 if (
                     action.chunk not in self._resident
@@ -287,15 +293,18 @@ class ShardedWeights(Weights):
             self._chunks[index].finish_gather()
         self._current = needs
 
-    def _fetch(self, index: int, offset: int | None) -> None:
-        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do."""
+    def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
+        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do, or what
+        the neighbours have kept."""
         chunk = self._chunks[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:
             slot = torch.empty(numel, dtype=chunk.own_value.dtype, device=self._chunks[0].device)
         else:
             slot = self._arena[offset : offset + numel]
-        if chunk.weights_at_rest is not None and self.up is not None:
+        if near:
+            chunk.unshard_near(slot, self._part(index))
+        elif chunk.weights_at_rest is not None and self.up is not None:
             chunk.fetch(slot, self.up)
         else:
             chunk.unshard(slot)
@@ -305,6 +314,17 @@ class ShardedWeights(Weights):
         """The shards of the others set out, if they have not."""
         if self._chunks[index].weights is WeightState.FETCHING:
             self._chunks[index].gather_fetched()
+
+    def _part(self, index: int) -> Tensor:
+        assert self.plan is not None and self._arena is not None
+        start = self.plan.kept[index]
+        return self._arena[start : start + self._chunks[index].part_numel]
+
+    def _keep_part(self, index: int) -> None:
+        """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
+        if self.plan is not None and index in self.plan.kept and index not in self._kept:
+            self._chunks[index].keep_part(self._part(index))
+            self._kept.add(index)
 
     def _drop(self, index: int) -> None:
         self._chunks[index].reshard()
@@ -421,14 +441,15 @@ def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
 
 
 def plan_of(
-    trace: Trace, chunks: Sequence[Chunk], *, prefetch: int, reshard_after_forward: bool
+    trace: Trace, chunks: Sequence[Chunk], *, prefetch: int, reshard_after_forward: bool | int
 ) -> GatherPlan:
     """The plan of these chunks by this trace."""
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
     on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
     return gather_plan(
-        trace, numels, num_chunks=len(chunks), prefetch=prefetch, reshard_after_forward=reshard_after_forward,
-        on_host=on_host,
+        trace, numels, num_chunks=len(chunks), prefetch=prefetch,
+        reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
+        parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
     )  # fmt: skip
 
 

@@ -9,6 +9,10 @@ and kept where it would be dropped only to be gathered again at once (at the tur
 `reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
 packing these (memory/pack.py), an offset in one arena, whose size is the peak.
 
+Where `reshard_after_forward` is a number g, what a micro-batch gathers more than once stays with groups of g neighbours
+from its first drop on, a part with each, and is gathered from these: the second gather is over g ranks, for P / g more
+elements, which lie behind the slots.
+
 A shard that rests on the host is fetched when its chunk becomes resident, into its place in the slot, and the shards of
 the others are gathered beside it a moment before the use, or at the use if it has come only a moment before.
 
@@ -19,12 +23,14 @@ backward reads no weight (embeddings) and those that are kept at the turn.  So k
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from colossal_lite.memory.pack import Interval, pack_intervals
-from colossal_lite.plan import Action, Kind
+from colossal_lite.plan import Action, Kind, net
 
+FROM_NEAR = net("near")
+"""Resource of a gather from the parts that neighbours have kept."""
 Needs = frozenset[int]
 """Chunks that must be whole at the same time."""
 
@@ -84,6 +90,8 @@ class GatherPlan:
     backward: tuple[Step, ...]
     arena_numel: int
     live_numel: int
+    kept: Mapping[int, int] = field(default_factory=dict)
+    """Chunks of which neighbours keep a part each from the first drop on, with its offset in the arena."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -95,9 +103,14 @@ class GatherPlan:
             *(_action(Kind.RESHARD, c) for c in sorted(last)),
         )
 
-    def gathers(self) -> Mapping[int, int]:
-        """How often a micro-batch gathers each chunk."""
-        return self._times(Kind.UNSHARD)
+    def gathers(self, *, near: bool | None = None) -> Mapping[int, int]:
+        """How often a micro-batch gathers each chunk; `near`: from its neighbours, or else from all ranks of a copy."""
+        times: dict[int, int] = {}
+        for action in self.actions:
+            if action.kind is Kind.UNSHARD and action.chunk is not None:
+                counts = near is None or near == (action.resource == FROM_NEAR)
+                times[action.chunk] = times.get(action.chunk, 0) + counts
+        return times
 
     def stays(self) -> Mapping[int, int]:
         """How often a micro-batch brings each chunk into a slot, from wherever it rests."""
@@ -107,13 +120,6 @@ class GatherPlan:
             for chunk in step.resident:
                 times[chunk] = times.get(chunk, 0) + (chunk not in before)
             before = step.resident
-        return times
-
-    def _times(self, kind: Kind) -> Mapping[int, int]:
-        times: dict[int, int] = {}
-        for action in self.actions:
-            if action.kind is kind and action.chunk is not None:
-                times[action.chunk] = times.get(action.chunk, 0) + 1
         return times
 
     def __str__(self) -> str:
@@ -128,13 +134,24 @@ def gather_plan(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     on_host: Needs = frozenset(),
+    parts: Mapping[int, int] | None = None,
 ) -> GatherPlan:
     """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed;
-    `on_host`: those of which this rank's shard is fetched from there."""
+    `on_host`: those of which this rank's shard is fetched from there; `parts`: elements that this rank would keep of
+    those that neighbours keep."""
     moments = (*trace.forward, *trace.backward)
     resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
     gathers = _gathers([m.needs for m in moments], resident, on_host)
+    first: dict[int, int] = {}
+    for chunk, moment_of in sorted(gathers, key=lambda found: found[1]):
+        first.setdefault(chunk, moment_of)
+    again = {chunk for chunk, moment_of in gathers if moment_of != first[chunk]}
+    slots_numel = max((offset + numels[c] for place in places for c, offset in place.items()), default=0)
+    kept, arena_numel = dict[int, int](), slots_numel
+    for chunk in sorted(again & (parts or {}).keys()):
+        kept[chunk] = arena_numel
+        arena_numel += (parts or {})[chunk]
     steps: list[Step] = []
     before: Mapping[int, int] = {}
     launched = 0
@@ -142,19 +159,24 @@ def gather_plan(
         actions = [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
         actions += [_action(Kind.RESHARD, c) for c in before if c not in after]
         actions += [_action(Kind.FETCH, c) for c in after if c not in before and c in on_host]
-        actions += [_action(Kind.UNSHARD, c) for c in after if (c, m) in gathers]
+        actions += [
+            _action(Kind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
+            for c in after
+            if (c, m) in gathers
+        ]
         before, launched = after, max(launched, moment.launched)
         steps.append(Step(moment.needs, tuple(actions), after, launched))
     return GatherPlan(
         tuple(steps[: len(trace.forward)]),
         tuple(steps[len(trace.forward) :]),
-        max((offset + numels[c] for place in places for c, offset in place.items()), default=0),
+        arena_numel,
         max((sum(numels[c] for c in place) for place in places), default=0),
+        kept,
     )
 
 
-def _action(kind: Kind, chunk: int) -> Action:
-    return Action(kind, stage=0, chunk=chunk)
+def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+    return Action(kind, stage=0, chunk=chunk, resource=resource)
 
 
 def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:

@@ -59,7 +59,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero.stage": ("1", -1, 4, 1.0, True, None),
     "zero.reduction": choice("fastest", "order"),
     "zero.reduce": choice("steps", "micro_batches"),
-    "zero.reshard_after_forward": FLAG,
+    "zero.reshard_after_forward": (*FLAG, -2, 2.0, (2,)),
     "zero.shard": COUNT_OR_NONE,
     "zero.prefetch": ("1", -1, 1.0, True, None),
     "memory.placement": choice("cpu", "cuda", "nvme"),
@@ -288,12 +288,15 @@ def impossible_worlds() -> Iterator[Bad]:
         ({"sequence": {"size": 2, "mode": "usp", "ulysses": 4}}, 2, "parallel.sequence.ulysses", 4, "1, 2"),
         ({"data": 6}, 6, "zero.shard", 4, "1, 2, 3, 6"),
         ({"tensor": 2}, 6, "zero.shard", 4, "1, 3"),
+        ({}, 12, "zero.reshard_after_forward", 5, "True, False, 2, 3, 4, 6"),
+        ({}, 4, "zero.reshard_after_forward", 4, "True, False, 2"),
+        ({"tensor": 2}, 4, "zero.reshard_after_forward", 2, "True, False"),
         ({}, 0, "world_size", 0, ">= 1"),
         ({}, -4, "world_size", -4, ">= 1"),
     ):
         config: dict[str, Any] = {"parallel": parallel}
-        if path == "zero.shard":
-            config["zero"] = {"stage": 1, "shard": value}
+        if path.startswith("zero."):
+            config["zero"] = {"stage": 3, path.removeprefix("zero."): value}
         run = lambda c=config, w=world: Config.load(c).check_world(w)  # noqa: E731
         yield Bad(f"{config} in a world of {world}", path, value, run, legal)
 
@@ -344,6 +347,7 @@ def impossible_models() -> Iterator[Bad]:
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "zero.stage": (3,),
+    "zero.reshard_after_forward": (2,),
     "memory.placement": ("host", "auto"),
     "memory.device_budget": (10**9,),
     "memory.host_budget": (10**9,),
@@ -368,6 +372,9 @@ def unbuilt_values() -> Iterator[Bad]:
                 if any(other.path == "parallel.pipeline.size" for other in NOT_BUILT):
                     continue  # the pipeline that it does not work with would be a second fault
                 config["parallel"] = {"pipeline": {"size": 2}}
+            if row.path == "zero.reshard_after_forward":
+                config["zero"]["stage"] = 3
+                config["memory"] = {"placement": "auto", "device_budget": 10**9}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
             if row.path == "kernels":

@@ -122,6 +122,13 @@ def test_all_faults_of_a_world_are_told_at_once() -> None:
     }
 
 
+def test_a_copy_is_cut_into_neighbours_that_keep_weights() -> None:
+    zero = dict(stage=3, shard=4, reshard_after_forward=2)
+    layout = Config.load({"zero": zero}).check_world(8).layout()
+    assert layout.describe() == ("pipeline 1 x data 8 (replicate 2 x far 2 x near 2) x sequence 1 x tensor 1")
+    assert layout.group(5, "data.near") == (4, 5) and layout.group(5, "data.far", "data.near") == (4, 5, 6, 7)
+
+
 @pytest.mark.parametrize("zero", [dict(stage=1, shard=2), dict(stage=1, shard=4), dict(shard=2), {}])
 def test_the_data_axis_is_cut_where_there_are_several_copies(zero: dict[str, int]) -> None:
     layout = Config.load({"zero": zero}).check_world(4).layout()

@@ -17,16 +17,17 @@ def layouts(draw: st.DrawFn) -> MeshLayout:
     if mode == "2.5d":
         depth = draw(st.integers(1, 2))
     tensor = {"1d": edge, "2d": edge**2, "2.5d": edge**2 * depth, "3d": edge**3}[mode]
-    ulysses, shard = draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([None, 1, 2]))
+    ulysses, shard, near = (draw(st.sampled_from([None, 1, 2])) for _ in range(3))
     return MeshLayout.build(
         pipeline=draw(st.integers(1, 3)),
-        data=draw(st.integers(1, 3)) * (shard or 1),
+        data=draw(st.integers(1, 3)) * (shard or 1) * (near or 1),
         sequence=draw(st.integers(1, 3)) * (ulysses or 1),
         tensor=tensor,
         tensor_mode=mode,
         tensor_depth=depth,
         ulysses=ulysses,
-        data_shard=shard,
+        data_shard=shard and shard * (near or 1),
+        data_near=near,
     )
 
 
@@ -58,9 +59,14 @@ def test_each_communicating_set_is_made_once_and_never_of_single_ranks(layout: M
     for axis in (*layout.axes, *layout.leaves):
         if axis.size > 1:
             assert layout.spanning(axis.name) in sets
-    if "data.shard" in {leaf.name for leaf in layout.leaves}:
-        for rest in ((), ("tensor",)):
-            names = layout.spanning("data.shard", "sequence", *rest)
+    leaves = {leaf.name for leaf in layout.leaves}
+    for inner in (
+        {"data.shard"},
+        {"data.far", "data.near"},
+        {"data.near"},
+    ):  # what is sharded, and what is kept
+        for rest in ((), ("tensor",)) if inner <= leaves else ():
+            names = layout.spanning(*inner, "sequence", *rest)
             assert names in sets or not names
 
 

@@ -63,7 +63,7 @@ def _chunk() -> Chunk:
     (spec,) = pack([Item("a", 6), Item("b", 5)], target_numel=100)
     return Chunk(
         spec,
-        Groups(*[Mesh.serial().axis("data")] * 3),
+        Groups(*[Mesh.serial().axis("data")] * 4),
         value_dtype=torch.bfloat16,
         master_dtype=torch.float32,
         gradient_dtype=torch.float32,

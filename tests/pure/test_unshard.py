@@ -84,6 +84,25 @@ def test_peak_and_gathers_of_a_transformer_are_the_formula(tied: bool, prefetch:
     assert times[0] == 1 + tied
 
 
+def test_what_neighbours_keep_is_gathered_from_them_the_second_time() -> None:
+    numels = numels_of(3)
+    parts = {c: numel // 2 for c, numel in numels.items()}
+    plan = gather_plan(trace_of(3), numels, num_chunks=5, parts=parts)
+    assert_sound(plan, numels)
+    assert plan.gathers() == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1} and set(plan.kept) == {0, 1, 2, 3}
+    assert plan.gathers(near=True) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 0}
+    assert [str(a) for a in plan.actions if a.chunk == 1 and a.kind is Kind.UNSHARD] == [
+        "0UNSHARD#1",
+        "0UNSHARD#1@net:near",
+    ]
+    slots = gather_plan(trace_of(3), numels, num_chunks=5).arena_numel
+    assert plan.arena_numel == slots + sum(parts[c] for c in plan.kept)
+    spans = sorted((offset, offset + parts[c]) for c, offset in plan.kept.items())
+    assert spans[0][0] == slots and all(a[1] == b[0] for a, b in pairwise(spans))
+    once = gather_plan(trace_of(3), numels, num_chunks=5, reshard_after_forward=False, parts=parts)
+    assert not once.kept and not any(once.gathers(near=True).values())
+
+
 def test_reductions_stand_where_gradients_are_complete_and_once() -> None:
     trace = trace_of(2)
     backward = tuple(Moment(m.needs, n) for m, n in zip(trace.backward, (0, 0, 1, 2), strict=True))

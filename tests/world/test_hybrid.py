@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import covering_array, name_of
 from tests.parity import Case, assert_parity, initial_values
 from tests.pool import run_world
 from tests.world.test_budget import DEEP as LOW
@@ -78,6 +79,22 @@ COMBINATIONS: dict[str, Case] = {
 }
 
 
+NEAR = dict(stage=3, reshard_after_forward=2)
+COMBINATIONS |= {
+    "3, kept by neighbours": replace(FOUR, layers=3, ragged=True, config=FULL | dict(zero=NEAR)),
+    "3, kept by neighbours, recomputed, ordered, an empty cut": replace(
+        FOUR,
+        layers=3,
+        global_batch=3,
+        dropout=0.1,
+        config=FULL | dict(zero=NEAR | ORDERED | dict(prefetch=0), activation_checkpoint="full"),
+    ),
+    "3, kept by neighbours of a copy": replace(
+        FOUR, world_size=8, global_batch=8, steps=2, config=dict(zero=NEAR | dict(shard=4))
+    ),
+}
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_gradient_is_the_serial_one(name: str) -> None:
     assert_parity(COMBINATIONS[name])
@@ -100,9 +117,41 @@ def test_a_budget_changes_no_bit(reduction: str) -> None:
     assert all(0 < on_host <= pieces for _, (on_host, pieces) in found)
 
 
+CAMPAIGN = covering_array(
+    dict(
+        stage=[1, 2, 3],
+        shard=[1, 2, 4],
+        near=[None, 2],
+        reduction=["fast", "ordered"],
+        inner=["", "tensor", "sequence", "pipeline"],
+        accumulation=[1, 2],
+        prefetch=[0, 1, 2],
+        family=["gpt2", "llama"],
+    ),
+    lambda row: (
+        (row["near"] is None or (row["stage"] == 3 and row["shard"] == 4))
+        and (row["stage"] == 3 or row["prefetch"] == 1)
+        and (row["stage"] < 3 or row["inner"] != "pipeline")
+    ),
+)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", CAMPAIGN, ids=name_of)
+def test_every_gradient_is_the_serial_one_with_every_other_cut(row: dict[str, Any]) -> None:
+    inner, zero = row["inner"], {name: row[name] for name in ("stage", "shard", "reduction")}
+    zero |= dict(prefetch=row["prefetch"]) if row["stage"] == 3 else {}
+    zero |= dict(reshard_after_forward=row["near"]) if row["near"] else {}
+    cut: dict[str, Any] = {inner: 2} if inner else {}
+    cut |= dict(pipeline=dict(size=2, micro_batches=2)) if inner == "pipeline" else {}
+    config = dict(clip_grad_norm=0.05, gradient_accumulation=row["accumulation"], zero=zero)
+    case = replace(FOUR, family=row["family"], global_batch=16, ragged=True, dropout=0.1, config=config)
+    assert_parity(case, world_size=8 if inner else 4, **cut)
+
+
 # ---- bytes and memory ----
 
-ALL = "data.replicate*data.shard"
+ALL = "data"
 
 
 @pytest.mark.parametrize("kind", ["1", "2 by micro-batch", "2 ordered"])
@@ -152,15 +201,36 @@ def test_bytes_and_memory_of_sharded_weights_are_the_formula() -> None:
         assert (held["gradients"], held["optimizer"]) == (r * total // shards, 2 * r * total // shards)
 
 
-@pytest.mark.parametrize("reduction", ["fast", "ordered"])
-def test_memory_of_sharded_gradients_is_the_formula(reduction: str) -> None:
+def test_bytes_and_memory_of_weights_that_neighbours_keep_are_the_formula() -> None:
+    """The first gather of a micro-batch is over all W ranks, a later one over g neighbours: w P each, less what the
+    turn keeps; and P / g elements of what is gathered again lie behind the slots."""
+    k, near, w = 2, 2, 4
+    config = dict(precision="fp32", gradient_accumulation=k, optimizer=ADAMW)
+    case = replace(DEEP, world_size=4, config=config | dict(zero=NEAR))
+    plain = replace(case, config=config | dict(zero=dict(stage=3)))
+    for seen, other in zip(run_world(two_steps, 4, case), run_world(two_steps, 4, plain), strict=True):
+        numels = seen["numels"]
+        again = [gathers_of(names, reshard=True) > 1 for names in seen["names"]]
+        kept = sum(numel for numel, twice in zip(numels, again, strict=True) if twice)
+        rows = {row[:2]: row[2:] for row in seen["rows"]}
+        assert rows.pop(("all_reduce", "world")) and rows.pop(("reduce_scatter", "data"))
+        assert rows == {
+            ("all_gather", "data"): (k * len(numels), k * w * sum(numels)),
+            ("all_gather", "data.near"): (k * sum(again), k * w * kept),
+        }
+        (peak, forecast), (slots, _) = seen["memory"]["gathered"], other["memory"]["gathered"]
+        assert peak == forecast == slots + w * kept // near
+
+
+@pytest.mark.parametrize(("reduction", "backend"), [("fast", "auto"), ("fast", "gloo"), ("ordered", "gloo")])
+def test_memory_of_sharded_gradients_is_the_formula(reduction: str, backend: str) -> None:
     """w P + (m + g + 2 g) P / S of AdamW, a slot for the gradient that fills, and for what the others send of it."""
     shards = 2
-    config = dict(precision="bf16", optimizer=ADAMW, gradient_accumulation=2)
+    config = dict(precision="bf16", optimizer=ADAMW, gradient_accumulation=2, backend=backend)
     zero = dict(stage=2, shard=shards, reduction=reduction, reduce="micro_batch")
     case = Case(world_size=4, vocabulary=VOCABULARY, config=config | dict(zero=zero))
     numel = numel_of(case, 4)
-    others = numel - numel // (4 if reduction == "ordered" else shards)
+    others = numel - numel // (4 if reduction == "ordered" else shards) if backend == "gloo" else 0
     for rows in run_world(memory, 4, case):
         assert {kind: peak for kind, peak, _ in rows} == {
             "weights": 2 * numel,
@@ -172,7 +242,10 @@ def test_memory_of_sharded_gradients_is_the_formula(reduction: str) -> None:
         assert all(peak == forecast for _, peak, forecast in rows)
 
 
-@pytest.mark.parametrize("zero", [hybrid(1), hybrid(3, reduction="ordered")], ids=["1", "3 ordered"])
+PLANNED = {"1": hybrid(1), "3 ordered": hybrid(3, **ORDERED), "3, kept by neighbours": dict(zero=NEAR)}
+
+
+@pytest.mark.parametrize("zero", PLANNED.values(), ids=PLANNED)
 def test_a_plan_foretells_bytes_and_memory(zero: dict[str, Any]) -> None:
     config = zero | dict(gradient_accumulation=2, precision="bf16", optimizer=ADAMW)
     assert_foretold(Case(world_size=4, config=config))

@@ -37,7 +37,7 @@ from colossal_lite.pipeline.units import GPTSections, Stages
 from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero import own, unshard
+from colossal_lite.zero import own, sharded, unshard
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
@@ -596,6 +596,36 @@ FAULTS_HYBRID: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_HYBRID
 
 
+def _part_of_the_neighbour(original: Any, self: Chunk, part: torch.Tensor) -> None:
+    original(self, part)
+    part.copy_(self.groups.near.shift(part.clone()))
+
+
+def _part_of_the_first_step(original: Any, self: Chunk, part: torch.Tensor) -> None:
+    first = self.__dict__.setdefault("_first_part", part.clone())
+    if first.count_nonzero():
+        part.copy_(first)
+    else:
+        original(self, part)
+        first.copy_(part)
+
+
+def _parts_in_one_place(original: Any, *args: Any, **more: Any) -> Any:
+    plan = original(*args, **more)
+    return replace(plan, kept=dict.fromkeys(plan.kept, min(plan.kept.values(), default=0)))
+
+
+NEAR = replace(
+    HYBRID, layers=3, steps=3, config=CASE.config | dict(zero=dict(stage=3, reshard_after_forward=2))
+)
+FAULTS_NEAR: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a part is the neighbour's": (NEAR, Chunk, "keep_part", _part_of_the_neighbour),
+    "a part is of the step before": (NEAR, Chunk, "keep_part", _part_of_the_first_step),
+    "kept parts overlap": (NEAR, sharded, "plan_of", _parts_in_one_place),
+}
+ALL |= FAULTS_NEAR
+
+
 # ---- state on the host ----
 
 
@@ -1051,6 +1081,7 @@ CASES = {
     "sharded weights": WEIGHTS,
     "copies of sharded weights": HYBRID_WEIGHTS,
     "copies, in order": HYBRID_ORDER,
+    "kept by neighbours": NEAR,
     "state on the host": HOST,
     "state on disk": DISK,
     "cut": CUT,

@@ -95,7 +95,7 @@ def test_the_seed_of_a_sum_is_that_of_a_mean_over_the_next_power_of_two() -> Non
 def test_the_scale_is_removed_exactly_where_fp16_would_end() -> None:
     (spec,) = pack([Item("w", 64)], target_numel=64)
     dtypes = dict(value_dtype=torch.float16, master_dtype=torch.float32, gradient_dtype=torch.float32)
-    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 3), **dtypes, device=torch.device("cpu"))
+    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), **dtypes, device=torch.device("cpu"))
     small = torch.arange(64).half() * 2.0**-24  # the least numbers of fp16
     chunk.accept(0, small, seed=2.0**16)
     chunk.accept(0, small, seed=2.0**10)
