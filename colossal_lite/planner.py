@@ -810,7 +810,8 @@ def _memory(
         told = {row.kind: row.origin for row in rows} | {
             "optimizer": f"{config.optimizer.type}, with its masters"
         }
-        rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+        on_disk = [row for row in rows if row.tier != "device"] if rests == "disk" else []
+        rows = (*(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows), *on_disk)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 
 

@@ -52,7 +52,7 @@ class MemoryConfig(Section):
     placement: Literal["device", "host", "disk", "static", "auto"] = "device"
     """Where model state rests: all on the device; optimizer state on the host, or on disk; static: shares of it on the
     host (host_fraction); auto: on the device what device_budget allows, weights (at zero.stage=3), gradients and
-    optimizer state on the host where it does not."""
+    optimizer state on the host where it does not; with disk_dir all optimizer state on disk."""
     host_fraction: HostFraction = HostFraction()
     """placement='static': what rests on the host."""
     device_budget: Budget | None = None
@@ -60,7 +60,7 @@ class MemoryConfig(Section):
     host_budget: Budget | None = None
     """Bytes of host memory for each rank; None: no limit."""
     disk_dir: str | None = None
-    """Directory of the disk tier."""
+    """Directory of the disk tier, for placement='disk' and, under a budget, 'auto'."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
 
@@ -72,13 +72,9 @@ class MemoryConfig(Section):
     @property
     def records_tier(self) -> str:
         """Where optimizer records rest at first."""
-        return (
-            "device"
-            if self.placement == "auto" and not self.moves
-            else "host"
-            if self.moves
-            else self.placement
-        )
+        if self.moves:
+            return "disk" if self.placement == "auto" and self.disk_dir is not None else "host"
+        return "device" if self.placement == "auto" else self.placement
 
     def faults(self) -> Iterable[Fault]:
         if self.placement == "disk" and self.disk_dir is None:
@@ -99,5 +95,5 @@ class MemoryConfig(Section):
                 yield Unread(
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
-        if self.placement in ("device", "host", "static"):
+        if self.records_tier != "disk":
             yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")

@@ -121,7 +121,7 @@ def chunk_optimizer(
     rank if that of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file = None
-    if memory.placement == "disk" and memory.disk_dir is not None:
+    if memory.records_tier == "disk" and memory.disk_dir is not None:
         open_file = partial(
             DiskFile, Path(memory.disk_dir), label=f"rank{mesh.rank}", timeout_s=config.timeout_s
         )

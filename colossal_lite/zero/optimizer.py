@@ -32,7 +32,7 @@ from colossal_lite.memory.mover import AS_IT_COPIES, Link, LinkSpeed, to_device
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
-from colossal_lite.plan import Action, Kind
+from colossal_lite.plan import DISK, Action, Kind
 from colossal_lite.zero.interleave import update_plan
 from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
 from colossal_lite.zero.visits import HostShards
@@ -190,7 +190,8 @@ class ChunkOptimizer:
 
         def both(state: Callable[[Action], None], shard: Callable[[int], None], action: Action) -> None:
             state(action)
-            shard(action.chunk or 0)
+            if action.resource != DISK:
+                shard(action.chunk or 0)
 
         return {
             Kind.FETCH: partial(both, moves[Kind.FETCH], shards.fetch),
@@ -226,8 +227,12 @@ class ChunkOptimizer:
         return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
 
     def settle_on_device(self, indices: Collection[int]) -> None:
-        """The records of these chunks rest on the device from now on, and weights and gradients where their chunks
-        say. Between steps."""
+        """The records of these chunks rest on the device from now on (those on disk stay there), and weights and
+        gradients where their chunks say. Between steps."""
+        if isinstance(self.tiers, DiskStates):
+            if self.shards:
+                self.shards.settle()
+            return
         assert isinstance(self.tiers, HostStates)
         for index in indices:
             chunk = self._chunks[index]

@@ -51,7 +51,8 @@ def pieces_of(
         if chunk.gradient_at_rest is not None:
             size_bytes = chunk.gradient.numel() * chunk.gradient.element_size()
             out.append(Piece(Name(index, Kind.GRADIENTS), size_bytes, 1, accumulation))
-        if record_bytes := optimizer.record_bytes(index):
+        record_bytes = 0 if optimizer.tier_of(chunk) == "disk" else optimizer.record_bytes(index)
+        if record_bytes:
             out.append(Piece(Name(index, Kind.OPTIMIZER), record_bytes, 1, 1))
     return tuple(out)
 
@@ -64,6 +65,8 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         "gradients": sum(t.numel() * t.element_size() for t in gradients),
         "staging": sum(slots.planned_bytes for slots in slots_of(chunks)),
     }
+    if optimizer.tiers is not None and optimizer.tiers.tier == "disk":
+        fixed["visiting"] = optimizer.tiers.device_bytes
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
@@ -182,7 +185,9 @@ class Residence:
 
     def _host_problems(self, placed: Placement) -> Iterator[Problem]:
         tiers, budget = self._optimizer.tiers, self._memory.host_budget
-        held = placed.host_bytes if self._memory.moves else tiers.host_bytes if tiers else 0
+        held = placed.host_bytes if self._memory.moves else 0
+        if tiers is not None and (tiers.tier == "disk" or not self._memory.moves):
+            held += tiers.host_bytes
         if budget is not None and held > budget:
             rule = f"{held:,} bytes rest on the host or pass through it"
             other = "smaller fractions" if self._memory.placement == "static" else "a larger device_budget"

@@ -301,11 +301,11 @@ class Told:
     unit_bytes: int
 
 
-def told(env: RankEnv, case: Case, times: float) -> Told:
+def told(env: RankEnv, case: Case, times: float, **more: Any) -> Told:
     """A run with a budget of the `times`-th part of the states."""
     state_bytes = sum(rows_of(env, case).values())
     with env.launch(
-        replace(case, config={**case.config, **auto(int(state_bytes / times))}).full_config
+        replace(case, config={**case.config, **auto(int(state_bytes / times), **more)}).full_config
     ) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
@@ -355,6 +355,28 @@ def phases_of(told: Told) -> list[Phase]:
             backward[name] = Use(piece.bytes, reads=False, writes=True)
         update[name] = Use(piece.bytes, reads=True, writes=name.kind is not Kind.GRADIENTS)
     return [forward, backward, update]
+
+
+def told_with_disk(env: RankEnv, case: Case, times: float, directory: str) -> Told:
+    return told(env, case, times, disk_dir=directory)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_records_on_disk_states_of_eight_times_the_budget_train_to_the_same_losses(
+    ranks: int, tmp_path: Path
+) -> None:
+    case = replace(EIGHTFOLD, world_size=ranks)
+    expected = run_world(losses_of, ranks, case)
+    for found, losses in zip(
+        run_world(told_with_disk, ranks, case, 8.0, str(tmp_path)), expected, strict=True
+    ):
+        assert found.losses == losses
+        assert found.placement.on_host and not any(n.kind is Kind.OPTIMIZER for n in found.placement.on_host)
+        record_bytes = (
+            2 * 4 * sum(p.bytes for p in found.placement.pieces if p.name.kind is Kind.WEIGHTS) // 4
+        )
+        assert found.up_bytes == found.placement.up_bytes + record_bytes
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
