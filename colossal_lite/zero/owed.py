@@ -28,9 +28,8 @@ class Owed:
         self._next = 0
         updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
         # Moves that are planned behind an update set out with it: they have the computing that follows to hide behind.
-        self._stops = {
-            actions[i].chunk: stop for i, stop in zip(updates, (*updates[1:], len(actions)), strict=True)
-        }
+        stops = (*updates[1:], len(actions))[: len(updates)]  # of a stage where nothing trains there are none
+        self._stops = {actions[i].chunk: stop for i, stop in zip(updates, stops, strict=True)}
         self._last: int | None = None
         self._failure: Exception | None = None
 
