@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -274,3 +275,17 @@ def test_readmes_command_is_below_the_unigram_entropy_within_two_minutes_and_sti
     print(f"{first.strip()} after {first_loss_s:.1f} s; {sum(reached) / 50:.3f} at step {timing['step']}")
     assert process.returncode == 0 and first_loss_s < 10
     assert sum(reached) < sum(before) and sum(reached) / 50 / math.log(2) < unigram
+
+
+def test_the_offload_example_trains_to_the_same_bits_wherever_state_rests(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "offload" / "train.py"
+    options = ["--layers", "4", "--width", "64", "--budget", "4MiB", "--out", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, str(script), *options], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "losses of all steps: the same bits in each" in ended.stdout
+    assert {each.name for each in tmp_path.iterdir()} == {
+        f"{n}.svg" for n in ("device", "host", "disk", "budget")
+    }
