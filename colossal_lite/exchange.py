@@ -198,10 +198,16 @@ class Exchange:
         self._posted: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
 
+    def reserve(self, lane: int, readers: Sequence[int]) -> Mapping[int, int]:
+        """The numbers of the next message to each of `readers` on `lane`, to be posted later."""
+        numbers = {reader: self._posted[lane, reader] for reader in readers}
+        self._posted.update((lane, reader) for reader in readers)
+        return numbers
+
     def post(
-        self, tensor: Tensor, lane: int, readers: Sequence[int], tag: str, timeout_s: float
+        self, tensor: Tensor, lane: int, numbers: Mapping[int, int], tag: str, timeout_s: float
     ) -> Sequence[Lost]:
-        """Copy `tensor`, of any strides, where `readers` (ranks) can read it, and tell them; does not wait for them.
+        """Copy `tensor`, of any strides, where the ranks of `numbers` can read it, and tell them. Does not wait.
 
         Those that have ended are returned: whether they are needed, what is expected of them will show.
         """
@@ -209,13 +215,11 @@ class Exchange:
             self._hear_all()
         size_bytes = tensor.numel() * tensor.element_size()
         self.outbox.posted_bytes += size_bytes
-        offset = self.outbox.lend(size_bytes, len(readers))
+        offset = self.outbox.lend(size_bytes, len(numbers))
         _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
         lost = []
-        for reader in readers:
-            number = self._posted[lane, reader]
-            self._posted[lane, reader] = number + 1
+        for reader, number in numbers.items():
             words = _HEADER.pack(_POSTED, lane, number, offset, len(text)) + text
             if not self._tell(self._neighbours[reader], words, timeout_s):
                 lost.append(Lost(reader))
@@ -321,10 +325,13 @@ class Lane:
     ranks: tuple[int, ...]
     timeout_s: float
 
-    def post(self, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
-        """Give `tensor` to the coordinates `readers`, of which there are some."""
-        ranks = [self.ranks[coord] for coord in readers]
-        return self.exchange.post(tensor, self.number, ranks, tag, self.timeout_s)
+    def reserve(self, readers: Sequence[int]) -> Mapping[int, int]:
+        """The place in the sequence of what is given to the coordinates `readers` later."""
+        return self.exchange.reserve(self.number, [self.ranks[coord] for coord in readers])
+
+    def post(self, tensor: Tensor, to: Mapping[int, int], tag: str) -> Sequence[Lost]:
+        """Give `tensor`, in its reserved place."""
+        return self.exchange.post(tensor, self.number, to, tag, self.timeout_s)
 
     def expect(self, like: Tensor, source: int, tag: str) -> Arrival:
         """What coordinate `source` gives next, of the shape and dtype of `like`."""
@@ -525,6 +532,12 @@ class HostWire:
         is_cut = self._size > 2 and size_bytes > WHOLE_BYTES and tensor.is_contiguous()
         self._post(self._together, tensor, self._others, tag)
         came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+        if (
+            is_cut
+        ):  # numbers are taken now: when ranks come to the second stage differs, beside other operations
+            pieces = tensor.view(-1).tensor_split(self._size)
+            place = self._together.reserve(self._others)
+            filling = self._filling({j: pieces[j] for j in self._others}, f"{tag}, a piece")
 
         def add_all() -> None:
             views = {j: each.view() for j, each in came.items()}
@@ -534,14 +547,13 @@ class HostWire:
                 tensor.copy_(self._combined(tensor, views, combine))
 
         def add_own_piece() -> Stage:
-            pieces = tensor.view(-1).tensor_split(self._size)
             own = pieces[self._coord]
             theirs = {
                 j: each.view().view(-1).tensor_split(self._size)[self._coord] for j, each in came.items()
             }
             own.copy_(self._combined(own, theirs, combine))
-            self._together.post(own, self._others, tag)
-            return self._filling({j: pieces[j] for j in self._others}, tag)
+            self._together.post(own, place, f"{tag}, a piece")
+            return filling
 
         return self._begun(list(came.values()), add_own_piece if is_cut else add_all)
 
@@ -605,7 +617,7 @@ class HostWire:
 
     def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
         self._exchange.advance()
-        return lane.post(tensor, readers, tag)
+        return lane.post(tensor, lane.reserve(readers), tag)
 
     def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
         return [Operation(self._exchange, arrivals, finish)], nothing

@@ -189,6 +189,27 @@ def test_groups_and_messages_have_sequences_of_their_own() -> None:
         assert found == [6.0, float(rank ^ 1) + rank, float(rank ^ 2) + rank, float(rank ^ 1)]
 
 
+def in_stages(env: RankEnv) -> list[bool]:
+    """Sums of two stages beside other operations: a rank that comes late takes them up before it posts the next."""
+    with ExitStack() as stack:
+        comm, n = shared_mesh(env, stack).axis("data"), env.world_size
+        numel = WHOLE_BYTES
+        pending, expected = [], []
+        if env.rank == 1:
+            time.sleep(0.3)
+        for i in range(4):
+            pending.append(comm.all_reduce_async(torch.full((numel,), float(10 * i + env.rank))))
+            expected.append(torch.full((numel,), 10.0 * i * n + n * (n - 1) / 2))
+            pending.append(comm.all_gather_async(torch.full((numel,), float(i + env.rank))))
+            expected.append(torch.cat([torch.full((numel,), float(i + j)) for j in range(n)]))
+        return [torch.equal(one.wait(), other) for one, other in zip(pending, expected, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_operations_of_two_stages_keep_their_place_in_the_sequence(world_size: int) -> None:
+    assert run_world(in_stages, world_size) == [[True] * 8] * world_size
+
+
 def beside_autograd(env: RankEnv) -> list[float]:
     """A tensor that autograd has saved lies beside one that a message lands in."""
     with ExitStack() as stack:
