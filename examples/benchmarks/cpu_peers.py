@@ -293,8 +293,10 @@ def tensor(work: Work, **settings: Any) -> dict[str, Any]:
     return dict(parallel=dict(tensor=dict(size=work.world, **settings)))
 
 
-def ours_tensor(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
-    return ours(stack, work, **tensor(work, **settings))
+def ours_tensor(
+    stack: ExitStack, work: Work, backend: str = "auto", **settings: Any
+) -> tuple[Step, cl.Context]:
+    return ours(stack, work, backend=backend, **tensor(work, **settings))
 
 
 def ours_pipeline(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
