@@ -17,6 +17,7 @@ host; what was changed is written before the next step, or when the slot is need
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +56,7 @@ class Record:
         return {name: piece for (name, _), piece in zip(self.parts_numel, pieces, strict=True)}
 
 
-class States:
+class States(ABC):
     """The records of all chunks, and the slots and links by which they visit the device. Where they rest is said by
     `HostStates` and `DiskStates`."""
 
@@ -108,9 +109,9 @@ class States:
 
     # ---- in a step ----
 
+    @abstractmethod
     def fetch(self, index: int) -> None:
         """Begin to bring a record to the device; nothing if that has begun."""
-        raise NotImplementedError
 
     def here(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk on the device, whose master is there too from now on."""
@@ -120,9 +121,9 @@ class States:
         self._incoming.pop(index).wait()
         return self._without_master(index, record.parts(self._here[index]))
 
+    @abstractmethod
     def evict(self, index: int) -> None:
         """Begin to take a record back to the host."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Every record is whole where it rests; what was fetched and not updated is dropped."""
@@ -138,17 +139,19 @@ class States:
 
     # ---- between steps ----
 
+    @abstractmethod
     def check(self) -> None:
         """Raise what has ended the use of these records, if anything has."""
 
+    @abstractmethod
     def at_rest(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk between steps: where there is no memory of it, its shapes on the meta device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
         """All parts of a record in host memory, until some others are asked for; to be changed if `write`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self) -> None:
         """What was changed between steps is where it rests."""
 
@@ -222,6 +225,12 @@ class HostStates(States):
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
         self.flush()
         return self._records[index].parts(self._rest[index])
+
+    def check(self) -> None:
+        """Nothing ends the use of memory."""
+
+    def settle(self) -> None:
+        """Records are changed where they rest."""
 
     def release(self, indices: Collection[int]) -> None:
         """These records rest elsewhere from now on: the arena and the slots are as large as the others need. Nothing
