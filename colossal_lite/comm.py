@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_lite.exchange import HostWire, ReduceOp, Started, cut, nothing
+from colossal_lite.exchange import nothing
+from colossal_lite.host_wire import HostWire, ReduceOp, Started, cut
 from colossal_lite.watch import Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

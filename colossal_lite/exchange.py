@@ -4,7 +4,8 @@ Note: the exchange.
 Each rank has an **outbox**, anonymous shared memory that every rank of its host has mapped, and one socket to each of
 them.  Who sends copies a tensor into a free place of its outbox and tells each reader where it lies; who receives waits
 for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
-free again.  A post never waits for its readers, so any order of posts and reads that ends on paper ends here.
+free again.  A post does not wait for its readers (only where hundreds of packets lie unread does it wait for room, and
+goes on reading meanwhile), so any order of posts and reads that ends on paper ends here.
 - **Order**: messages from one rank to another are numbered on each `Lane`; the n-th that is expected is the n-th that
   was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
   common sequence of operations are told at once, not after a timeout.
@@ -32,20 +33,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-ReduceOp = Literal["sum", "max"]
+Stage = tuple[list["Arrival"], "Finish"]
+Finish = Callable[[], Stage | None]
 ALIGN_BYTES = 64
 """Places begin on a line of the cache, which also suits every dtype."""
 MOST_LENT = 64
 """Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
 MESSAGE_BYTES = 4096
 TOKEN_BYTES = 16
-DONE_S = 60.0
-"""how long a sender may leave unread that its places have been read, while this rank waits to say so"""
 _HEADER = struct.Struct("<BHQQQ")  # kind, lane, number, offset, size in bytes; then the tag
 _POSTED, _DONE = 1, 2
 
@@ -137,7 +136,7 @@ class Arrival:
 
     def done(self) -> None:
         """The place may be used again."""
-        self._exchange.say_done(self._source, self._offset)
+        self._exchange.say_done(self._source, self._offset, self._timeout_s)
         self._offset = -1
 
 
@@ -256,9 +255,9 @@ class Exchange:
             raise ExchangeError(f"rank {source.rank} has come with {theirs}, this rank with {tag}")
         return offset
 
-    def say_done(self, source: _Neighbour, offset: int) -> None:
+    def say_done(self, source: _Neighbour, offset: int, timeout_s: float) -> None:
         """Tell the sender that its place has been read. One that has ended needs it no more."""
-        self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s=DONE_S)
+        self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
 
     def close(self) -> None:
         """Close the sockets; shared memory goes with the last view of it."""
@@ -279,14 +278,13 @@ class Exchange:
                 if (left_s := end - time.monotonic()) <= 0:
                     message = f"Timed out after {timeout_s:g} s: rank {reader.rank} reads nothing"
                     raise ExchangeError(message) from None
-                ready, _, _ = select.select(
-                    [each.socket for each in self._neighbours.values() if not each.gone],
-                    [reader.socket],
-                    [],
-                    left_s,
-                )
-                for each in ready:
-                    self._hear(self._by_descriptor[each.fileno()])
+                descriptor = reader.socket.fileno()
+                self._poll.modify(descriptor, select.POLLIN | select.POLLOUT)
+                ready = self._poll.poll(left_s * 1000)
+                self._poll.modify(descriptor, select.POLLIN)
+                for other, events in ready:
+                    if events & ~select.POLLOUT:
+                        self._hear(self._by_descriptor[other])
             except (BrokenPipeError, ConnectionResetError):
                 return False  # its last words may still be unread: who reads them finds that it is gone
         return False
@@ -499,167 +497,6 @@ def _tensor(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.d
     if not numel:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(tuple(shape))
-
-
-# ------------------------------------------------------------------------------------------------ the operations
-
-Stage = tuple[list["Arrival"], "Finish"]
-Finish = Callable[[], Stage | None]
-Started = tuple[Sequence[Any], Callable[[], Any]]
-"""What has to be waited for, and what is done then."""
-WHOLE_BYTES = 1 << 16
-"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
-
-
-class HostWire:
-    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
-
-    Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
-    version is not that of other views of one buffer.
-    """
-
-    def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
-        self._exchange = exchange
-        self._together = Lane(exchange, 2 * number, tuple(ranks), timeout_s)
-        self._pairs = Lane(exchange, 2 * number + 1, tuple(ranks), timeout_s)
-        """Messages of two ranks have a sequence of their own: they may be posted and expected ahead of collectives."""
-        self._size, self._coord = len(ranks), coord
-        self._others = [coord for coord in range(self._size) if coord != self._coord]
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
-        tensor = tensor.data
-        combine, size_bytes = _COMBINE[op], tensor.numel() * tensor.element_size()
-        is_cut = self._size > 2 and size_bytes > WHOLE_BYTES and tensor.is_contiguous()
-        self._post(self._together, tensor, self._others, tag)
-        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
-        if (
-            is_cut
-        ):  # numbers are taken now: when ranks come to the second stage differs, beside other operations
-            pieces = tensor.view(-1).tensor_split(self._size)
-            place = self._together.reserve(self._others)
-            filling = self._filling({j: pieces[j] for j in self._others}, f"{tag}, a piece")
-
-        def add_all() -> None:
-            views = {j: each.view() for j, each in came.items()}
-            if self._size == 2:
-                combine(tensor, views[1 - self._coord], out=tensor)
-            else:
-                tensor.copy_(self._combined(tensor, views, combine))
-
-        def add_own_piece() -> Stage:
-            own = pieces[self._coord]
-            theirs = {
-                j: each.view().view(-1).tensor_split(self._size)[self._coord] for j, each in came.items()
-            }
-            own.copy_(self._combined(own, theirs, combine))
-            self._together.post(own, place, f"{tag}, a piece")
-            return filling
-
-        return self._begun(list(came.values()), add_own_piece if is_cut else add_all)
-
-    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
-        shard, whole = shard.data, whole.data
-        self._post(self._together, shard, self._others, tag)
-        places = cut(whole, self._size, dim, shard.shape)
-        if places[self._coord].data_ptr() != shard.data_ptr():
-            places[self._coord].copy_(shard)
-        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
-
-    def reduce_scatter(
-        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
-    ) -> Started:
-        """Always in rank order. `target` may be this rank's own part."""
-        full, target = full.data, target.data
-        parts = cut(full, self._size, dim, target.shape)
-        own = parts[self._coord]
-        for j in self._others:
-            self._post(self._together, parts[j], [j], tag)
-        came = {j: self._together.expect(own, j, tag) for j in self._others}
-
-        def add_in_rank_order() -> None:
-            self._add_up(own, {j: each.view() for j, each in came.items()}, target)
-
-        return self._begun(list(came.values()), add_in_rank_order)
-
-    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
-        tensor = tensor.data
-        if self._coord == source:
-            return self._post(self._together, tensor, self._others, tag), nothing
-        return self._begun(*self._filling({source: tensor}, tag))
-
-    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
-        tensor = tensor.data
-        if self._coord != target:
-            return self._post(self._together, tensor, [target], tag), nothing
-        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
-
-        def add_in_rank_order() -> None:
-            self._add_up(tensor, {j: each.view() for j, each in came.items()}, tensor)
-
-        return self._begun(list(came.values()), add_in_rank_order)
-
-    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
-        parts, places = tensor.data.chunk(self._size), out.data.chunk(self._size)
-        for j in self._others:
-            self._post(self._together, parts[j], [j], tag)
-        places[self._coord].copy_(parts[self._coord])
-        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
-
-    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
-        self._post(self._together, tensor.data, [to], tag)
-        return self._begun(*self._filling({source: out.data}, tag))
-
-    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
-        return self._post(self._pairs, tensor.data, [to], tag), nothing
-
-    def receive(self, into: Tensor, source: int, tag: str) -> Started:
-        return self._begun(*self._filling({source: into.data}, tag, self._pairs))
-
-    def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
-        self._exchange.advance()
-        return lane.post(tensor, lane.reserve(readers), tag)
-
-    def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
-        return [Operation(self._exchange, arrivals, finish)], nothing
-
-    def _filling(self, places: Mapping[int, Tensor], tag: str, lane: Lane | None = None) -> Stage:
-        """What each of these coordinates posts next is copied to a place."""
-        came = [((lane or self._together).expect(place, j, tag), place) for j, place in places.items()]
-
-        def copy() -> None:
-            for message, place in came:
-                place.copy_(message.view())
-
-        return [message for message, _ in came], copy
-
-    def _add_up(self, own: Tensor, theirs: Mapping[int, Tensor], target: Tensor) -> None:
-        """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
-        before = [theirs[j] for j in range(self._coord)]
-        after = [theirs[j] for j in range(self._coord + 1, self._size)]
-        for term in before[
-            1:
-        ]:  # the own one may lie in `target`, so what comes before it is summed where it was posted
-            before[0].add_(term)
-        torch.add(own, before[0] if before else after.pop(0), out=target)
-        for term in after:
-            target.add_(term)
-
-    def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
-        """All terms in the order of ranks, in new memory."""
-        first, second, *rest = (theirs.get(j, own) for j in range(self._size))
-        total = combine(first, second)
-        for term in rest:
-            combine(total, term, out=total)
-        return total
-
-
-def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:
-    """The pieces of `whole`, one a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
-    return whole.chunk(size, dim) if dim else whole.view(size, *piece).unbind()
-
-
-Combine = Callable[..., Tensor]
-_COMBINE: Mapping[ReduceOp, Combine] = {"sum": torch.add, "max": torch.maximum}
 
 
 def nothing() -> None:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from colossal_lite.comm import AxisComm, CommError, Ledger
-from colossal_lite.exchange import Exchange, HostWire, Meeting, host_of
+from colossal_lite.exchange import Exchange, Meeting, host_of
+from colossal_lite.host_wire import HostWire
 from colossal_lite.layout import AXES, MeshLayout
 from colossal_lite.watch import Progress, Watch
 

@@ -38,6 +38,7 @@ LEVELS: tuple[set[str], ...] = (
     {"exchange", "kernels", "watch", *PURE},
     {
         "comm",
+        "host_wire",
         "keep",
         "memory.arena",
         "memory.disk",
@@ -71,6 +72,8 @@ LEVELS: tuple[set[str], ...] = (
     {"__main__", "examples"},
 )
 NEIGHBOURS = {
+    ("comm", "host_wire"): "one of the two ways by which a communicator reaches its peers",
+    ("mesh", "host_wire"): "each group is given the way that its ranks have",
     ("mesh", "comm"): "a mesh is a set of communicators, one per group",
     ("tokens", "data"): "windows and batches of the ids that it reads",
     ("compare", "planner"): "a comparison is a plan for each mode",

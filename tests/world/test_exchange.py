@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.comm import AxisComm, CommError
-from colossal_lite.exchange import ALIGN_BYTES, MOST_LENT, WHOLE_BYTES, Exchange, Outbox
+from colossal_lite.exchange import ALIGN_BYTES, MOST_LENT, Exchange, Outbox
+from colossal_lite.host_wire import WHOLE_BYTES
 from colossal_lite.layout import MeshLayout
 from colossal_lite.mesh import Mesh
 from tests.pool import RankEnv, WorldError, run_world
