@@ -15,7 +15,7 @@ with that of a plain loop in the same dtype, float32 master weights beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -232,22 +232,27 @@ def start(case: Case, context: cl.Context) -> Engine:
         return cl.initialize(model, context=context, optimizer=case.own)
 
 
+def steps_of(engine: Engine, context: cl.Context, case: Case, numbers: Sequence[int] = ()) -> Iterator[Step]:
+    """The steps of a case, or those of `numbers`, with the whole state dict as parameters."""
+    cut = context.local_batch(case.global_batch)
+    for number in numbers or range(case.steps):
+        inputs, labels = case.batch(number)
+        loss = engine.forward_backward((inputs[cut], labels[cut]))
+        gradients = engine.full_gradients()
+        result = engine.step()
+        assert result.skipped or torch.equal(loss, result.loss)
+        yield Step(float(loss), result.grad_norm, gradients, engine.full_state_dict())
+
+
 def parallel_steps(env: RankEnv, case: Case) -> tuple[list[Step], list[tuple[str, str, int, int]]]:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        cut = context.local_batch(case.global_batch)
         with torch.device("meta"):
             names = [name for name, _ in case.model().named_parameters()]
         steps = []
-        for number in range(case.steps):
-            inputs, labels = case.batch(number)
-            loss = engine.forward_backward((inputs[cut], labels[cut]))
-            gradients = engine.full_gradients()
-            result = engine.step()
-            assert torch.equal(loss, result.loss) and not result.skipped
-            state = engine.full_state_dict()
-            parameters = {name: state[name] for name in names}
-            steps.append(Step(float(loss), result.grad_norm, gradients, parameters))
+        for step in steps_of(engine, context, case):
+            assert math.isfinite(step.loss) and math.isfinite(step.grad_norm), "the step was skipped"
+            steps.append(replace(step, parameters={name: step.parameters[name] for name in names}))
         rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
         engine.close()
     return steps, rows

@@ -20,7 +20,7 @@ from colossal_lite.zero.budget import Kind, Name, Phase, Placement, Use, link_bo
 from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, units_of
 from tests.covering import covering_array, name_of
-from tests.parity import Case, Step, start
+from tests.parity import Case, Step, start, steps_of
 from tests.pool import RankEnv, run_world
 from tests.world.test_tiers import slow
 from tests.world.test_zero import ADAMW, SMALL, VOCABULARY, assert_same_bits, bits, loads, saves
@@ -185,12 +185,7 @@ def in_one_way(env: RankEnv, case: Case, placement: str, resume: bool, directory
             engine = start(case, context)
             if numbers[0]:
                 engine.load(f"{directory}/saved")
-            cut = context.local_batch(case.global_batch)
-            for number in numbers:
-                inputs, labels = case.batch(number)
-                loss = engine.forward_backward((inputs[cut], labels[cut]))
-                gradients = engine.full_gradients()
-                steps.append(Step(float(loss), engine.step().grad_norm, gradients, engine.full_state_dict()))
+            steps += steps_of(engine, context, case, numbers)
             state = engine.full_optimizer_state()
             if resume and not numbers[0]:
                 engine.save(f"{directory}/saved")
@@ -239,13 +234,7 @@ def divided(env: RankEnv, case: Case) -> Any:
     fractions = case.config["memory"]["host_fraction"]
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        cut = context.local_batch(case.global_batch)
-        steps = []
-        for number in range(case.steps):
-            inputs, labels = case.batch(number)
-            loss = engine.forward_backward((inputs[cut], labels[cut]))
-            gradients = engine.full_gradients()
-            steps.append(Step(float(loss), engine.step().grad_norm, gradients, engine.full_state_dict()))
+        steps = list(steps_of(engine, context, case))
         placed, rows = placement_of(engine), engine.memory_report()
         for kind in Kind:
             pieces = [piece for piece in placed.pieces if piece.name.kind is kind]

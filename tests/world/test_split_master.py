@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite.config import Config
-from colossal_lite.engine import Engine
 from colossal_lite.kernels import optimizer as kernels_optimizer
 from colossal_lite.kernels import split
 from colossal_lite.memory.chunk import Chunk
@@ -23,7 +21,7 @@ from colossal_lite.models import GPTConfig
 from colossal_lite.planner import plan
 from tests.covering import covering_array, name_of
 from tests.kernel_cases import masters_with_ties
-from tests.parity import Case, Step, start
+from tests.parity import Case, start, steps_of
 from tests.pool import RankEnv, run_world
 from tests.world.test_budget import _extent, auto, placement_of
 from tests.world.test_zero import SMALL, VOCABULARY, assert_same_bits, loads, saves
@@ -57,7 +55,7 @@ def tied_bits(env: RankEnv, case: Case) -> Any:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         engine.load_full_state_dict(with_ties(engine.full_state_dict()))
-        found = list(_steps(engine, context, case)), engine.full_optimizer_state()
+        found = list(steps_of(engine, context, case)), engine.full_optimizer_state()
         assert engine._residence is None or placement_of(engine).on_host
         return found, any(map(_has_ties, engine._chunks))
 
@@ -66,16 +64,6 @@ def assert_split_has_the_same_bits(whole: Case, halved: Case) -> None:
     ours, theirs = (run_world(tied_bits, case.world_size, case) for case in (halved, whole))
     assert_same_bits([found for found, _ in ours], [found for found, _ in theirs])
     assert any(has_ties for _, has_ties in ours) and not any(has_ties for _, has_ties in theirs)
-
-
-def _steps(engine: Engine, context: cl.Context, case: Case) -> Iterator[Step]:
-    cut = context.local_batch(case.global_batch)
-    for number in range(case.steps):
-        inputs, labels = case.batch(number)
-        loss = engine.forward_backward((inputs[cut], labels[cut]))
-        gradients = engine.full_gradients()
-        norm = engine.step().grad_norm
-        yield Step(float(loss), norm, gradients, engine.full_state_dict())
 
 
 def _has_ties(chunk: Chunk) -> bool:
@@ -182,12 +170,12 @@ def resumed(env: RankEnv, first: Case, second: Case, directory: str) -> Any:
     with env.launch(first.full_config) as context:
         engine = start(first, context)
         engine.load_full_state_dict(with_ties(engine.full_state_dict()))
-        list(_steps(engine, context, first))
+        list(steps_of(engine, context, first))
         engine.save(directory)
     with env.launch(second.full_config) as context:
         engine = start(second, context)
         engine.load(directory)
-        return list(_steps(engine, context, second)), engine.full_optimizer_state()
+        return list(steps_of(engine, context, second)), engine.full_optimizer_state()
 
 
 @pytest.mark.parametrize(("first", "second"), [("bf16", SPLIT), (SPLIT, "bf16"), (SPLIT, SPLIT)], ids=str)

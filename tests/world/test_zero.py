@@ -15,7 +15,16 @@ import colossal_lite as cl
 from colossal_lite.memory.chunk import LEGAL_WEIGHT, WeightState
 from colossal_lite.memory.pack import Item, pack
 from colossal_lite.zero import build
-from tests.parity import Case, Step, assert_parity, chunk_numel, initial_values, parallel_steps, start
+from tests.parity import (
+    Case,
+    Step,
+    assert_parity,
+    chunk_numel,
+    initial_values,
+    parallel_steps,
+    start,
+    steps_of,
+)
 from tests.pool import RankEnv, WorldError, run_world
 from tests.pure.test_pack import _chunk
 from tests.world.test_engine import SGD, Branches, batch_of
@@ -103,15 +112,7 @@ def bits(env: RankEnv, case: Case) -> tuple[list[Step], dict[str, dict[str, Tens
     """Every step, and the optimizer's state at the end."""
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        cut = context.local_batch(case.global_batch)
-        steps = []
-        for number in range(case.steps):
-            inputs, labels = case.batch(number)
-            loss = engine.forward_backward((inputs[cut], labels[cut]))
-            gradients = engine.full_gradients()
-            norm = engine.step().grad_norm
-            steps.append(Step(float(loss), norm, gradients, engine.full_state_dict()))
-        return steps, engine.full_optimizer_state()
+        return list(steps_of(engine, context, case)), engine.full_optimizer_state()
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
