@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.config import Config
 from colossal_lite.context import Context
-from colossal_lite.engine import Built, Criterion, Engine, Foretell
+from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of
@@ -36,6 +36,7 @@ from colossal_lite.pipeline.units import Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.recompute import blocks_of, recompute
+from colossal_lite.report import Foretell
 from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
 from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec

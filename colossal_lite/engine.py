@@ -42,20 +42,20 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
-from colossal_lite.memory.timeline import Level, MemoryTimeline
-from colossal_lite.memory.tracer import StepMeter
+from colossal_lite.memory.timeline import MemoryTimeline
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
 from colossal_lite.pipeline.units import Stages
 from colossal_lite.plan import Action, Kind, Plan
-from colossal_lite.precision import LossScale, Precision
-from colossal_lite.recompute import blocks_of, restore
+from colossal_lite.precision import LossScale
+from colossal_lite.recompute import restore
+from colossal_lite.report import Foretell, LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import Span, Timeline
 from colossal_lite.whole import Names, WholeState
-from colossal_lite.zero.build import chunk_optimizer, sharding_of, slots_of
+from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -63,12 +63,8 @@ from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
-from colossal_lite.zero.stages import Extent, Widths, forecast
 
 Criterion = Callable[[Tensor, Tensor], Any]
-Foretell = Callable[..., Mapping[str, int] | None]
-"""From the samples of a step on this rank, their tokens and, if not the config's, `prefetch=`, to bytes of each kind
-beside the state."""
 
 
 @dataclass(frozen=True)
@@ -100,28 +96,6 @@ class Totals:
     @property
     def grad_norm(self) -> float:
         return math.sqrt(self.squares) / self.weight if self.weight else 0.0
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """Bytes of one kind of state on one tier of this rank: now, at the peak, and as the plan foretold."""
-
-    kind: str
-    tier: str
-    now_bytes: int
-    peak_bytes: int
-    forecast_bytes: int | None
-    """None where nobody could foretell it."""
-
-
-@dataclass(frozen=True)
-class LinkRow:
-    """One direction between two tiers since the last step began: bytes that copies were asked for, and seconds that
-    the computing has waited for them."""
-
-    link: str
-    moved_bytes: int
-    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -179,7 +153,7 @@ class Engine:
             self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
         if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
             self._weights.up = self._optimizer.tiers.up
-        frozen_bytes = _bytes(p for p in self._parameters.values() if not p.requires_grad)
+        frozen_bytes = sum(p.nbytes for p in self._parameters.values() if not p.requires_grad)
         self._residence = None
         memory = config.memory
         if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
@@ -204,8 +178,8 @@ class Engine:
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._totals: Totals | None = None
         self._has_checked_generator = False
-        self._mark_links()
-        self._foretell, self._meter, self._is_metered = foretell, StepMeter(), False
+        self._foretell, self._metering = foretell, Metering()
+        self._marks = LinkMarks(self._optimizer.links)
         self._checkpoints = Checkpointer(
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
@@ -440,36 +414,9 @@ class Engine:
         to be summed, and of those through which state visits the device. All are allocated once, at the start, so that
         the peak is what they hold now; a model whose backward leaves parameters out may take more slots than were
         planned. After `metered` steps, what those held beside it."""
-        device, config = self.context.device.type, self.context.config
-        precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-        widths = Widths(precision.compute.itemsize, precision.master_copy_bits, precision.gradient.itemsize)
-        held: dict[str, Callable[[Chunk], int]] = {
-            "weights": lambda c: c.resting_bytes,
-            "masters": lambda c: c.master_bytes,
-            "gradients": lambda c: _bytes([c.gradient if c.filling is None else c.filling]),
-            "optimizer": lambda c: self._optimizer.bytes_of(c)[0],
-        }
-        rows = []
-        for kind, bytes_of in held.items():
-            tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") else dict[str, list[Chunk]]()
-            for chunk in self._chunks:
-                tiers.setdefault(self._tier_of(chunk, kind) or device, []).append(chunk)
-            for tier, chunks in (tiers or {device: []}).items():
-                extents = [Extent(chunk.spec.numel, chunk.shards.size) for chunk in chunks]
-                foreseen = forecast(self._sharding, extents, widths) | {
-                    "optimizer": sum(self._optimizer.bytes_of(chunk)[1] for chunk in chunks)
-                }
-                now = sum(map(bytes_of, chunks))
-                rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
-        slots = slots_of(self._chunks)
-        now, planned = sum(each.bytes for each in slots), sum(each.planned_bytes for each in slots)
-        rows.append(MemoryRow("staging", device, now, now, planned))
-        if isinstance(self._weights, ShardedWeights):
-            now = self._weights.arena_bytes
-            rows.append(MemoryRow("gathered", device, now, now, self._weights.forecast_bytes))
-        visits = self._optimizer.visits
-        rows += [MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes) for v in visits]
-        return (*rows, *self._beside_state())
+        device = self.context.device.type
+        rows = rows_of_state(self._chunks, self._weights, self._optimizer, self.context.config, device)
+        return (*rows, *self._metering.rows(self._foretell, device, self.mesh.shared_bytes))
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -486,62 +433,13 @@ class Engine:
                 f"metered: after {self.steps} steps, with compile={self.context.config.compile!r}; legal: after the "
                 f"first step, with compile='none'"
             )
-        self._meter, self._is_metered = StepMeter(), True
-        hooks = list(self._moments())
-        try:
-            with self._meter:
-                yield
-        finally:
-            self._is_metered = False
-            for hook in hooks:
-                hook.remove()
-
-    def _moments(self) -> Iterator[Any]:
-        """Hooks that tell the meter when a block has gone forward, and when it has its gradients."""
-        for name, block in blocks_of(self.model).items():
-            yield block.register_forward_hook(lambda *_, name=name: self._meter.moment(f"forward {name}"))
-            first = next((p for p in block.parameters() if p.requires_grad), None)
-            if first is not None:
-                yield first.register_post_accumulate_grad_hook(
-                    lambda _, name=name: self._meter.moment(f"backward {name}")
-                )
+        with self._metering.of(self.model):
+            yield
 
     def memory_timeline(self) -> MemoryTimeline:
         """What this rank held over the moments of a metered step (of the one that held most), by kind and tier, beside
         the forecast: `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
-        moments = self._meter.moments
-        if not moments:
-            raise ValueError(
-                "memory_timeline: no step was metered; legal: after a step within engine.metered()"
-            )
-        levels = []
-        for row in self.memory_report():
-            measured = tuple(row.now_bytes for _ in moments)
-            if row.kind == "activations":
-                measured = tuple(moment.live_bytes for moment in moments)
-            elif row.kind == "temporaries":
-                measured = tuple(moment.peak_bytes - moment.live_bytes for moment in moments)
-            levels.append(Level(row.kind, row.tier, measured, row.forecast_bytes))
-        return MemoryTimeline(tuple(moment.name for moment in moments), tuple(levels))
-
-    def _beside_state(self) -> tuple[MemoryRow, ...]:
-        """What the metered steps held, beside what `plan` foretells for such steps; nothing without any."""
-        meter, device = self._meter, self.context.device.type
-        if not meter.kept_bytes:
-            return ()
-        foretold = (self._foretell(*meter.shape) if self._foretell else None) or {}
-        most = {"activations": meter.kept_bytes, "temporaries": meter.most_bytes - meter.kept_bytes}
-        rows = [MemoryRow(kind, device, 0, peak, foretold.get(kind)) for kind, peak in most.items()]
-        if shared := self.mesh.shared_bytes:
-            rows.append(MemoryRow("exchange", "host", shared, shared, foretold.get("exchange")))
-        return tuple(rows)
-
-    def _tier_of(self, chunk: Chunk, kind: str) -> str | None:
-        """Where a chunk's state of a kind rests; None: on the device."""
-        if kind in ("weights", "gradients"):
-            at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
-            return None if at_rest is None else "host"
-        return self._optimizer.tier_of(chunk)
+        return self._metering.timeline(self.memory_report())
 
     def timeline(self) -> Timeline:
         """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
@@ -567,13 +465,7 @@ class Engine:
     def link_report(self) -> tuple[LinkRow, ...]:
         """Of each link between tiers, since the last step began; empty where all state rests on the device.  What a
         step owes to its updates counts in the one in which they run."""
-        return tuple(
-            LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
-            for link, (moved, waited) in zip(self._optimizer.links, self._link_marks, strict=True)
-        )
-
-    def _mark_links(self) -> None:
-        self._link_marks = [(link.moved_bytes, link.waited_s) for link in self._optimizer.links]
+        return self._marks.rows(self._optimizer.links)
 
     @property
     def ledger(self) -> Any:
@@ -603,9 +495,8 @@ class Engine:
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self.mesh.ledger.clear()
-        self._mark_links()
-        if self._is_metered:
-            self._meter.begin()
+        self._marks.begin(self._optimizer.links)
+        self._metering.begin()
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
@@ -688,9 +579,7 @@ class Engine:
         self._runtime.run(plan, work, shapes)
 
     def _noted(self, outputs: Any, parts: Sequence[Batch]) -> Any:
-        if self._is_metered and torch.is_grad_enabled():
-            self._meter.forward_ended([part.inputs.shape for part in parts])
-            self._meter.moment("loss")
+        self._metering.forward_ended([part.inputs.shape for part in parts])
         return outputs
 
     def _pass_over(self) -> None:
@@ -841,8 +730,7 @@ class Engine:
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
-        if self._is_metered:
-            self._meter.moment(f"update {chunk.spec.id}")
+        self._metering.updated(chunk.spec.id)
         chunk.pay()
         self._weights.updated(chunk, changed=any(used))
         self.mesh.progress.phase = before
@@ -949,7 +837,3 @@ def _told(sums: Tensor, tells: bool) -> Tensor:
 def _chunk_of(action: Action) -> int:
     assert action.chunk is not None
     return action.chunk
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

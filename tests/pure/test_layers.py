@@ -64,7 +64,7 @@ LEVELS: tuple[set[str], ...] = (
     },
     {"compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"pipeline.units"},
-    {"pipeline.profile", "whole"},
+    {"pipeline.profile", "report", "whole"},
     {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner"},
     {"build"},
     {"__init__", "launcher"},
