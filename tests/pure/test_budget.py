@@ -192,6 +192,74 @@ def test_p5_weights_that_stay_for_good_meet_the_best_policy_and_the_bound(
             assert moved == least_by_search(phases, 10 * stay)
 
 
+def misses(trace: Sequence[int], capacity: int, rule: str, between: range | None = None) -> int:
+    """Reads of `trace`, all or those `between`, that miss a cache of `capacity` equal pieces, empty at first: by
+    Belady's rule (which may leave out what it has read), least recently used, or first in first out."""
+    cache: dict[int, int] = {}  # piece -> the sooner it must go, the less
+    missed = 0
+    for now, piece in enumerate(trace):
+        if piece not in cache:
+            missed += between is None or now in between
+            cache[piece] = now
+        if rule == "belady":
+            cache[piece] = -next((t for t in range(now + 1, len(trace)) if trace[t] == piece), len(trace))
+        elif rule == "lru":
+            cache[piece] = now
+        if len(cache) > capacity:
+            del cache[min(cache, key=cache.__getitem__)]
+    return missed
+
+
+def fewest_misses(
+    trace: Sequence[int], capacity: int, start: frozenset[int], end: frozenset[int] | None
+) -> int:
+    """By trying all that may be kept after each read; what is there at the end must be `end`, if that is given."""
+    costs = {start: 0}
+    for piece in trace:
+        after: dict[frozenset[int], int] = {}
+        for kept, cost in costs.items():
+            hit = piece in kept
+            ways = [kept] if hit or len(kept) == capacity else [kept | {piece}]
+            ways += [] if hit or len(kept) < capacity else [kept - {out} | {piece} for out in kept]
+            for to in ways:
+                after[to] = min(after.get(to, cost + (not hit)), cost + (not hit))
+        costs = after
+    return min(costs.values()) if end is None else costs.get(end, len(trace) + 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_p5_beladys_rule_is_the_best_of_all_on_random_traces_of_at_most_8_chunks(seed: int) -> None:
+    """The yardstick of the next test."""
+    draw = random.Random(seed)
+    chunks = draw.randint(2, 8)
+    trace = [draw.randrange(chunks) for _ in range(draw.randint(4, 20))]
+    for capacity in range(1, chunks + 1):
+        best = misses(trace, capacity, "belady")
+        assert best == fewest_misses(trace, capacity, frozenset(), None)
+        assert best <= min(misses(trace, capacity, rule) for rule in ("lru", "fifo"))
+
+
+@pytest.mark.parametrize("chunks", range(1, 13))
+def test_p5_what_stays_for_good_misses_as_often_as_beladys_rule_and_no_more_than_any_other(
+    chunks: int,
+) -> None:
+    """Weights in a forward and the backward of it, the other way round, again and again: at the capacity of what
+    stays."""
+    there = list(range(chunks))
+    once = [*there, *reversed(there)]
+    second = range(len(once), 2 * len(once))
+    pieces = [Piece(Name(c, Kind.WEIGHTS), 10, 2, 0) for c in there]
+    read = {piece.name: Use(10, reads=True, writes=False) for piece in pieces}
+    for capacity in range(1, chunks + 1):
+        stays = sum(piece.ups for piece in pieces[capacity:])
+        assert stays * 10 == sum(link_bound([read, read], 10 * capacity))
+        assert stays == misses(once * 3, capacity, "belady", second)
+        assert stays <= min(misses(once * 3, capacity, rule, second) for rule in ("lru", "fifo"))
+        if chunks <= 8:
+            kept = (frozenset(some) for some in itertools.combinations(there, capacity))
+            assert stays == min(fewest_misses(once, capacity, each, each) for each in kept)
+
+
 @pytest.mark.parametrize("own_master", [True, False])
 def test_without_capacity_everything_on_the_host_is_the_bound_and_the_best(own_master: bool) -> None:
     pieces = pieces_of([(4, 4, 8), (4, 4, 8)], own_master=own_master)

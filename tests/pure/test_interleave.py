@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from colossal_lite.plan import D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError, check
@@ -32,13 +34,48 @@ def test_the_plan_reads_as_it_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5, 6, 9, 12])
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_every_chunk_is_updated_once_and_is_back_on_the_host_in_its_newest_version(
-    num_chunks: int, ahead: int
-) -> None:
-    found = check(update_plan(num_chunks, ahead=ahead), memory=memory(num_chunks, ahead + 2))
-    assert found.bytes[0]["device"] == min(num_chunks, ahead + 1)
+@pytest.mark.parametrize("slots", range(2, 13))
+def test_p3_every_chunk_is_updated_once_flushed_once_and_alone_in_its_slot(slots: int) -> None:
+    """For all numbers of chunks, multiples of the number of slots among them."""
+    for num_chunks in range(1, 13):
+        plan = update_plan(num_chunks, ahead=slots - 2)
+        for kind in (Kind.FETCH, Kind.UPDATE, Kind.EVICT):
+            assert [a.chunk for a in plan[0] if a.kind is kind] == list(range(num_chunks))
+        found = check(plan, memory=memory(num_chunks, slots))
+        assert found.bytes[0]["device"] == min(num_chunks, slots - 1)
+        for seconds in (COPIES_ARE_SLOW, UPDATES_ARE_SLOW):
+            assert _is_alone(plan, seconds, memory(num_chunks, slots), slots)
+
+
+def test_p3_goes_red_where_a_slot_is_not_waited_for() -> None:
+    assert not _is_alone(update_plan(12, ahead=2), COPIES_ARE_SLOW, memory(12, 12), 3)
+
+
+def _is_alone(plan: Plan, seconds: Mapping[Kind, float], memory: Memory, slots: int) -> bool:
+    """Whether each chunk has left its slot when the next one comes there: slots are taken in turn, so the one of a
+    chunk is then that of the chunk `slots` further on."""
+    spans = simulate(plan, lambda action: seconds[action.kind], memory=memory).spans
+    begins = {s.action.chunk: s.start_s for s in spans if s.action.kind is Kind.FETCH}
+    ends = {s.action.chunk: s.end_s for s in spans if s.action.kind is Kind.EVICT}
+    return all(ends[c] <= begins[c + slots] for c in range(len(ends) - slots))
+
+
+COPIES_ARE_SLOW = {Kind.FETCH: 3.0, Kind.UPDATE: 1.0, Kind.EVICT: 4.0}
+UPDATES_ARE_SLOW = {Kind.FETCH: 1.0, Kind.UPDATE: 3.0, Kind.EVICT: 0.5}
+
+
+@pytest.mark.parametrize("stride", range(1, 13))
+def test_p3_where_only_some_chunks_move_these_alone_are_fetched_and_all_are_flushed(stride: int) -> None:
+    """Every stride-th of n, multiples of the stride among them: the last one moves, or none does."""
+    for num_chunks in range(1, 13):
+        moving = set(range(stride - 1, num_chunks, stride))
+        plan = update_plan(num_chunks, ahead=1, moving=moving)
+        assert [a.chunk for a in plan[0] if a.kind is Kind.UPDATE] == list(range(num_chunks))
+        assert {a.chunk for a in plan[0] if a.kind is not Kind.UPDATE} == moving
+        some = {(0, c): 1 for c in range(num_chunks)}
+        homes = {key: "host" if key[1] in moving else "device" for key in some}
+        stay = num_chunks - len(moving)
+        check(plan, memory=Memory(homes, {}, some, budget_bytes={"device": stay + 3}))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 9])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.arena import Pool, Slots
 from colossal_lite.memory.pack import Interval
 from colossal_lite.zero.stages import IN_FLIGHT, fill_intervals, flight_intervals
 
@@ -51,6 +52,21 @@ def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_count
     assert slots.bytes == 48
     slots.shrink()
     assert slots.bytes == 32
+
+
+def test_i2_a_slot_is_neither_lent_twice_nor_given_back_twice() -> None:
+    slots = Slots([Interval(0, 1, 4), Interval(1, 2, 4)], torch.float32, CPU)
+    slots.take(0)
+    with pytest.raises(AssertionError, match="slot 0 is taken"):
+        slots.take(0)
+    slots.give(0)
+    with pytest.raises(AssertionError, match="slot 0 was given back twice"):
+        slots.give(0)
+    pool = Pool(4, 1, torch.float32, CPU)
+    buffer = pool.take(4)
+    pool.give(buffer)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give(buffer)
 
 
 @given(

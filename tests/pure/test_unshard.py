@@ -151,7 +151,7 @@ def test_packed_intervals_never_overlap_and_take_what_is_said(found: list[Interv
     st.integers(0, 4),
     st.booleans(),
 )
-def test_any_trace_makes_a_sound_plan(
+def test_i2_any_trace_makes_a_plan_that_drops_nothing_while_it_is_used(
     forward: list[frozenset[int]], backward: list[frozenset[int]], prefetch: int, reshard: bool
 ) -> None:
     trace = Trace(tuple(map(Moment, forward)), tuple(map(Moment, backward)))

@@ -81,7 +81,7 @@ def bits_without_a_directory(env: RankEnv, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("run", [halting_bits, bits_without_a_directory])
-def test_short_reads_and_a_directory_that_goes_do_not_change_a_bit(
+def test_p9_short_reads_and_a_directory_that_goes_do_not_change_a_bit(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
     case = replace(BITS, world_size=1, config=BITS.config | dict(precision="bf16"))
@@ -164,7 +164,7 @@ def continues(env: RankEnv, case: Case, directory: str | None) -> tuple[list[flo
     ("fault", "precision"),
     [(fault, "bf16") for fault in FAULTS] + [("a flipped bit", "fp32"), ("a disk that is full", "fp32")],
 )
-def test_a_fault_ends_the_run_in_words_and_the_last_checkpoint_goes_on(
+def test_p9_a_fault_ends_the_run_in_words_and_the_last_checkpoint_goes_on(
     fault: str, precision: str, tmp_path: Path
 ) -> None:
     whole = replace(CASE, world_size=1, config=CASE.config | dict(precision=precision))

@@ -310,7 +310,7 @@ def memory(env: RankEnv, case: Case) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 @pytest.mark.parametrize(("precision", "w", "m", "g"), [("fp32", 4, 0, 4), ("bf16", 2, 4, 4)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_memory_of_stage_1_is_the_formula(
+def test_p6_memory_of_stage_1_is_the_formula(
     world_size: int, precision: str, w: int, m: int, g: int, backend: str
 ) -> None:
     """(w + g) P + (m + 2 g) P / W of AdamW, and, where ranks share no memory, room for what the others send."""
@@ -329,7 +329,7 @@ def test_memory_of_stage_1_is_the_formula(
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_memory_of_stage_2_is_the_formula(world_size: int, backend: str) -> None:
+def test_p6_memory_of_stage_2_is_the_formula(world_size: int, backend: str) -> None:
     """w P + (m + g + 2 g) P / W of AdamW, a slot for the gradient that fills, and for what the others send of it."""
     config = dict(precision="bf16", optimizer=ADAMW, gradient_accumulation=2, backend=backend)
     case = sharded(Case(config=config), "2 by micro-batch")
@@ -414,7 +414,7 @@ MESHES = {
         ("3 on 2 x 2", "0 on 1"),
     ],
 )
-def test_a_checkpoint_of_any_stage_and_mesh_is_the_same_on_any_other(
+def test_p4_a_checkpoint_of_any_stage_and_mesh_is_the_same_on_any_other(
     here: str, there: str, tmp_path: Path
 ) -> None:
     ranks, case = MESHES[here]

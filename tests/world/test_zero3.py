@@ -215,7 +215,7 @@ def windows(numels: list[int], width: int) -> int:
 @pytest.mark.parametrize(
     ("world_size", "precision", "w", "r", "backend"), [(2, "fp64", 8, 8, "gloo"), (4, "bf16", 2, 4, "auto")]
 )
-def test_bytes_and_memory_of_a_step_are_the_formula(
+def test_p6_bytes_and_memory_of_a_step_are_the_formula(
     world_size: int, precision: str, w: int, r: int, backend: str, reshard: bool
 ) -> None:
     """k (2 w + r) P, less what the turn from forward to backward keeps; w + r + 2 r + (m) over W and the slots."""
@@ -330,7 +330,7 @@ def branching(env: RankEnv, stage: int) -> tuple[dict[str, Tensor], list[tuple[A
         return engine.full_state_dict(), made
 
 
-def test_a_rank_that_skips_a_module_takes_part_in_its_gathers() -> None:
+def test_p8_a_rank_that_skips_a_module_takes_part_in_its_gathers() -> None:
     (expected, _), _ = run_world(branching, 2, 0)
     (_, first), (_, second) = ranks = run_world(branching, 2, 3)
     assert first == second, "all ranks make the same collectives in the same order"
@@ -368,7 +368,7 @@ def turned(env: RankEnv, prefetch: int) -> str:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_model_that_changes_its_order_is_told_so(prefetch: int) -> None:
+def test_p8_a_model_that_changes_its_order_is_told_so(prefetch: int) -> None:
     for text in run_world(turned, 2, prefetch):
         assert "layers.c" in text and "order of its first step" in text and "zero.stage=2" in text
 
