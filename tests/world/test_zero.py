@@ -137,7 +137,7 @@ BITS = Case(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stage_1_has_the_bits_of_stage_0_on_two_ranks(precision: str) -> None:
+def test_p2_stage_1_has_the_bits_of_stage_0_on_two_ranks(precision: str) -> None:
     case = replace(BITS, config=BITS.config | {"precision": precision})
     assert_same_bits(run_world(bits, 2, case), run_world(bits, 2, sharded(case, "1")))
 
