@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from colossal_lite.memory import mover
-from colossal_lite.memory.mover import LinkSpeed
+from colossal_lite.memory.lane import ThreadLane
 from colossal_lite.zero import tiers
 
 
@@ -29,7 +29,7 @@ class Clock:
 
     def patched(self) -> Any:
         """Within, every link that is made runs on this clock."""
-        return patch.object(tiers, "Link", lambda name, speed, **_: VirtualLink(self, name, speed))
+        return patch.object(tiers, "Link", lambda name, lane, **_: VirtualLink(self, name, lane))
 
 
 @dataclass
@@ -39,16 +39,16 @@ class VirtualTransfer:
 
     def wait(self) -> None:
         clock = self.link.clock
-        self.link.waited_s += max(0.0, self.end_s - clock.now_s)
+        self.link.blocked_s += max(0.0, self.end_s - clock.now_s)
         clock.now_s = max(clock.now_s, self.end_s)
 
-    def join(self) -> None:
-        return
+    finish = wait
 
 
 class VirtualLink(mover.Link):
-    def __init__(self, clock: Clock, name: str, speed: LinkSpeed) -> None:
-        super().__init__(name, speed)
+    def __init__(self, clock: Clock, name: str, lane: ThreadLane) -> None:
+        super().__init__(name, lane)
+        self.speed = lane.speed
         super().close()
         self.clock, self.free_s = clock, 0.0
 
@@ -58,7 +58,7 @@ class VirtualLink(mover.Link):
         work()
         self.moved_bytes += size_bytes
         start_s = max(self.clock.now_s, self.free_s, *(transfer.end_s for transfer in after), 0.0)
-        self.free_s = start_s + self._speed.seconds(size_bytes)
+        self.free_s = start_s + self.speed.seconds(size_bytes)
         return VirtualTransfer(self, self.free_s)
 
     def close(self) -> None:

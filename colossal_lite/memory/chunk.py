@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,8 @@ from torch import Tensor, nn
 from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.kernels import split
 from colossal_lite.memory.arena import Slots
-from colossal_lite.memory.mover import Link, Outbox, Transfer, to_device
+from colossal_lite.memory.host import host_room
+from colossal_lite.memory.mover import Link, Outbox, Transfer, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkKey, ChunkSpec, Entry
 
 
@@ -144,11 +146,13 @@ class Chunk:
         received: Slots | None = None,
         slot: int = 0,
         on_host: bool = False,
+        master_on_host: bool = False,
         split_master: bool = False,
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py)."""
+        those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py).
+        `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
         self.spec, self.groups, self.shards = spec, groups, groups.shards
         shards, copies = groups.shards, groups.copies
         self.shard = spec.shard(shards.size, shards.coord)
@@ -166,22 +170,20 @@ class Chunk:
         length = self.owned[1] - self.owned[0]
 
         self.is_sharded = shard_value and (shards.size > 1 or on_host)
-        tier = torch.device("cpu") if on_host and device.type != "meta" else device
-        kept = torch.zeros(
-            length if self.is_sharded else spec.numel,
-            dtype=value_dtype,
-            device=tier if self.is_sharded else device,
-        )
+        room = partial(host_room, beside=device) if on_host else partial(_on, device)
+        kept = room(length, value_dtype) if self.is_sharded else _on(device, spec.numel, value_dtype)
         self.weights_at_rest = kept if self.is_sharded and on_host else None
         """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
         self._value = None if self.is_sharded else kept
         self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
         same = master_dtype == value_dtype
-        where = torch.device("meta") if split_master else device
-        self.master = self.own_value if same else torch.zeros(length, dtype=master_dtype, device=where)
+        # What an optimizer takes away to another tier is never on the device as a whole.
+        begins = torch.device("cpu") if master_on_host and device.type != "meta" else device
+        where = torch.device("meta") if split_master else begins
+        self.master = self.own_value if same else _on(where, length, master_dtype)
         self.residual: Tensor | None = None
         if split_master:
-            self.residual = torch.zeros(length * 17 // 16, dtype=torch.int16, device=device)
+            self.residual = _on(begins, length * 17 // 16, torch.int16)
         self._parameters: list[nn.Parameter] = []
         self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
         self._placeholders: list[Tensor] = []
@@ -199,7 +201,7 @@ class Chunk:
         if by_micro_batch:
             assert staging is not None
             rests = on_host and self.owned == self._scattered
-            self.gradient = torch.zeros(length, dtype=gradient_dtype, device=tier if rests else device)
+            self.gradient = (room if rests else partial(_on, device))(length, gradient_dtype)
             self.gradient_at_rest = self.gradient if rests else None
         else:
             self.filling = torch.zeros(spec.numel, dtype=gradient_dtype, device=device)
@@ -211,6 +213,8 @@ class Chunk:
         self._in_flight: Pending | None = None
         self._among_copies: Pending | None = None
         self._scratch: Tensor | None = None
+        self._squares: tuple[Tensor, ...] = ()
+        """Of the sum that left a GPU for the host, while it is the only one: what is there need not come back."""
 
     @property
     def device(self) -> torch.device:
@@ -310,11 +314,19 @@ class Chunk:
     def masters(self, local: slice | None = None) -> Tensor:
         """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
         local = local or slice(0, self.own_value.numel())
-        return self.master[local] if self.residual is None else split.join(*self.halves(local))
+        if self.residual is None:
+            return self.master[local]
+        here = self.own_value.device
+        return split.join(*(to_device(half, here) for half in self.halves(local)))
 
     def set_masters(self, local: slice, masters: Tensor) -> None:
         """Split such elements of any dtype into their halves."""
-        split.split_(masters.to(self.master.dtype), *self.halves(local))
+        halves, device = self.halves(local), self.own_value.device
+        here = [to_device(half, device) for half in halves]
+        split.split_(to_device(masters, device).to(self.master.dtype), *here)
+        for half, changed in zip(halves, here, strict=True):
+            if changed is not half:  # the residual rests on another tier
+                half.copy_(changed)
 
     @property
     def update_bytes(self) -> int:
@@ -458,14 +470,14 @@ class Chunk:
     def keep_weights_on_device(self) -> None:
         """This rank's shard rests on the device from now on."""
         assert self.weights_at_rest is not None and self.own_value is self.weights_at_rest
-        kept = to_device(self.own_value.clone(), self.device)
+        kept = copied_to(self.own_value, self.device)
         self.master = kept if self.master is self.own_value else self.master
         self.own_value, self.weights_at_rest = kept, None
 
     def keep_gradient_on_device(self) -> None:
         """This rank's sum of the gradient rests on the device from now on. Nothing of it may be on its way."""
         assert self.gradient_at_rest is not None and self.gradient is self.gradient_at_rest
-        self.gradient, self.gradient_at_rest = to_device(self.gradient.clone(), self.device), None
+        self.gradient, self.gradient_at_rest = copied_to(self.gradient, self.device), None
         self.outbox = None
 
     # ---- shards ----
@@ -512,7 +524,7 @@ class Chunk:
         self.move(GradientState.EMPTY)
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
-        self._sums = 0
+        self._sums, self._squares = 0, ()
         self._drop()
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
@@ -572,6 +584,8 @@ class Chunk:
             assert self.filling is not None
             sums, summed = self._sharded_sums(), self.filling[slice(*self._scattered)]
             if self.outbox is not None:
+                first = self.outbox.on_stream and self._sums == 0 and not self._sums_copies
+                self._squares = tuple(self._squares_of(summed)) if first else ()
                 self.outbox.send(sums, summed, add=self._sums > 0)
             elif self._sums:
                 sums.add_(summed)
@@ -615,33 +629,48 @@ class Chunk:
 
     def squares(self) -> Tensor:
         """Sum of squares of this rank's share of the counted gradient elements, 0-d float64."""
-        spans = [self._share_of(first, last) for first, last in self._counted]
-        found = [
-            _block_norms(self.gradient[span]).double().square().sum()
-            for span in spans
-            if span.start < span.stop
-        ]
-        zero = torch.zeros((), dtype=torch.float64, device=self.gradient.device)
-        return torch.stack(found).sum() if found else zero
+        assert self.state is GradientState.REDUCED and not self.ordered
+        (squares,) = self._squares or self._squares_of(self.gradient)
+        return squares
 
     def block_squares(self, entry: Entry) -> Tensor:
         """Squares [blocks] of the norms of an entry's blocks, float64; zero for blocks in other ranks' shares and for
         elements that this rank does not count. Their bits do not depend on where the chunk is cut."""
-        out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=self.gradient.device)
+        assert self.state is GradientState.REDUCED and self.ordered
+        number = self.spec.entries.index(entry)
+        return self._squares[number] if self._squares else self._block_squares(self.gradient, entry)
+
+    def _squares_of(self, gradient: Tensor) -> Iterator[Tensor]:
+        """What `squares` tells of this gradient [owned], or, where sums are `ordered`, `block_squares` of each entry:
+        taken on the device wherever the gradient is, so that the bits are the same."""
+        if self.ordered:
+            yield from (self._block_squares(gradient, entry) for entry in self.spec.entries)
+            return
+        spans = [self._share_of(first, last) for first, last in self._counted]
+        found = [
+            _block_norms(to_device(gradient[span], self.device)).double().square().sum()
+            for span in spans
+            if span.start < span.stop
+        ]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        yield torch.stack(found).sum() if found else zero
+
+    def _block_squares(self, gradient: Tensor, entry: Entry) -> Tensor:
+        out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=self.device)
         for first, last in self._counted:
             span = self._share_of(max(first, entry.start), min(last, entry.stop))
             if span.start >= span.stop:
                 continue
             offset = span.start + self.owned[0] - entry.start
             for start, stop in _cut_to_blocks(offset, offset + span.stop - span.start):
-                norms = _block_norms(self.gradient[span.start + start - offset : span.start + stop - offset])
+                part = gradient[span.start + start - offset : span.start + stop - offset]
+                norms = _block_norms(to_device(part, self.device))
                 at = start // SHARD_BLOCK_NUMEL
                 out[at : at + len(norms)] += norms.double().square()
         return out
 
     def _share_of(self, first: int, last: int) -> slice:
         """The part of elements [first, last) that lies in this rank's share, as a slice of `gradient`."""
-        assert self.state is GradientState.REDUCED
         start = self.owned[0]
         return slice(max(first, self.share[0]) - start, min(last, self.share[1]) - start)
 
@@ -668,6 +697,10 @@ class Chunk:
             yield end, entry.start
             end = entry.stop
         yield end, self.spec.numel
+
+
+def _on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def blocks_of(entry: Entry) -> int:

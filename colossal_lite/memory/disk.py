@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from colossal_lite.memory.host import pages
 from colossal_lite.memory.records import PAGE_BYTES, Block, FileLayout
 
 THREADS = 4
@@ -44,13 +45,6 @@ class DiskError(OSError):
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
-
-
-def pages(size_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [size_bytes] in memory of its own that begins on a page, zeros."""
-    room = torch.zeros(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
-    start = 0 if room.is_meta else -room.data_ptr() % PAGE_BYTES
-    return room[start : start + size_bytes]
 
 
 class DiskFile:

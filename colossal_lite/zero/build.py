@@ -18,7 +18,7 @@ from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.disk import DiskError, DiskFile
-from colossal_lite.memory.mover import LinkSpeed
+from colossal_lite.memory.lane import LinkSpeed
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
@@ -105,6 +105,7 @@ def build_chunks(
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
             on_host=config.memory.moves,
+            master_on_host=config.memory.records_tier != "device",
             split_master=precision.split,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,

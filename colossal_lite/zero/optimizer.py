@@ -28,7 +28,8 @@ from torch import Tensor
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import AS_IT_COPIES, Link, LinkSpeed, to_device
+from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
+from colossal_lite.memory.mover import Link, copied_to
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
@@ -201,9 +202,11 @@ class ChunkOptimizer:
     @property
     def links(self) -> tuple[Link, ...]:
         """By which state, weights and gradients travel between tiers."""
-        return self.tiers.links if self.tiers else ()
+        return (*(self.tiers.links if self.tiers else ()), *(self.shards.links if self.shards else ()))
 
     def close(self) -> None:
+        if self.shards:
+            self.shards.close()
         if self.tiers:
             self.tiers.close()
 
@@ -237,7 +240,7 @@ class ChunkOptimizer:
         for index in indices:
             chunk = self._chunks[index]
             parts = {
-                name: to_device(flat.clone(), chunk.device)
+                name: copied_to(flat, chunk.device)
                 for name, flat in self.tiers.opened(index, write=False).items()
             }
             if (words := parts.pop(MASTER, None)) is not None:
@@ -352,6 +355,10 @@ class ChunkOptimizer:
             "visiting", None, tiers.device_bytes + shards, SLOTS * max(sizes) + foreseen,
             "slots of state that visits the device",
         )  # fmt: skip
+        landings = self.shards.host_bytes if self.shards else 0
+        if landings:
+            origin = "what sums of gradients land in to be added"
+            return (device, Visit("landing", "host", landings, landings, origin))
         if tiers.below is None:
             return (device,)
         padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]

@@ -147,6 +147,8 @@ class Residence:
     def _move(self, placed: Placement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
         stays = {piece.name for piece in placed.pieces} - placed.on_host
+        for link in self._optimizer.links:
+            link.drain()
         for index, chunk in enumerate(self._chunks):
             if Name(index, Kind.WEIGHTS) in stays:
                 chunk.keep_weights_on_device()
@@ -188,6 +190,8 @@ class Residence:
         held = placed.host_bytes if self._memory.moves else 0
         if tiers is not None and (tiers.tier == "disk" or not self._memory.moves):
             held += tiers.host_bytes
+        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
+            held += self._optimizer.shards.host_bytes
         if budget is not None and held > budget:
             rule = f"{held:,} bytes rest on the host or pass through it"
             other = "smaller fractions" if self._memory.placement == "static" else "a larger device_budget"

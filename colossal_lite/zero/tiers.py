@@ -3,7 +3,7 @@
 Note: records and slots.
 A chunk has a record: its state tensors and what its masters have beside the weights, if anything, side by side in one
 buffer, so that a visit is one copy each way.  On the device there are `AHEAD + 2` slots as large as the largest record:
-one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have an arena there.  Records that
+one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have a place there.  Records that
 rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
 down, one is written.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into
 it is done and comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order,
@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.disk import DiskFile, pages
-from colossal_lite.memory.mover import Buffers, Link, LinkSpeed, Transfer
+from colossal_lite.memory.disk import DiskFile
+from colossal_lite.memory.host import host_pages, host_room
+from colossal_lite.memory.lane import LinkSpeed, ThreadLane, lane_beside
+from colossal_lite.memory.mover import Buffers, Link, Transfer
 from colossal_lite.memory.records import FileLayout
 from colossal_lite.plan import DISK, Action, Kind
 
@@ -73,17 +75,17 @@ class States(ABC):
         self._chunks = tuple(chunks)
         self._records = [_record(chunk, names) for chunk, names in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
-        self._host_device = torch.device("cpu") if device.type != "meta" else device
         self._device = device
         self._make_slots()
         self.host_bytes = 0
-        """Of the arena or the slots."""
+        """Of the places or the slots."""
         self.disk_bytes = 0
         """Of the file."""
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
         self._outgoing: dict[int, Transfer] = {}  # on its way back to where it rests
-        self.up, self.down = Link("h2d", speed, timeout_s=timeout_s), Link("d2h", speed, timeout_s=timeout_s)
+        self.up = Link("h2d", lane_beside(device, speed), timeout_s=timeout_s)
+        self.down = Link("d2h", lane_beside(device, speed), timeout_s=timeout_s)
 
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
@@ -131,7 +133,7 @@ class States(ABC):
             coming = self._incoming.pop(index, None)
             self._slots.give(self._here.pop(index), *() if coming is None else (coming,))
         while self._outgoing:
-            self._outgoing.popitem()[1].wait()
+            self._outgoing.popitem()[1].finish()
 
     def close(self) -> None:
         self.up.close()
@@ -192,7 +194,7 @@ def _record(chunk: Chunk, names: Sequence[str]) -> Record:
 
 
 class HostStates(States):
-    """Records that rest in an arena on the host."""
+    """Records that rest on the host, each in a place of its own."""
 
     tier = "host"
 
@@ -201,9 +203,8 @@ class HostStates(States):
     ) -> None:
         super().__init__(chunks, states, timeout_s, speed)
         sizes = [record.size for record in self._records]
-        arena = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device)
         self.host_bytes = self.record_bytes
-        self._rest = arena.split(sizes)
+        self._rest = [host_room(size, self._dtype, self._device) for size in sizes]
         for index, chunk in enumerate(self._chunks):
             parts = self._records[index].parts(self._rest[index])
             if MASTER in parts:
@@ -233,16 +234,11 @@ class HostStates(States):
         """Records are changed where they rest."""
 
     def release(self, indices: Collection[int]) -> None:
-        """These records rest elsewhere from now on: the arena and the slots are as large as the others need. Nothing
-        may be on its way."""
+        """These records rest elsewhere from now on: their places are given back, and the slots are as large as the
+        others need. Nothing may be on its way."""
         for index in indices:
             self._records[index] = Record()
-        before, sizes = self._rest, [record.size for record in self._records]
-        self._rest = torch.zeros(sum(sizes), dtype=self._dtype, device=self._host_device).split(sizes)
-        for index in range(len(sizes)):
-            if index not in indices:
-                self._rest[index].copy_(before[index])
-                self.at_rest(index)
+            self._rest[index] = host_room(0, self._dtype, self._device)
         self._make_slots()
         self.host_bytes = self.record_bytes
 
@@ -263,14 +259,14 @@ class DiskStates(States):
         self._file = open_file(self.layout) if open_file else None
         self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
         self.host_bytes = HOST_SLOTS * largest
-        room = pages(self.host_bytes, self._host_device)
+        room = host_pages(self.host_bytes, self._device)
         self._passing = Buffers(room[i * largest : (i + 1) * largest] for i in range(HOST_SLOTS))
         self._came: dict[int, tuple[Tensor, Transfer]] = {}  # read from disk, or on its way
         self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
         self._changed: set[int] = set()
-        self.reads = Link("read", LinkSpeed(), timeout_s=timeout_s)
-        self.writes = Link("write", LinkSpeed(), timeout_s=timeout_s)
+        self.reads = Link("read", ThreadLane(), timeout_s=timeout_s)
+        self.writes = Link("write", ThreadLane(), timeout_s=timeout_s)
         for index, chunk in enumerate(self._chunks):
             if self._file is not None and self._records[index].size:
                 slot, _ = self._passing.take()
@@ -366,7 +362,7 @@ class DiskStates(States):
                 self._put_back(next(iter(self._opened)))
             slot, free = self._passing.take()
             for transfer in free:
-                transfer.wait()
+                transfer.finish()
             self._read(index, slot)
             self._opened[index] = slot
         self._opened[index] = slot = self._opened.pop(index)

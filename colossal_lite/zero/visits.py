@@ -3,7 +3,9 @@
 Note: three ways over the link.
 In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
 (`Chunk.fetch`).  A sum of gradients leaves through an outbox, two buffers on the device, and is added on the host to
-those of the micro-batches before, in their order: the same bits as on the device.  For its update, with the optimizer's
+those of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
+squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
+(`Chunk.squares`).  For its update, with the optimizer's
 record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
 into slots, and the weights go back.  Weights beside whole masters are written whole and need not come.  There are as
 many slots as records: one is updated, `AHEAD` are filled, one is emptied.  Whoever reads a chunk's `own_value`,
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.host import host_room
+from colossal_lite.memory.lane import ThreadLane
 from colossal_lite.memory.mover import Buffers, Link, Outbox, Transfer
 from colossal_lite.zero.budget import OUTGOING, VISITORS
 
@@ -31,8 +35,9 @@ class HostShards:
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._gradients_here: dict[int, Tensor] = {}
         self._outgoing: list[Transfer] = []
-        self.device_bytes = 0
-        """Of the slots."""
+        self._adds = Link("add", ThreadLane(), timeout_s=down.timeout_s)
+        self.device_bytes = self.host_bytes = 0
+        """Of the slots, and of what sums land in."""
         self.settle()
 
     def settle(self) -> None:
@@ -42,9 +47,15 @@ class HostShards:
         gradients = [c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None]
         self._weight_slots = Buffers(self._slots(VISITORS, weights))
         self._gradient_slots = Buffers(self._slots(VISITORS, gradients))
-        outbox = Outbox(self._down, self._slots(OUTGOING, gradients))
+        landings = self._landings(gradients)
+        outbox = Outbox(self._down, self._adds, self._slots(OUTGOING, gradients), landings)
         for chunk in self._chunks:
             chunk.outbox = outbox if chunk.gradient_at_rest is not None else None
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Beside those up and down."""
+        return (self._adds,) if self._down.lane.on_stream else ()
 
     @property
     def moving(self) -> set[int]:
@@ -116,7 +127,19 @@ class HostShards:
     def flush(self) -> None:
         """All weights are whole on the host."""
         while self._outgoing:
-            self._outgoing.pop().wait()
+            self._outgoing.pop().finish()
+
+    def close(self) -> None:
+        self._adds.close()
+
+    def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
+        """Where sums come down to be added; a thread adds as it copies, and needs none."""
+        numel = max((tensor.numel() for tensor in rest), default=0) if self._down.lane.on_stream else 0
+        landings = [
+            host_room(numel, rest[0].dtype, self._chunks[0].device) for _ in range(OUTGOING if numel else 0)
+        ]
+        self.host_bytes = sum(landing.nbytes for landing in landings)
+        return landings
 
     def _slots(self, count: int, rest: Sequence[Tensor]) -> list[Tensor]:
         if not rest:

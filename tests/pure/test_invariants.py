@@ -20,7 +20,8 @@ from torch import nn
 from colossal_lite.config import Config
 from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import Link, LinkSpeed, Transfer
+from colossal_lite.memory.lane import LinkSpeed, ThreadLane
+from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.pack import ChunkSpec, Item, pack
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
@@ -193,7 +194,8 @@ def assert_newest_versions(
 
     def delayed(self: Link, work: Callable[[], object], size_bytes: int, **more: Any) -> Any:
         if seconds := delays(self.name):
-            self._thread.submit(self._closed.wait, seconds)
+            assert isinstance(self.lane, ThreadLane)
+            self._thread.submit(self.lane._hurries.wait, seconds)
         return run(self, work, size_bytes, **more)
 
     chunks, states = records(count), [("moment",)] * count

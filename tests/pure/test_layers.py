@@ -35,13 +35,14 @@ PURE = {
     ),
 }
 LEVELS: tuple[set[str], ...] = (
-    {"exchange", "kernels", "watch", *PURE},
+    {"exchange", "kernels", "memory.lane", "watch", *PURE},
     {
         "comm",
         "host_wire",
         "keep",
         "memory.arena",
         "memory.disk",
+        "memory.host",
         "memory.mover",
         "memory.tracer",
         "mesh",
@@ -74,6 +75,7 @@ LEVELS: tuple[set[str], ...] = (
 NEIGHBOURS = {
     ("comm", "host_wire"): "one of the two ways by which a communicator reaches its peers",
     ("mesh", "host_wire"): "each group is given the way that its ranks have",
+    ("memory.disk", "memory.host"): "direct access wants whole pages, as locking them does",
     ("mesh", "comm"): "a mesh is a set of communicators, one per group",
     ("tokens", "data"): "windows and batches of the ids that it reads",
     ("compare", "planner"): "a comparison is a plan for each mode",

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from colossal_lite.memory.mover import Link, LinkSpeed
+from colossal_lite.memory.lane import LinkSpeed, ThreadLane
+from colossal_lite.memory.mover import Link
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def links() -> Iterator[list[Link]]:
 
 
 def test_copies_arrive_in_order_and_are_counted(links: list[Link]) -> None:
-    link = Link("up", LinkSpeed(latency_s=0.002))
+    link = Link("up", ThreadLane(LinkSpeed(latency_s=0.002)))
     links.append(link)
     slot, sources = torch.zeros(8), [torch.full((8,), float(i)) for i in range(5)]
     seen = []
@@ -33,7 +34,7 @@ def test_copies_arrive_in_order_and_are_counted(links: list[Link]) -> None:
 
 
 def test_a_copy_takes_as_long_as_the_link_needs(links: list[Link]) -> None:
-    link = Link("up", LinkSpeed(bandwidth_bytes_s=4e5, latency_s=0.01))
+    link = Link("up", ThreadLane(LinkSpeed(bandwidth_bytes_s=4e5, latency_s=0.01)))
     links.append(link)
     start = time.perf_counter()
     for transfer in [link.copy(torch.zeros(1000), torch.ones(1000)) for _ in range(3)]:
@@ -43,21 +44,21 @@ def test_a_copy_takes_as_long_as_the_link_needs(links: list[Link]) -> None:
 
 def test_a_copy_waits_for_the_one_it_comes_after_on_another_link(links: list[Link]) -> None:
     """Else a slot is refilled while it is still emptied."""
-    up, down = Link("up", LinkSpeed()), Link("down", LinkSpeed(latency_s=0.05))
+    up, down = Link("up", ThreadLane()), Link("down", ThreadLane(LinkSpeed(latency_s=0.05)))
     links.extend((up, down))
     slot, host = torch.full((4,), 1.0), torch.zeros(4)
     gate = threading.Event()
     down._thread.submit(gate.wait, 10)
     out = down.copy(host, slot)
     into = up.copy(slot, torch.full((4,), 2.0), after=(out,))
-    assert not into._done.done() and float(slot[0]) == 1.0
+    assert not into.is_handed and float(slot[0]) == 1.0
     gate.set()
     into.wait()
     assert float(host[0]) == 1.0 and float(slot[0]) == 2.0
 
 
 def test_a_failed_copy_is_told_to_whoever_waits(links: list[Link]) -> None:
-    link = Link("up", LinkSpeed())
+    link = Link("up", ThreadLane())
     links.append(link)
     transfer = link.copy(torch.zeros(4), torch.zeros(4))
     transfer.wait()
@@ -69,7 +70,7 @@ def test_a_failed_copy_is_told_to_whoever_waits(links: list[Link]) -> None:
 
 
 def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
-    link = Link("up", LinkSpeed(latency_s=60.0))
+    link = Link("up", ThreadLane(LinkSpeed(latency_s=60.0)))
     target = torch.zeros(4)
     transfer = link.copy(target, torch.ones(4))
     link.close()

@@ -14,7 +14,7 @@ import torch
 
 from colossal_lite.config import ConfigError
 from colossal_lite.engine import Engine
-from colossal_lite.memory.mover import LinkSpeed
+from colossal_lite.memory.lane import LinkSpeed
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.zero.budget import Kind, Name, Phase, Placement, Use, link_bound, place
 from colossal_lite.zero.reside import Residence

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_lite.memory.mover import Link, LinkSpeed
+from colossal_lite.memory.lane import Lane, LinkSpeed, ThreadLane
+from colossal_lite.memory.mover import Link
 from colossal_lite.zero import tiers
 from tests.parity import Case, chunk_numel, initial_values, start
 from tests.pool import RankEnv, run_world
@@ -54,8 +55,8 @@ def on_disk(directory: Path) -> dict[str, Any]:
 def slow(env: RankEnv, case: Case, speeds: dict[str, LinkSpeed]) -> Any:
     make = Link.__init__
 
-    def of_its_own(self: Link, name: str, speed: LinkSpeed, **more: Any) -> None:
-        make(self, name, speeds.get(name, speed), **more)
+    def of_its_own(self: Link, name: str, lane: Lane, **more: Any) -> None:
+        make(self, name, ThreadLane(speeds[name]) if name in speeds else lane, **more)
 
     with patch.object(Link, "__init__", of_its_own):
         return bits(env, case)

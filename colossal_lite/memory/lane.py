@@ -1,0 +1,188 @@
+"""What it is for a copy to begin and to end: on a thread of the host, or on a stream of a GPU.
+
+Note: the only difference.
+Which copies there are, in which order, after which others and into which buffers is said by memory/mover.py and its
+users, and is the same everywhere.  A `Lane` says what remains.
+
+On a *thread* a copy has ended when its work returns, and whoever needs it waits there.  That is how files are read and
+written, sums added on the host, and how a device behind a bus is emulated on one machine.
+
+On a *stream* work returns at once, and its end is an event.  The computing on the device then waits for the event by
+its own stream, and the host goes on; a host that reads the bytes itself waits for the event (`ended`).  A copy begins
+after all that the computing had been given when it was asked for (`now`): so it reads what was written by then, and
+overwrites nothing that is still read.  Everything else that one stream needs of another is an event among `before`.
+Cost: an event a copy, two with a time for each wait.
+Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/pure/test_streams.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+POLL_S = 2e-5
+
+
+class Event(Protocol):
+    """A point in a stream, as torch.cuda.Event has it."""
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """What a link between two tiers does: a copy takes `latency_s` and its bytes over `bandwidth_bytes_s` (None: as
+    fast as the machine copies). On one machine the emulation of a device behind a bus."""
+
+    bandwidth_bytes_s: float | None = None
+    latency_s: float = 0.0
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.latency_s + (size_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0)
+
+
+AS_IT_COPIES = LinkSpeed()
+
+
+class Lane(ABC):
+    """Where the work of one link runs."""
+
+    on_stream = False
+
+    @abstractmethod
+    def now(self) -> Event | None:
+        """What the computing has been given so far; None where it does all at once."""
+
+    @abstractmethod
+    def run(
+        self, work: Callable[[], object], size_bytes: int, before: Sequence[Event], timeout_s: float
+    ) -> Event | None:
+        """Do work that moves so many bytes after the events `before`: its end, or None where it has ended."""
+
+    @abstractmethod
+    def hold(self, handed: Callable[[], Event | None]) -> None:
+        """Keep the computing from going on before the end of work that `handed` tells."""
+
+    @property
+    @abstractmethod
+    def held_s(self) -> float:
+        """Seconds that the computing has stood still so."""
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """Emulated time is not waited for any more."""
+
+
+class ThreadLane(Lane):
+    """Work on the thread that runs it, no faster than `speed`."""
+
+    def __init__(self, speed: LinkSpeed = AS_IT_COPIES) -> None:
+        self.speed = speed
+        self._held_s = 0.0
+        self._hurries = threading.Event()
+
+    def now(self) -> None:
+        return None
+
+    def run(
+        self, work: Callable[[], object], size_bytes: int, before: Sequence[Event], timeout_s: float
+    ) -> None:
+        for event in before:
+            ended(event, timeout_s)
+        start = time.perf_counter()
+        work()
+        left_s = self.speed.seconds(size_bytes) - (time.perf_counter() - start)
+        if left_s > 0:
+            self._hurries.wait(left_s)
+
+    def hold(self, handed: Callable[[], Event | None]) -> None:
+        start = time.perf_counter()
+        handed()
+        self._held_s += time.perf_counter() - start
+
+    @property
+    def held_s(self) -> float:
+        return self._held_s
+
+    def hurry(self) -> None:
+        self._hurries.set()
+
+
+class StreamLane(Lane):
+    """Work on a stream of its own of a device; the computing is on whatever stream is current where it is asked for."""
+
+    on_stream = True
+
+    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
+        """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream` and `stream`."""
+        self._device, self._streams = device, streams
+        self._stream = streams.Stream(device)
+        self._held: deque[tuple[Event, Event]] = deque()  # where the computing stopped, and where it went on
+        self._held_s = 0.0
+
+    def now(self) -> Event:
+        event: Event = self._computing.record_event()
+        return event
+
+    def run(
+        self, work: Callable[[], object], size_bytes: int, before: Sequence[Event], timeout_s: float
+    ) -> Event:
+        with self._streams.stream(self._stream):
+            for event in before:
+                self._stream.wait_event(event)
+            work()
+            end: Event = self._stream.record_event()
+        return end
+
+    def hold(self, handed: Callable[[], Event | None]) -> None:
+        stopped = self._timed()
+        event = handed()  # a host that has to wait for this leaves the device without work meanwhile
+        if event is not None:
+            self._computing.wait_event(event)
+        self._held.append((stopped, self._timed()))
+        self._fold()
+
+    @property
+    def held_s(self) -> float:
+        """Of the waits that the device has come to the end of; the others count when it has."""
+        self._fold()
+        return self._held_s
+
+    def hurry(self) -> None:
+        """Nothing is emulated."""
+
+    def _fold(self) -> None:
+        while self._held and self._held[0][1].query():
+            stopped, went_on = self._held.popleft()
+            self._held_s += stopped.elapsed_time(went_on) / 1e3
+
+    def _timed(self) -> Event:
+        event: Event = self._computing.record_event(self._streams.Event(enable_timing=True))
+        return event
+
+    @property
+    def _computing(self) -> Any:
+        return self._streams.current_stream(self._device)
+
+
+def lane_beside(device: torch.device, speed: LinkSpeed) -> Lane:
+    """The lane of a link between the host and a device: of `speed` where that is emulated."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(speed)
+
+
+def ended(event: Event, timeout_s: float) -> None:
+    """Wait for an event, on the host. Raises TimeoutError, where the event's own wait would stay for ever."""
+    latest_s = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > latest_s:
+            raise TimeoutError(f"the device has not come to the end of a copy in {timeout_s:g} s (timeout_s)")
+        time.sleep(POLL_S)
