@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.config import Config
+from colossal_lite.config_rules import device_problems
 from colossal_lite.context import Context
 from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
@@ -35,6 +36,7 @@ from colossal_lite.pipeline.schedule import StepShape, compute_plan
 from colossal_lite.pipeline.units import Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
+from colossal_lite.problems import refuse
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.report import Foretell
 from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
@@ -89,16 +91,8 @@ def initialize(
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
     _check_optimizer(optimizer, module, parallelized.specs, context)
-    if config.memory.placement != "device" and context.device.type != "cpu":
-        raise ValueError(
-            f"memory.placement={config.memory.placement!r} on {context.device.type} is not built yet (a device tier is "
-            f"emulated on the cpu); legal: 'device'"
-        )
-    if config.memory.device_budget is not None and context.device.type != "cpu":
-        raise ValueError(
-            f"memory.device_budget={config.memory.device_budget} on {context.device.type} is not built yet (what a "
-            f"model holds is measured on the cpu); legal: None"
-        )
+    data = context.mesh.size("data")
+    refuse(device_problems(config.memory, config.zero, data, context.device.type))
     names = Names.of(module, parallelized.specs)
     stages = _lay_out(module, facts, parallelized, streams, context)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}

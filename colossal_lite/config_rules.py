@@ -18,6 +18,7 @@ from colossal_lite.zero.stages import Sharding
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config, ParallelConfig
+    from colossal_lite.memory.placement import MemoryConfig
     from colossal_lite.settings import ZeroConfig
 
 
@@ -102,6 +103,19 @@ def shard_problems(
         rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
         legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
         yield Problem("zero.reshard_after_forward", zero.near, rule, legal)
+
+
+def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_type: str) -> Iterator[Problem]:
+    """What of `memory` is not for a device of this type, where there are `data` ranks along the data axis."""
+    if device_type == "cpu":
+        return
+    if memory.link_bandwidth is not None:
+        rule = f"emulates a link, and {device_type} has one"
+        yield Problem("memory.link_bandwidth", memory.link_bandwidth, rule, "None")
+    if memory.moves and zero.is_hybrid(data):
+        rule = f"keeps gradients on the host, over which copies of {zero.shard} ranks are not summed on {device_type}"
+        legal = "zero.shard=None, or memory.placement='host', 'disk' or 'device'"
+        yield Problem("memory.placement", memory.placement, rule, legal)
 
 
 def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:

@@ -158,7 +158,7 @@ class Engine:
         memory = config.memory
         if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
             self._residence = Residence(
-                config.memory, chunks, self._weights, self._optimizer, self.mesh.world,
+                config.memory, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
                 accumulation=config.gradient_accumulation, frozen_bytes=frozen_bytes,
             )  # fmt: skip
         self._whole = WholeState(
@@ -758,10 +758,12 @@ class Engine:
 
     def _foresee(self, inputs: Sequence[Tensor]) -> None:
         """Before the first micro-batch under a budget, whose step will have such inputs [B, T]: a step that `plan`
-        foretells not to fit is refused. Not for models and losses that `plan` does not know: these are measured."""
+        foretells not to fit is refused. Not for models and losses that `plan` does not know, nor for the kernels of a
+        GPU: these are measured."""
         if self._residence is None or self._residence.is_foreseen:
             return
         known = self._foretell is not None and self._facts is not None and self._criterion is None
+        known = known and self.context.device.type == "cpu"
         samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[-1]
         foretell: Foretell = self._foretell if known and self._foretell and samples else lambda *_, **__: None
         self._residence.foresee(partial(foretell, samples, tokens))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -55,6 +56,25 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, held_bytes: int) -> None:
         self._alive.discard(key)
         self.now_bytes -= held_bytes
+
+
+class AllocatedBytes:
+    """What the allocator of a GPU has given at the most while this was active, over `base_bytes`: workspaces and what
+    kernels take within one operation included. Its peak counts anew from each beginning."""
+
+    def __init__(self, device: torch.device, base_bytes: int, allocator: Any = torch.cuda) -> None:
+        """`allocator`: what has torch.cuda's statistics."""
+        self._device, self._allocator = device, allocator
+        # What is said to be there and is not must not hide what comes.
+        self._base_bytes = min(base_bytes, allocator.memory_allocated(device))
+        self.peak_bytes = 0
+
+    def __enter__(self) -> None:
+        self._allocator.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        most = self._allocator.max_memory_allocated(self._device) - self._base_bytes
+        self.peak_bytes = max(self.peak_bytes, most)
 
 
 @dataclass(frozen=True)

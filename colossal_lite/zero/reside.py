@@ -12,6 +12,11 @@ put in force at the same moment.  What cannot fit whatever the batch is refused 
 of it without a run.  A later batch that holds more than the first is not foreseen.  With one rank a shard that rests on
 the device is copied to its slot for a use, as with several.  Cost: the run without tensors; counting makes the first
 step slower.
+
+A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
+of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
+gathered meanwhile, which count twice.  The budget is of bytes that are allocated; what the allocator has reserved
+beyond them (`torch.cuda.memory_reserved`) is not counted.
 """
 
 from __future__ import annotations
@@ -20,12 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 
+import torch
+
 from colossal_lite.comm import AxisComm
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.placement import MemoryConfig
-from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.memory.tracer import AllocatedBytes, LiveBytes
 from colossal_lite.problems import Problem, refuse
-from colossal_lite.zero.budget import Kind, Name, Piece, Placement, divide, place
+from colossal_lite.zero.budget import Kind, Name, Piece, Placement, divide, place, visiting_bytes
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
@@ -85,12 +92,14 @@ class Residence:
 
     def __init__(
         self, memory: MemoryConfig, chunks: Sequence[Chunk], weights: Weights,
-        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, accumulation: int, frozen_bytes: int,
+        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device, accumulation: int,
+        frozen_bytes: int,
     ) -> None:  # fmt: skip
         """Raises ConfigError for a budget that is too small for any batch."""
         self._memory, self._chunks, self._weights, self._optimizer = memory, tuple(chunks), weights, optimizer
         self._world, self._accumulation, self._frozen_bytes = world, accumulation, frozen_bytes
-        self._meter = LiveBytes()
+        self._device = device
+        self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: Placement | None = None
         """Where everything rests; None before the first update."""
         self.is_foreseen = False
@@ -107,8 +116,19 @@ class Residence:
         if self.placement is not None or self._memory.device_budget is None:
             yield
             return
+        self._meter = self._meter or self._new_meter()
         with self._meter:
             yield
+
+    def _new_meter(self) -> LiveBytes | AllocatedBytes:
+        """On a GPU what is there beside the state of this moment, all of whose pieces rest on the host, counts too."""
+        if self._device.type != "cuda":
+            return LiveBytes()
+        fixed, pieces = fixed_of(self._chunks, self._optimizer), self._pieces(None)
+        if not self._memory.moves and self._optimizer.tiers is not None:
+            fixed["visiting"] = self._optimizer.tiers.device_bytes
+        slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
+        return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
 
     def foresee(self, foretell: Callable[..., Mapping[str, int] | None]) -> None:
         """Before the first micro-batch: what does not fit by what `foretell` says this rank will hold (`prefetch=`:
@@ -135,7 +155,7 @@ class Residence:
         for slots in slots_of(self._chunks):  # what a step without a plan took beyond it
             slots.shrink()
         with self._world.ledger.paused():
-            measured = max(self._world.gather_json(self._meter.peak_bytes))
+            measured = max(self._world.gather_json(self._meter.peak_bytes if self._meter else 0))
         self.activations_bytes = max(measured, self.activations_bytes)
         plan = self._weights.plan if isinstance(self._weights, ShardedWeights) else None
         placed = self._placed(self._gathered(plan), self.activations_bytes, plan)
@@ -167,13 +187,15 @@ class Residence:
             "frozen": self._frozen_bytes,
             "activations": max(activations, update),
         }
-        pieces: tuple[Piece, ...] = ()
-        if self._memory.moves:
-            assert isinstance(self._optimizer, ChunkOptimizer)
-            pieces = pieces_of(self._chunks, self._optimizer, plan, self._accumulation)
-        elif self._optimizer.tiers is not None:
+        if not self._memory.moves and self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
-        return placed_by(self._memory, pieces, fixed)
+        return placed_by(self._memory, self._pieces(plan), fixed)
+
+    def _pieces(self, plan: GatherPlan | None) -> tuple[Piece, ...]:
+        if not self._memory.moves:
+            return ()
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        return pieces_of(self._chunks, self._optimizer, plan, self._accumulation)
 
     def _gathered(self, plan: GatherPlan | None) -> int:
         """Bytes of the slots of gathered weights; without a plan the least that any has."""

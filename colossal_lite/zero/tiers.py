@@ -102,6 +102,7 @@ class States(ABC):
 
     def _make_slots(self) -> None:
         largest = max(record.size for record in self._records)
+        self._slots = Buffers(())  # the old ones go first
         self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=self._device))
         self.device_bytes = SLOTS * largest * self._dtype.itemsize
 

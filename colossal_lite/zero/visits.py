@@ -43,6 +43,7 @@ class HostShards:
     def settle(self) -> None:
         """As many and as large slots as what rests on the host now needs. Nothing may be on its way."""
         self.device_bytes = 0
+        self._weight_slots = self._gradient_slots = Buffers(())  # the old ones go first
         weights = [c.weights_at_rest for c in self._chunks if c.weights_at_rest is not None]
         gradients = [c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None]
         self._weight_slots = Buffers(self._slots(VISITORS, weights))

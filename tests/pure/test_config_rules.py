@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from colossal_lite.config import Config, ConfigError
 from colossal_lite.config_rules import (
+    device_problems,
     legal_tensor_sizes,
     model_problems,
     nearest_factorisations,
@@ -263,3 +264,18 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_piece(size: int, mode: str, 
     facts = replace(GPT2, sequence=tokens)
     divides = tokens % (2 * size) == 0 or size == 1
     assert divides == (not list(model_problems(config.parallel, facts)))
+
+
+def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:
+    def refused(zero: dict[str, object] | None = None, **memory: object) -> list[str]:
+        config = Config.load({"zero": zero or {}, "memory": memory})
+        assert not list(device_problems(config.memory, config.zero, 4, "cpu"))
+        return [problem.path for problem in device_problems(config.memory, config.zero, 4, "cuda")]
+
+    for placement in ("device", "host", "auto"):
+        assert refused(placement=placement) == []
+    hybrid = {"stage": 3, "shard": 2}
+    assert refused(hybrid, placement="host") == [] and refused(hybrid, placement="disk", disk_dir="x") == []
+    assert refused(hybrid, placement="auto", device_budget=9) == ["memory.placement"]
+    assert refused({"stage": 3}, placement="auto", device_budget=9) == []
+    assert refused(placement="host", link_bandwidth=9) == ["memory.link_bandwidth"]

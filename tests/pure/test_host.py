@@ -1,0 +1,90 @@
+"""Memory of the host beside a GPU: whole pages, locked once and given back; and what a GPU's allocator says."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from colossal_lite.memory.host import host_pages, host_room, locked, pages
+from colossal_lite.memory.records import PAGE_BYTES
+from colossal_lite.memory.tracer import AllocatedBytes
+
+CPU = torch.device("cpu")
+
+
+class Runtime:
+    """CUDA's, of a system that has 1 MiB to lock."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:  # noqa: N802
+        if size > 2**20:
+            return 2
+        assert start % PAGE_BYTES == 0 and size % PAGE_BYTES == 0, "nobody else's memory is on these pages"
+        assert all(start + size <= a or a + held <= start for a, held in self.locked.items())
+        self.locked[start] = size
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:  # noqa: N802
+        del self.locked[start]
+        return 0
+
+
+def test_pages_are_locked_for_as_long_as_any_part_of_them_lives() -> None:
+    runtime = Runtime()
+    rooms = [locked(pages(size, CPU), runtime, CPU) for size in (1, PAGE_BYTES, 3 * PAGE_BYTES + 5)]
+    assert [room.numel() for room in rooms] == [1, PAGE_BYTES, 3 * PAGE_BYTES + 5]
+    assert sorted(runtime.locked.values()) == [PAGE_BYTES, PAGE_BYTES, 4 * PAGE_BYTES]
+    part = rooms[2][4:8].view(torch.float32)
+    rooms.clear()
+    gc.collect()
+    assert list(runtime.locked.values()) == [4 * PAGE_BYTES] and float(part) == 0.0
+    del part
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_rooms_beside_no_gpu_are_plain_memory_and_on_meta_none() -> None:
+    assert host_room(5, torch.float64, CPU).tolist() == [0.0] * 5
+    assert host_room(5, torch.bfloat16, torch.device("meta")).is_meta
+    assert host_pages(5, CPU).data_ptr() % PAGE_BYTES == 0 and host_pages(5, torch.device("meta")).is_meta
+
+
+class Allocator:
+    """Torch's statistics of a device."""
+
+    def __init__(self, now_bytes: int) -> None:
+        self.now_bytes = self.peak_bytes = now_bytes
+
+    def give(self, size_bytes: int) -> None:
+        self.now_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.now_bytes
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak_bytes
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak_bytes = self.now_bytes
+
+
+def test_what_is_allocated_beside_the_state_counts_in_every_stretch_and_nothing_between() -> None:
+    allocator = Allocator(1000)
+    meter = AllocatedBytes(CPU, 900, allocator)
+    with meter:
+        allocator.give(50)
+        allocator.give(-50)
+    assert meter.peak_bytes == 150, "100 of others"
+    allocator.give(500)
+    allocator.give(-480)
+    with meter:
+        allocator.give(40)
+    assert meter.peak_bytes == 160
+    meter = AllocatedBytes(CPU, 2000, allocator)  # state that is not there
+    with meter:
+        allocator.give(7)
+    assert meter.peak_bytes == 7
