@@ -38,6 +38,7 @@ def hybrid(stage: int, shard: int = 2, **more: Any) -> dict[str, Any]:
 
 
 ORDERED = dict(reduction="ordered")
+SPLIT = dict(dtype="bf16", master="split")
 FULL = dict(clip_grad_norm=0.05, gradient_accumulation=2)
 FOUR = Case(world_size=4, vocabulary=VOCABULARY, chunk_bytes=SMALL, steps=2)
 """Two copies over two ranks each."""
@@ -115,6 +116,95 @@ def test_a_budget_changes_no_bit(reduction: str) -> None:
     found = run_world(within, 4, case, 0.0)
     assert_same_bits([steps for steps, _ in found], run_world(bits, 4, case))
     assert all(0 < on_host <= pieces for _, (on_host, pieces) in found)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": dict(placement="device"),
+    "host": dict(placement="host"),
+    "disk": dict(placement="disk"),
+    "static": dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.8)),
+}
+PLACED = covering_array(
+    dict(
+        where=[
+            (1, "disk"),
+            (1, "static"),
+            (2, "host"),
+            (2, "static"),
+            (3, "disk"),
+            (3, "static"),
+            (3, "near"),
+        ],
+        split=[False, True],
+        reduction=["fast", "ordered"],
+        shard=[1, 2],
+    ),
+    lambda row: row["where"][1] != "near" or row["shard"] == 2,
+)
+FEW = [
+    dict(where=(1, "disk"), split=True, reduction="fast", shard=2),
+    dict(where=(2, "static"), split=False, reduction="ordered", shard=2),
+    dict(where=(3, "static"), split=True, reduction="ordered", shard=1),
+    dict(where=(3, "near"), split=True, reduction="fast", shard=2),
+]
+
+
+def assert_copies_have_the_same_bits(row: dict[str, Any], directory: Path) -> None:
+    """As with float32 masters and everything on the device. `near`: there, but kept by neighbours of a copy of four."""
+    (stage, placement), is_near = row["where"], row["where"][1] == "near"
+    zero = dict(stage=stage, shard=4 if is_near else row["shard"], reduction=row["reduction"])
+    config = dict(zero=zero, precision="bf16", optimizer=ADAMW, clip_grad_norm=0.05, gradient_accumulation=2)
+    whole = replace(LOW, world_size=4, config=config)
+    memory = PLACEMENTS["device" if is_near else placement]
+    memory = memory | (dict(disk_dir=str(directory)) if placement == "disk" else {})
+    more: dict[str, Any] = dict(memory=memory) | (dict(precision=SPLIT) if row["split"] else {})
+    more |= dict(zero=zero | dict(reshard_after_forward=2)) if is_near else {}
+    other = replace(whole, config=config | more)
+    assert_same_bits(run_world(bits, 4, other), run_world(bits, 4, whole))
+
+
+@pytest.mark.parametrize("row", FEW, ids=name_of)
+def test_copies_have_the_same_bits_wherever_things_rest_and_whatever_their_masters(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_copies_have_the_same_bits(row, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", PLACED, ids=name_of)
+def test_copies_have_the_same_bits_in_every_place_and_with_every_master(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_copies_have_the_same_bits(row, tmp_path)
+
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "2d, copies of one data rank": dict(world_size=8, tensor=4, mode="2d", shard=1),
+    "2d, copies of two": dict(world_size=16, tensor=4, mode="2d", shard=2),
+    "2.5d": dict(world_size=16, tensor=8, mode="2.5d", depth=2, shard=1),
+    "3d": dict(world_size=16, tensor=8, mode="3d", shard=1),
+}
+
+
+def assert_grid(name: str, stage: int, **more: Any) -> None:
+    cut = dict(GRIDS[name])
+    zero = dict(stage=stage, shard=cut.pop("shard"), **more)
+    config = dict(clip_grad_norm=0.05, gradient_accumulation=2, zero=zero)
+    assert_parity(replace(FOUR, global_batch=16, ragged=True, steps=1, config=config, **cut))
+
+
+def test_every_gradient_is_the_serial_one_on_copies_of_a_grid() -> None:
+    assert_grid("2d, copies of one data rank", 3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("reduction", ["fast", "ordered"])
+def test_every_gradient_is_the_serial_one_on_copies_of_any_grid(
+    name: str, stage: int, reduction: str
+) -> None:
+    assert_grid(name, stage, reduction=reduction)
 
 
 CAMPAIGN = covering_array(
