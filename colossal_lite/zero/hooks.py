@@ -38,6 +38,9 @@ class GradientHooks:
         self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
+        rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
+        self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
+        """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
         self._chunk_of = {
             id(parameters[entry.name]): number
             for number, chunk in enumerate(self._chunks)
@@ -120,10 +123,9 @@ class GradientHooks:
         self._next -= 1
         while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().finish_reduce()
-        if (
-            self._ends and self.launched > IN_FLIGHT
-        ):  # the order of these must not depend on the backward either
-            self._chunks[self._next + 1 + IN_FLIGHT].start_copies()
+        ended = self._ended_by.get(self._next + 1)
+        if self._ends and ended is not None:  # the order of these must not depend on the backward either
+            self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
 

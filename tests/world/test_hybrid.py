@@ -65,6 +65,9 @@ COMBINATIONS: dict[str, Case] = {
     ),
     "3, ring, copies of one data rank": replace(FOUR, sequence=2, config=FULL | hybrid(3, 1)),
     "1, copies that nobody shards": replace(FOUR, world_size=2, config=FULL | hybrid(1, 1)),
+    "1, 1d, copies that only norms are sharded over": replace(
+        FOUR, tensor=2, layers=3, chunk_bytes=SMALL // 4, steps=1, config=FULL | hybrid(1, 1)
+    ),
     "3, 1d": replace(FOUR, world_size=8, tensor=2, global_batch=8, steps=1, config=FULL | hybrid(3)),
     "2, pipeline": replace(
         FOUR,
