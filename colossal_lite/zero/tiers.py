@@ -203,11 +203,12 @@ class HostStates(States):
         self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
     ) -> None:
         super().__init__(chunks, states, timeout_s, speed)
-        sizes = [record.size for record in self._records]
         self.host_bytes = self.record_bytes
-        self._rest = [host_room(size, self._dtype, self._device) for size in sizes]
-        for index, chunk in enumerate(self._chunks):
-            parts = self._records[index].parts(self._rest[index])
+        self._rest: list[Tensor] = []
+        for index, (record, chunk) in enumerate(zip(self._records, self._chunks, strict=True)):
+            # One after the other: the chunk's own memory of its masters goes as soon as they are here.
+            self._rest.append(host_room(record.size, self._dtype, self._device))
+            parts = record.parts(self._rest[index])
             if MASTER in parts:
                 parts[MASTER].copy_(chunk.master_words)
             self._without_master(index, parts)

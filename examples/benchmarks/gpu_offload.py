@@ -11,8 +11,8 @@ least of the timed steps, tokens a second, the peak of torch's allocator on the 
 resident memory of the process, what crossed the links in a step and how long the computing stood still for it, the last
 loss, in which sides may differ by rounding only, and the largest model that this device and this host's memory would
 hold by this row's own bytes a parameter (less what a process holds anyway; so of a small model it is too small).
-The JSON is rewritten after every row.  Peers need torch and triton alone, ours what colossal_lite needs; a side that
-is not installed, does not fit or has no time left is a row that says so.
+The JSON is rewritten after every row.  FSDP2 needs torch and triton alone, ours also what colossal_lite imports
+(pydantic, einops, rich, psutil); a side that is not installed, does not fit or has no time left is a row that says so.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ ADAMW = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 CLIP = 1.0
 STATE_BYTES = 18
 """A parameter's on the device if all stays there: bf16 weight, float32 gradient, master and two moments."""
+ON_HOST_BYTES = {"device": 0, "ours host": 12, "ours split": 11, "ours auto": 18, "FSDP2 offload": 16}
+"""A parameter's on the host at the most; of other sides as much as of `ours host`, or, of DeepSpeed, of `ours auto`."""
 MARK = "ROW "
 ALONE = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29511")
 """What DeepSpeed reads of the environment."""
@@ -244,6 +246,9 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
     held = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     if side == "device" and held is not None and STATE_BYTES * params > held:
         return Row(name, side, params, note=f"{STATE_BYTES} bytes a parameter are more than the device has")
+    on_host = ON_HOST_BYTES.get(side, 18 if side.startswith("DeepSpeed") else 12)
+    if on_host * params > 0.95 * host_bytes():  # a host without memory ends more than this process
+        return Row(name, side, params, note=f"{on_host} bytes a parameter are more than the host has")
     with ExitStack() as stack:
         try:
             trains = SIDES[side](work, device, stack)
@@ -252,10 +257,10 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
             return Row(name, side, params, note=f"{type(error).__name__}: {error}"[:400])
         on_device = torch.cuda.max_memory_allocated() if device == "cuda" else trains.device_bytes()
         up, down, waited_s = trains.links()
-        on_host = max(0, resident_bytes() - before)
+        grown = max(0, resident_bytes() - before)
         largest = 0.0
         if held is not None:  # processes that are not apart have peaks of each other
-            largest = params / 1e9 * min(held / max(on_device, 1), host_bytes() / max(on_host, 1))
+            largest = params / 1e9 * min(held / max(on_device, 1), host_bytes() / max(grown, 1))
         step_s, gib = statistics.median(times), 2**30
         return Row(
             name, side, params, step_s * 1e3, min(times) * 1e3, work.batch * work.model.sequence / step_s,
