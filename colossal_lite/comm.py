@@ -32,7 +32,7 @@ from torch import Tensor
 
 from colossal_lite.exchange import nothing
 from colossal_lite.host_wire import HostWire, ReduceOp, Started, cut
-from colossal_lite.watch import Watch
+from colossal_lite.watch import Made, Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 deprecates the *_tensor names that are the only ones in 2.11.
@@ -136,6 +136,7 @@ class AxisComm:
     `host` carries tensors of the CPU between ranks of one host, `group` all else.  Without both no peers are reached:
     either the group has one rank, or `recording` is set and the collectives of a larger group are only counted
     (`shares_memory`: as between ranks of one host).  `explain` is asked, when a collective fails, who stopped and why.
+    `made`: the group's, which other axes with the same ranks may share.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class AxisComm:
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
         watch: Watch | None = None,
+        made: Made | None = None,
         host: HostWire | None = None,
         shares_memory: bool = False,
     ) -> None:
@@ -157,6 +159,7 @@ class AxisComm:
         self.size, self.coord = len(self.ranks), self.ranks.index(rank)
         self.timeout_s = timeout_s
         self._recording, self._explain, self._watch = recording, explain, watch
+        self._made = made or Made()
         self._host, self._shares_memory = host, shares_memory or host is not None
         self._torch = TorchWire(group, self.ranks, self.coord) if group is not None else None
         assert self.size == 1 or recording or self._host or self._torch, (
@@ -174,7 +177,7 @@ class AxisComm:
         """Reduce `tensor` over the axis, in place. Payload: the buffer."""
         return self._run(
             "all_reduce", tensor, tensor, lambda tag: self._wire(tensor).all_reduce(tensor, op, tag),
-            posted=(tensor,),
+            posted=(tensor,), about="" if op == "sum" else op,
         )  # fmt: skip
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -378,6 +381,8 @@ class AxisComm:
             if self._shares_memory:
                 self.ledger.share(sum(map(_bytes, posted)))
             return Pending(self, description, result, holds=kept if self._shares_memory else landed())
+        if peer is None:
+            self._made.add(f"{description} on axis {self.axis!r}")
         if self._watch:
             self._watch.progress.called(self.axis, description)
         try:

@@ -9,7 +9,7 @@ optimizer.  Hence the loss is the mean over all valid tokens of the global batch
 emits beside it (auxiliary.py), and gradients are those of that loss.  A step whose loss or gradient is not finite, or
 that has no valid token, is skipped and says so.
 
-Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `4 + parameters` float64, and, where
+Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `5 + parameters` float64, and, where
 the model has dropout, one all-gather of the ranks' batch sizes.
 
 A pipeline is the same step with a longer plan (pipeline/schedule.py `step_plan`): this rank's stages, messages between
@@ -685,11 +685,16 @@ class Engine:
         sums = _told(self._sums, tells)
         here = {chunk.spec.id: chunk.used for chunk in self._chunks}
         used_of = [here.get(spec.id, [False] * len(spec.entries)) for spec in self._packed]
-        flags = [self.context.stop_requested, *(used for used_here in used_of for used in used_here)]
+        flags = [
+            self.context.stop_requested,
+            self.mesh.apart,
+            *(used for used_here in used_of for used in used_here),
+        ]
         marks = to_device(torch.tensor(flags, dtype=torch.float64), self.context.device)
         row = self.mesh.world.all_reduce(torch.cat([sums, marks, squares]))
         total = row[2 + len(flags) :].sum().item()
-        loss, weight, stop, *used = row[: 2 + len(flags)].tolist()
+        loss, weight, stop, apart, *used = row[: 2 + len(flags)].tolist()
+        self.mesh.check_together(apart)
         return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
 
     @property

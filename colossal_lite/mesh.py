@@ -20,7 +20,7 @@ from colossal_lite.comm import AxisComm, CommError, Ledger
 from colossal_lite.exchange import Exchange, Meeting, host_of
 from colossal_lite.host_wire import HostWire
 from colossal_lite.layout import AXES, MeshLayout
-from colossal_lite.watch import Progress, Watch
+from colossal_lite.watch import Made, Progress, Watch, differences
 
 
 class Mesh:
@@ -49,6 +49,7 @@ class Mesh:
         self.progress = watch.progress if watch else Progress()
         """What this rank is doing: whoever is asked why others wait for it says so."""
         self._axes: dict[tuple[str, ...], AxisComm] = {}
+        self._made: dict[tuple[str, ...], Made] = {}
 
     @classmethod
     def serial(cls) -> Mesh:
@@ -121,6 +122,7 @@ class Mesh:
                 timeout_s=self._timeout_s,
                 explain=self._explain,
                 watch=self._watch,
+                made=self._made.setdefault(spanning, Made()),
             )
         return self._axes[names]
 
@@ -148,6 +150,36 @@ class Mesh:
     @property
     def world(self) -> AxisComm:
         return self.axis(*AXES)
+
+    @property
+    def apart(self) -> int:
+        """This rank's term of a sum over the world that is zero where the ranks of each group have made the same
+        collectives: what the first has made it counts for each of the others, who take away their own."""
+        terms = [
+            made.mark * (self.size(*names) - 1 if self.coord(*names) == 0 else -1)
+            for names, made in self._made.items()
+            if names
+        ]
+        return sum(terms)
+
+    def check_together(self, apart: float) -> None:
+        """Raise CommError where the sum of `apart` over the world is not zero, which every rank knows. Collective."""
+        if not apart:
+            return
+        own = [
+            {
+                "ranks": self.layout.group(self.rank, *names),
+                "calls": made.calls,
+                "mark": made.mark,
+                "last": [*made.last],
+            }
+            for names, made in self._made.items()
+            if names
+        ]
+        raise CommError(
+            f"rank {self.rank}: ranks have made other collectives than each other, so sums of this step may be wrong; "
+            f"nothing was updated: {differences(self.world.gather_json(own))}"
+        )
 
     def destroy(self) -> None:
         """Give back what this mesh made; its groups may have ended with the default one. Call once, on every rank."""

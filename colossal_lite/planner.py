@@ -757,7 +757,9 @@ def _record_agreement(
 ) -> None:
     """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
     whole pipeline."""
-    numel = 3 + sum(len(spec.entries) for spec in packed) + 1  # loss, weight, stop, what was used, squares
+    numel = (
+        4 + sum(len(spec.entries) for spec in packed) + 1
+    )  # loss, weight, stop, apart, what was used, squares
     if sharding.ordered:
         numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
     mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))

@@ -25,6 +25,8 @@ from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import Outbox, Transfer
+from colossal_lite.mesh import Mesh
+from colossal_lite.watch import differences
 from colossal_lite.zero import build
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.covering import covering_array, name_of
@@ -315,20 +317,21 @@ def calls_of(env: RankEnv, case: Case, fault: str = "") -> tuple[Calls, int]:
     with patch.object(AxisComm, "_run", told), env.launch(case.full_config) as context:
         engine = start(case, context)
         if fault:
-            numbers = torch.zeros(8) if env.rank == 1 else torch.zeros(4, dtype=torch.float64)
-            context.mesh.world.all_reduce(numbers)
+            is_other = env.rank == 1 and fault == "another dtype"
+            numbers = torch.zeros(8) if is_other else torch.zeros(4, dtype=torch.float64)
+            context.mesh.world.all_reduce(numbers, "max" if env.rank == 1 and not is_other else "sum")
         skipped = sum(engine.train_step(batch_of(case, context, number)).skipped for number in range(2))
         engine.eval_step(batch_of(case, context, 2))
         return calls, skipped
 
 
-def assert_one_sequence(case: Case, fault: str = "") -> None:
-    found = run_world(calls_of, case.world_size, case, fault)
-    groups = {ranks for calls, _ in found for ranks in calls}
+def assert_one_sequence(case: Case, fault: str = "", calls: Callable[..., Any] = calls_of) -> None:
+    found = run_world(calls, case.world_size, case, fault)
+    groups = {ranks for made, _ in found for ranks in made}
     assert tuple(range(case.world_size)) in groups
     for ranks in groups:
         sequences = [found[rank][0].get(ranks) for rank in ranks]
-        assert all(calls == sequences[0] for calls in sequences), f"ranks {ranks}"
+        assert all(made == sequences[0] for made in sequences), f"ranks {ranks}"
     assert {skipped for _, skipped in found} == {2 if case.precision == "fp16" else 0}
 
 
@@ -407,10 +410,40 @@ def test_i8_the_ranks_of_a_group_make_the_same_collectives_in_every_mode(row: di
     assert_one_sequence_of(row)
 
 
+ELSEWHERE = replace(SHALLOW, config=dict(backend="gloo"))
+
+
+def calls_of_all(env: RankEnv, case: Case, fault: str) -> tuple[Calls, int]:
+    """As `calls_of`, where nobody compares them in the run."""
+    with patch.object(Mesh, "check_together", lambda self, apart: None):
+        return calls_of(env, case, fault)
+
+
 def test_i8_goes_red_where_a_rank_makes_another_one_that_its_group_takes() -> None:
     """As many bytes, of another dtype: gloo does not notice."""
-    with pytest.raises((AssertionError, WorldError)):
-        assert_one_sequence(replace(SHALLOW, config=dict(backend="gloo")), fault="another dtype")
+    with pytest.raises(AssertionError, match="ranks"):
+        assert_one_sequence(ELSEWHERE, "another dtype", calls_of_all)
+
+
+@pytest.mark.parametrize("fault", ["another dtype", "another operation"])
+def test_i8_such_a_one_is_told_by_every_rank_before_anything_is_updated(fault: str) -> None:
+    """Without shared memory, where nothing else would tell."""
+    with pytest.raises(WorldError) as caught:
+        run_world(calls_of, 2, ELSEWHERE, fault)
+    for failure in caught.value.failures:
+        said = "all_reduce of [8] float32" if fault == "another dtype" else "all_reduce of [4] float64 (max)"
+        assert failure.kind == "raised" and "nothing was updated" in failure.summary
+        assert f"of rank 1 was {said} on axis 'world'" in failure.text
+        assert "that of rank 0 all_reduce of [4] float64 on axis 'world'" in failure.text
+
+
+def test_i8_of_calls_that_are_not_kept_any_more_the_groups_are_told() -> None:
+    told = [[dict(ranks=[0, 1], calls=40, mark=mark, last=["all_reduce"] * 32)] for mark in (1, 2)]
+    told += [[dict(ranks=[2, 3], calls=calls, mark=calls, last=["all_reduce"])] for calls in (7, 8)]
+    assert differences(told) == (
+        "in the group of ranks [0, 1], rank 1 has made others than rank 0 before the last 32; "
+        "in the group of ranks [2, 3], rank 3 has made 8 collectives, rank 2 7"
+    )
 
 
 # ---- P2: fast sums of two ranks have the bits of stage 0, those of more ranks the same wherever things rest ----
