@@ -158,7 +158,7 @@ def die(env: RankEnv, guilty: int, number: int) -> str:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_died_or_is_stopped_is_named(number: signal.Signals) -> None:
     with pytest.raises(WorldError) as caught:
-        run_world(die, 2, 1, number, timeout_s=8)
+        run_world(die, 2, 1, number, timeout_s=30)
     said = caught.value.failures[0].summary
     assert "rank 1 does not answer: it has died or is stopped; it was last heard in phase 'forward'" in said
 
