@@ -81,7 +81,8 @@ class WeightQueue:
 
 
 class Root(Function):
-    """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then.
+    """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then, and
+    empties it: a leaf takes a gradient that nobody else has as its own, any other it copies.
 
     Not `torch.autograd.backward(outputs, given)`: torch looks at the shapes by its symbolic shapes, which import 45 MB
     of sympy; and the outputs themselves need not live.
@@ -94,13 +95,17 @@ class Root(Function):
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.given)
+        gradients = (None, *ctx.given)
+        ctx.given.clear()
+        return gradients
 
 
 def deliver(weights: list[Tensor], gradients: list[Tensor]) -> None:
-    """Give tensors of a graph, or its leaves, their gradients: the last first, as backward does."""
+    """Give tensors of a graph, or its leaves, their gradients: the last first, as backward does. `gradients` is empty
+    afterwards."""
+    gradients.reverse()
     with torch.enable_grad():
-        root: Tensor = Root.apply(gradients[::-1], *weights[::-1])  # type: ignore[no-untyped-call]
+        root: Tensor = Root.apply(gradients, *weights[::-1])  # type: ignore[no-untyped-call]
         root.backward()
 
 
