@@ -247,7 +247,9 @@ def steps_of(engine: Engine, context: cl.Context, case: Case, numbers: Sequence[
 def parallel_steps(env: RankEnv, case: Case) -> tuple[list[Step], list[tuple[str, str, int, int]]]:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        with torch.device("meta"):
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # not on meta: drawing there imports torch's compiler into the rank
             names = [name for name, _ in case.model().named_parameters()]
         steps = []
         for step in steps_of(engine, context, case):
