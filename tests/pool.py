@@ -34,6 +34,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 MAX_RANKS = 16
 # After the first failure the others have this long to say what they saw, if not told otherwise; then they are ended.
 GRACE_S = 2.0
+START_S = 120.0
 STACK_S = 2.0
 STACK_SIGNAL = signal.SIGUSR2
 LOG_TAIL_BYTES = 4000
@@ -184,6 +186,7 @@ def _serve(tasks: Connection, directory: str, name: str) -> None:
     torch.set_num_interop_threads(1)
     os.environ.update(RANK_ENVIRONMENT)
     gc.freeze()  # what was imported is never garbage: collecting after each world is cheap
+    tasks.send_bytes(b"started")
     while True:
         try:
             task: _Task = pickle.loads(tasks.recv_bytes())
@@ -248,6 +251,14 @@ class _Rank:
 
     def send(self, task: _Task) -> None:
         self.tasks.send_bytes(pickle.dumps(task))
+
+    def await_start(self) -> None:
+        if not self.tasks.poll(START_S):
+            raise RuntimeError(
+                f"rank process {self.process.pid} has not started within {START_S:g} s\n{self.output()}"
+            )
+        with suppress(EOFError, ConnectionError):  # it has died: so the world will say
+            self.tasks.recv_bytes()
 
     def answer(self) -> _Answer | None:
         """What it sent, or None if it died."""
@@ -354,8 +365,10 @@ class Pool:
         with patch.dict(os.environ, RANK_ENVIRONMENT):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(PRELOADED)
-            while len(self._ranks) < count:
-                self._ranks.append(self._start(context))
+            started = [self._start(context) for _ in range(count - len(self._ranks))]
+        self._ranks += started
+        for rank in started:  # a world's time is its own, not what its ranks take to start
+            rank.await_start()
         return self._ranks
 
     def _start(self, context: multiprocessing.context.ForkServerContext) -> _Rank:
