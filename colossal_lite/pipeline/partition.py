@@ -7,16 +7,18 @@ with its norm and loss; between any two of them passes one residual activation, 
 no more bytes than one between blocks, and halves the step in which load can be balanced. A stage is a run of
 units. The slowest stage sets the pace, so that is what is made small: exactly, by dynamic programming over
 the ends of the stages; then, among those cuts, the sum of squares, so that no other stage is slower than it
-must be. Memory of a stage: states of its units, and their saved activations once for each micro-batch that
-the schedule lets it hold (`held`).
+must be. Where a rank has several stages, its sum counts too: from that cut on, units are moved from one stage
+to another as long as the slowest rank and the slowest stage together get faster, and of the cuts on this way
+the one is taken with which the schedule, simulated, is done first. Memory of a stage: states of its units, and
+their saved activations once for each micro-batch that the schedule lets it hold (`held`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 from math import inf
 from typing import Literal, Protocol
 
@@ -148,13 +150,15 @@ def partition(
     live: Sequence[int] | None = None,
     placement: Mapping[int, int] | None = None,
     cap_bytes: float = inf,
+    makespan: Callable[[StageCosts], float] | None = None,
 ) -> Partition:
     """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are
     given.
 
     live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each
     its own by default; cap_bytes: memory of a rank. With several stages on a rank the cap is first left to
-    each of them whole, and if their sum is then too much, shared equally. Raises ValueError if there are
+    each of them whole, and if their sum is then too much, shared equally; makespan: seconds of a step with such
+    costs, by which cuts are compared where ranks have several stages. Raises ValueError if there are
     fewer units than stages, if counts do not cover the units exactly, or if no cut keeps every rank within
     the cap.
     """
@@ -190,6 +194,10 @@ def partition(
     cuts = [cut for cut in tried if cut is not None]
     for cut in cuts:
         if heaviest_bytes(cut) <= cap_bytes:
+            if how == "balanced" and makespan is not None and len({*rank_of.values()}) < stages:
+                way = _toward_even_ranks(units, cut, rank_of)
+                better = [Partition(tuple(units), each) for each in way if heaviest_bytes(each) <= cap_bytes]
+                return min(better, key=lambda each: makespan(each.stage_costs()))
             return Partition(tuple(units), cut)
     least = f"; the best cut needs {min(map(heaviest_bytes, cuts)):.0f} on one rank" if cuts else ""
     raise ValueError(
@@ -231,6 +239,41 @@ def _balance(
         return cost * cost if cost <= limit else inf
 
     return _best_cut(len(units), stages, square, lambda a, b: a + b)[1]
+
+
+def _toward_even_ranks(units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int]) -> Iterator[Cuts]:
+    """`cuts`, and those that follow when a unit at a time goes from one stage to another, the stages between shifting
+    by one, as long as the slowest rank and the slowest stage together get faster. O(stages^3) a step."""
+    sums = list(accumulate((unit.cost for unit in units), initial=0.0))
+    several = len({*rank_of.values()})
+
+    def pace(cuts: Cuts) -> tuple[float, float]:
+        """Of a step of as many micro-batches as ranks, roughly; then how uneven the stages are."""
+        ranks, slowest, squares = dict.fromkeys(rank_of.values(), 0.0), 0.0, 0.0
+        for stage, (start, stop) in enumerate(cuts):
+            cost = sums[stop] - sums[start]
+            ranks[rank_of[stage]] += cost
+            slowest, squares = max(slowest, cost), squares + cost * cost
+        return several * max(ranks.values()) + (several - 1) * slowest, squares
+
+    best, now = pace(cuts), cuts
+    while True:
+        yield now
+        found, cut = min(((pace(cut), cut) for cut in _moved(now)), default=(best, now))
+        if found >= best:
+            return
+        best, now = found, cut
+
+
+def _moved(cuts: Cuts) -> Iterator[Cuts]:
+    """Every cut in which one stage has a unit more and another one less."""
+    inner = [stop for _, stop in cuts[:-1]]
+    for first, last in combinations_with_replacement(range(len(inner)), 2):
+        for step in (1, -1):
+            ends = [0, *inner, cuts[-1][1]]
+            ends[first + 1 : last + 2] = [end + step for end in inner[first : last + 1]]
+            if all(a < b for a, b in pairwise(ends)):
+                yield tuple(pairwise(ends))
 
 
 def _best_cut(

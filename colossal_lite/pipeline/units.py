@@ -27,8 +27,10 @@ from colossal_lite.batch import Batch
 from colossal_lite.kernels import Mask
 from colossal_lite.models import GPT
 from colossal_lite.parallel.roles import known_plan
-from colossal_lite.pipeline.partition import Facts, Partition, Unit, partition, transformer_units
+from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition, transformer_units
+from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
 from colossal_lite.recompute import part_of
+from colossal_lite.simulate import simulate
 
 Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 """What passes from one unit to the next: a tensor, or a flat tuple or dict of them."""
@@ -328,20 +330,25 @@ def one_stage(model: nn.Module) -> Stages:
 
 
 def lay_out(
-    model: nn.Module, facts: Facts | None, how: Any, placement: Mapping[int, int], coord: int,
-    live: Sequence[int], measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
+    model: nn.Module, facts: Facts | None, pipeline: PipelineConfig, coord: int,
+    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
 ) -> Stages:  # fmt: skip
-    """Cut a whole model into the stages of `placement`; nothing is changed yet.
+    """Cut a whole model into the stages of a pipeline; nothing is changed yet.
 
-    `how` as `partition` takes it; `live`: micro-batches that each stage holds; `measure`: gives units the costs by
-    which they are balanced, in the place of a formula's. Raises ValueError for a model without units, with fewer units
-    than stages, or with a parameter under none of them.
+    `coord`: this rank's on its axis; `measure`: gives units the costs by which they are balanced, in the place of a
+    formula's. Cuts are compared in a step of four micro-batches a rank, if the config does not say. Raises ValueError
+    for a model without units, with fewer units than stages, or with a parameter under none of them.
     """
     sections = sections_of(model)
     units = costs_of(sections, model, facts)
     if measure is not None:
         units = tuple(measure(sections, units))
-    cut = partition(units, len(placement), how, live=live, placement=placement)
+    plan = compute_plan(pipeline, StepShape(pipeline.micro_batches or 4 * pipeline.size))
+    placement = plan.placement()
+    cut = partition(
+        units, len(placement), "balanced" if pipeline.partition == "profiled" else pipeline.partition,
+        live=held(plan), placement=placement, makespan=lambda costs: simulate(plan, costs).makespan_s,
+    )  # fmt: skip
     stage_of = {
         name: stage
         for stage, (start, stop) in enumerate(cut.bounds)

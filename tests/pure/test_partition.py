@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from colossal_lite.pipeline.partition import Partition, Unit, held, partition, transformer_units
 from colossal_lite.pipeline.schedule import generate
 from colossal_lite.plan import check
-from colossal_lite.simulate import simulate
+from colossal_lite.simulate import StageCosts, simulate
 
 
 @dataclass(frozen=True)
@@ -161,3 +161,48 @@ def test_costs_go_on_to_the_simulator() -> None:
     assert costs.forward_s == (2.0, 2.0) and costs.input_s == (4.0, 4.0) and costs.weight_s == (2.0, 2.0)
     assert simulate(generate("gpipe", 2, 1), costs).makespan_s == 16 + 2 * 0.5
     assert "stage 1: 2 to 2, 1 units, 50.0%" in str(cut)
+
+
+GPT2 = Facts(layers=12, heads=12, kv_heads=12, width=768, ffn=3072, vocabulary=50304, sequence=1024)
+
+
+@pytest.mark.parametrize(("name", "most"), [("zb-v", 0.85), ("interleaved", 1.0)])
+def test_where_ranks_have_several_stages_the_schedule_decides_between_cuts(name: str, most: float) -> None:
+    """Even stages beside a heavy head make one rank slow: a V gives that rank less in its other stage."""
+    plan = generate(name, 4, 16)
+    parts, placement = transformer_units(GPT2, 1024), plan.placement()
+
+    def makespan(costs: StageCosts) -> float:
+        return simulate(plan, costs).makespan_s
+
+    even = partition(parts, 8, placement=placement)
+    chosen = partition(parts, 8, placement=placement, makespan=makespan)
+    assert makespan(chosen.stage_costs()) <= most * makespan(even.stage_costs())
+
+
+@given(st.lists(numbers, min_size=4, max_size=9), st.sampled_from(["zb-v", "interleaved"]), st.integers(1, 6))
+def test_no_step_gets_longer_by_moving_units_and_the_cap_is_kept(
+    costs: list[float], name: str, micro_batches: int
+) -> None:
+    plan = generate(name, 2, micro_batches)
+    mine, placement = units(costs, costs), plan.placement()
+
+    def makespan(costs: StageCosts) -> float:
+        return simulate(plan, costs).makespan_s
+
+    def rank_bytes(cut: Partition) -> float:
+        return max(
+            sum(
+                u.states_bytes
+                for s, (a, b) in enumerate(cut.bounds)
+                if placement[s] == rank
+                for u in mine[a:b]
+            )
+            for rank in (0, 1)
+        )
+
+    even = partition(mine, 4, placement=placement)
+    cap = rank_bytes(even)
+    chosen = partition(mine, 4, placement=placement, cap_bytes=cap, makespan=makespan)
+    assert makespan(chosen.stage_costs()) <= makespan(even.stage_costs()) and rank_bytes(chosen) <= cap
+    assert [i for a, b in chosen.bounds for i in range(a, b)] == list(range(len(mine)))
