@@ -12,7 +12,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,14 @@ from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.parallel.swap import cut_values
-from colossal_lite.pipeline.partition import held
 from colossal_lite.pipeline.profile import Profiler
-from colossal_lite.pipeline.schedule import StepShape, compute_plan
 from colossal_lite.pipeline.units import Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.problems import refuse
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.report import Foretell
-from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, replay
+from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
 from colossal_lite.whole import Names
@@ -121,15 +119,13 @@ def _lay_out(
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
-    plan = compute_plan(pipeline, StepShape(pipeline.micro_batches or 4 * pipeline.size))
-    how: Any = pipeline.partition
     measure = None
-    if how == "profiled":
-        given, how = context.config.precision, "balanced"
+    if pipeline.partition == "profiled":
+        given = context.config.precision
         dtype = Precision.of(given.dtype, given.master_dtype).compute
         profiler = Profiler(module, parallelized, streams, mesh, context.device, dtype)
         measure = partial(profiler.costs, facts=facts)
-    return lay_out(module, facts, how, plan.placement(), mesh.coord("pipeline"), held(plan), measure)
+    return lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
 
 
 def _foretell(
@@ -144,8 +140,7 @@ def _foretell(
     builder = partial(GPT, model.config) if isinstance(model, GPT) else model
 
     def again() -> nn.Module:
-        with torch.device("meta"):
-            module = builder()
+        module = on_meta(builder)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
         return module

@@ -45,7 +45,6 @@ from colossal_lite.models.gpt import Block
 from colossal_lite.optim import groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
-from colossal_lite.pipeline.partition import held
 from colossal_lite.pipeline.runtime import most_arrivals
 from colossal_lite.pipeline.schedule import (
     PipelineConfig,
@@ -59,7 +58,7 @@ from colossal_lite.plan import COMPUTE_KINDS, SENDS, Action, Kind, check
 from colossal_lite.precision import Precision
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.recompute import blocks_of, recompute
-from colossal_lite.rng import DropoutStreams
+from colossal_lite.rng import DropoutStreams, on_meta
 from colossal_lite.shard import ShardSpec
 from colossal_lite.simulate import grid, simulate
 from colossal_lite.zero.budget import Placement
@@ -310,8 +309,7 @@ class _Dry:
 
     def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
         config = self.config
-        with META:
-            module = builder()
+        module = on_meta(builder)
         streams = DropoutStreams(config.seed)
         done = parallelize(
             module,
@@ -600,9 +598,9 @@ def _staged_plan(
     own = [_part(sizes[mesh.coord("data")], turns, turn) for turn in range(turns)]
     pieces = tuple(_part(size, count, i) for size in own for i in range(count))
     module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
-    compute = compute_plan(pipeline, StepShape(count))
-    how: Any = "balanced" if pipeline.partition == "profiled" else pipeline.partition  # nothing runs here
-    stages = lay_out(module, facts, how, compute.placement(), mesh.coord("pipeline"), held(compute))
+    stages = lay_out(
+        module, facts, pipeline, mesh.coord("pipeline")
+    )  # nothing runs here: profiled is by formula
     whole = dry.whole(module, done)
     packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, stages.homes, whole.blocks)
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]

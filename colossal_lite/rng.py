@@ -250,6 +250,24 @@ def _parameters_on_meta(recorder: _Recorder) -> Iterator[None]:
         hook.remove()
 
 
+class _Undrawn(TorchDispatchMode):
+    """Leaves out what draws into meta tensors: it changes nothing, and imports torch's compiler (155 MB, 2 s)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as above
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = func in (aten.normal_.default, aten.uniform_.default) and args[0].is_meta
+        return args[0] if draws else func(*args, **(kwargs or {}))
+
+
+def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
+    """What `builder` makes, parameters and buffers on meta: names and shapes, no values."""
+    with torch.device("meta"), _Undrawn():
+        return builder()
+
+
 def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Recipe]]:
     """Run `builder` with parameters on meta and buffers real.
 

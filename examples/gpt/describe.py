@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from generate import TOKENIZER
 import colossal_lite as cl
 from colossal_lite.data import Corpus, TokenWindows, read_corpus, yardsticks
 from colossal_lite.observe import Scale, device_peak_flops, model_flops_per_token
+from colossal_lite.rng import on_meta
 from colossal_lite.tokens import is_token_folder, read_token_corpus
 
 EVALUATED_BATCHES = 16
@@ -31,8 +33,7 @@ def describe(
     """Print what is about to run, keep it in run.json, and return what its numbers are measured against."""
     config = cl.models.GPTConfig(**recipe["model"])
     marks = yardsticks(corpus.held_out) if corpus.unit == "bytes" else None
-    with torch.device("meta"):  # the whole model, of which this rank may hold a part
-        model = cl.models.GPT(config)
+    model = on_meta(partial(cl.models.GPT, config))  # the whole, of which this rank may hold a part
     num_params = sum(p.numel() for p in model.parameters())
     held_out = f"held-out text: {marks}" if marks else f"{corpus.bytes_per_token:.2f} bytes of text a token"
     print(f"{context!r}\n{corpus}\n{held_out}\nGPT with {num_params:,} parameters", flush=True)
