@@ -264,7 +264,7 @@ class _Undrawn(TorchDispatchMode):
 
 def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
     """What `builder` makes, parameters and buffers on meta: names and shapes, no values."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), _Undrawn():  # type: ignore[no-untyped-call]
         return builder()
 
 

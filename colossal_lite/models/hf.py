@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from colossal_lite.models.gpt import GPT, GPTConfig
-from colossal_lite.rng import on_meta
 
 FILE_BYTES = 4 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -126,7 +124,8 @@ def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor
     for row in table:
         pieces = [theirs[name].t() if row.transposed else theirs[name] for name in row.theirs]
         ours[row.ours] = torch.cat(pieces) if row.sizes else pieces[0].contiguous()
-    shapes = {name: value.shape for name, value in on_meta(partial(GPT, config)).state_dict().items()}
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in GPT(config).state_dict().items()}
     for name, value in ours.items():
         if value.shape != shapes[name]:
             faults.append(f"shape: {name} is {tuple(value.shape)}, its config says {tuple(shapes[name])}")
