@@ -130,35 +130,33 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 PLACED = covering_array(
     dict(
         where=[
-            (1, "disk"),
-            (1, "static"),
-            (2, "host"),
-            (2, "static"),
-            (3, "disk"),
-            (3, "static"),
-            (3, "near"),
+            *((1, "disk"), (1, "static"), (2, "host"), (2, "static"), (3, "disk"), (3, "static")),
+            *((3, "near"), (3, "near, host"), (3, "near, disk")),
         ],
         split=[False, True],
         reduction=["fast", "ordered"],
         shard=[1, 2],
     ),
-    lambda row: row["where"][1] != "near" or row["shard"] == 2,
+    lambda row: not row["where"][1].startswith("near") or row["shard"] == 2,
 )
 FEW = [
     dict(where=(1, "disk"), split=True, reduction="fast", shard=2),
     dict(where=(2, "static"), split=False, reduction="ordered", shard=2),
     dict(where=(3, "static"), split=True, reduction="ordered", shard=1),
     dict(where=(3, "near"), split=True, reduction="fast", shard=2),
+    dict(where=(3, "near, disk"), split=True, reduction="ordered", shard=2),
 ]
 
 
 def assert_copies_have_the_same_bits(row: dict[str, Any], directory: Path) -> None:
-    """As with float32 masters and everything on the device. `near`: there, but kept by neighbours of a copy of four."""
-    (stage, placement), is_near = row["where"], row["where"][1] == "near"
+    """As with float32 masters and everything on the device. `near`: kept by neighbours of a copy of four, with state on
+    the device or where it says."""
+    (stage, placement), is_near = row["where"], row["where"][1].startswith("near")
+    placement = placement.removeprefix("near").removeprefix(", ") or "device"
     zero = dict(stage=stage, shard=4 if is_near else row["shard"], reduction=row["reduction"])
     config = dict(zero=zero, precision="bf16", optimizer=ADAMW, clip_grad_norm=0.05, gradient_accumulation=2)
     whole = replace(LOW, world_size=4, config=config)
-    memory = PLACEMENTS["device" if is_near else placement]
+    memory = PLACEMENTS[placement]
     memory = memory | (dict(disk_dir=str(directory)) if placement == "disk" else {})
     more: dict[str, Any] = dict(memory=memory) | (dict(precision=SPLIT) if row["split"] else {})
     more |= dict(zero=zero | dict(reshard_after_forward=2)) if is_near else {}
