@@ -137,12 +137,14 @@ def fsdp2(stack: ExitStack, work: Work, *, reshard: bool) -> tuple[Step, cl.Cont
     return _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
-def dtensor(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.Context]:
-    """torch.distributed.tensor.parallel over all ranks; `sequence`: residual stream cut along the sequence."""
+def dtensor(stack: ExitStack, work: Work, *, sequence: bool, data: int = 1) -> tuple[Step, cl.Context]:
+    """torch.distributed.tensor.parallel over all ranks, or over groups of them with FSDP2 over `data` groups;
+    `sequence`: residual stream cut along the sequence."""
     torch.manual_seed(0)
-    context = stack.enter_context(cl.launch(CONFIG | tensor(work)))
+    context = stack.enter_context(cl.launch(CONFIG | tensor(work, size=work.world // data)))
     model = Separate(work.model)
-    mesh = init_device_mesh("cpu", (context.world_size,))
+    both = init_device_mesh("cpu", (data, work.world // data), mesh_dim_names=("data", "tensor"))
+    mesh = both["tensor"]
     stream = Shard(1) if sequence else Replicate()
     entry = dict(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
     plan: dict[str, Any] = {
@@ -157,14 +159,22 @@ def dtensor(stack: ExitStack, work: Work, *, sequence: bool) -> tuple[Step, cl.C
         plan |= {f"{at}.mlp.up": ColwiseParallel(), f"{at}.mlp.down": RowwiseParallel(output_layouts=stream)}
         plan |= {f"{at}.norm{n}": SequenceParallel() for n in (1, 2)} if sequence else {}
     plan |= {"norm": SequenceParallel()} if sequence else {}
-    model.cut = (context.world_size, context.rank) if sequence else (1, 0)
+    model.cut = (mesh.size(), mesh.get_local_rank()) if sequence else (1, 0)
     parallelize_module(model, mesh, plan)
     if work.model.tied:
         model.head.weight = model.token.weight
     for block in model.blocks:
-        block.attention.heads //= context.world_size
-    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        block.attention.heads //= mesh.size()
+        if data > 1:
+            fully_shard(block, mesh=both["data"])
+    if data > 1:
+        fully_shard(model, mesh=both["data"])
+    cut = [
+        p
+        for p in model.parameters()
+        if isinstance(p, DTensor) and "tensor" in (p.device_mesh.mesh_dim_names or ())
+    ]
+    whole = [p for p in model.parameters() if all(p is not other for other in cut)]
     optimizers = [torch.optim.AdamW(some, lr=1e-3, weight_decay=0.1, fused=True) for some in (cut, whole)]
     return _loop(model, *optimizers, clip=False), context
 
@@ -290,13 +300,13 @@ class SeparateAttention(nn.Module):
 
 
 def tensor(work: Work, **settings: Any) -> dict[str, Any]:
-    return dict(parallel=dict(tensor=dict(size=work.world, **settings)))
+    return dict(parallel=dict(tensor=dict(size=work.world) | settings))
 
 
 def ours_tensor(
-    stack: ExitStack, work: Work, backend: str = "auto", **settings: Any
+    stack: ExitStack, work: Work, backend: str = "auto", zero: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[Step, cl.Context]:
-    return ours(stack, work, backend=backend, **tensor(work, **settings))
+    return ours(stack, work, backend=backend, zero=zero or {}, **tensor(work, **settings))
 
 
 def ours_pipeline(stack: ExitStack, work: Work, **settings: Any) -> tuple[Step, cl.Context]:
@@ -351,7 +361,14 @@ TABLES[8] = TABLES[4] | {  # with --model small, whose 8 heads these ranks divid
     "colossal_lite, tensor 2.5d": partial(ours_tensor, mode="2.5d", depth=2),
     "colossal_lite, tensor 3d": partial(ours_tensor, mode="3d"),
 }
-TABLES[4] = TABLES[4] | {"colossal_lite, tensor 2d": partial(ours_tensor, mode="2d")}
+TABLES[4] = TABLES[4] | {
+    "colossal_lite, tensor 2d": partial(ours_tensor, mode="2d"),
+    "FSDP2 x DTensor tensor parallel, 2 x 2": partial(dtensor, sequence=False, data=2),
+    "colossal_lite, data x tensor 1d, 2 x 2": partial(ours_tensor, size=2, sequence_parallel=False),
+    "colossal_lite, ZeRO-3 x tensor 1d, 2 x 2": partial(
+        ours_tensor, size=2, sequence_parallel=False, zero=dict(stage=3)
+    ),
+}
 
 
 # ---- measuring ----
