@@ -11,9 +11,12 @@ Choice = dict[str, Any]
 
 
 def covering_array(
-    factors: Mapping[str, Sequence[Any]], legal: Callable[[Choice], bool] = lambda choice: True
+    factors: Mapping[str, Sequence[Any]],
+    legal: Callable[[Choice], bool] = lambda choice: True,
+    together: int = 2,
 ) -> list[Choice]:
-    """Rows {factor: value} in which each pair of values of two factors, if some legal row has it, occurs.
+    """Rows {factor: value} in which each pair of values of two factors, if some legal row has it, occurs; or each three
+    values of three factors, with `together` 3.
 
     Greedy over all legal rows, so the same factors give the same rows. A rank of a test's world, which imports the file
     for its functions, gets none.
@@ -21,18 +24,20 @@ def covering_array(
     if parent_process() is not None:
         return []
     rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
-    pairs_of = {i: _pairs(row) for i, row in enumerate(rows) if legal(row)}
-    missing = set().union(*pairs_of.values())
+    bits: dict[tuple[tuple[str, str], ...], int] = {}  # of each group of values, a bit
+    groups_of = {i: _bits(row, together, bits) for i, row in enumerate(rows) if legal(row)}
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(pairs_of, key=lambda i: (len(pairs_of[i] & missing), -i))
-        missing -= pairs_of[best]
+        best = max(groups_of, key=lambda i: ((groups_of[i] & missing).bit_count(), -i))
+        missing &= ~groups_of[best]
         chosen.append(rows[best])
     return chosen
 
 
-def _pairs(row: Choice) -> set[tuple[str, str, str, str]]:
-    return {(a, repr(row[a]), b, repr(row[b])) for a, b in combinations(row, 2)}
+def _bits(row: Choice, together: int, bits: dict[tuple[tuple[str, str], ...], int]) -> int:
+    values = [(factor, repr(value)) for factor, value in row.items()]
+    return sum(1 << bits.setdefault(group, len(bits)) for group in combinations(values, together))
 
 
 def name_of(row: Choice) -> str:

@@ -164,31 +164,35 @@ CUT_FACTORS: dict[str, list[Any]] = dict(
 
 
 def cut_case(row: Choice) -> Case:
-    """A pipeline of two ranks whose activations are cut."""
-    cut, chunks = CUTS[row["cut"]], SCHEDULES[row["schedule"]]
+    """A pipeline of two ranks whose activations are cut, or no pipeline."""
+    cut, stages = CUTS[row["cut"]], 1 if row["schedule"] == "none" else 2
+    chunks, parts = SCHEDULES.get(row["schedule"], 1), row.get("parts", 1)
     samples = (
         1 if "tensor" not in cut or cut.get("mode", "1d") == "1d" else 2
     )  # that a micro-batch divides into
     theirs = row["family"].startswith("hf-")
-    pipeline = dict(size=2, schedule=row["schedule"], chunks=chunks, micro_batches=3)
+    pipeline: Any = 1
+    if stages > 1:
+        pipeline = dict(size=2, schedule=row["schedule"], chunks=chunks, micro_batches=3)
     case = Case(
         family=row["family"], tied=row["tied"], dropout=row["dropout"], layers=2 * chunks, tokens=12 if theirs else 8,
-        steps=1, ragged=True, global_batch=3 * samples * row["data"], pipeline=pipeline,
+        steps=1, ragged=True, global_batch=3 * samples * row["data"] * parts, pipeline=pipeline,
         config=dict(
             clip_grad_norm=0.05, activation_checkpoint=row["recompute"], zero=ZERO[row["zero"]],
+            gradient_accumulation=parts,
         ),
         chunk_bytes=4096, build="module" if theirs else "callable",
         auxiliary=() if row["tied"] else ("element",) if "mode" in cut else ("token", "element"),
     )  # fmt: skip
     case = replace(case, **cut)
-    return replace(case, world_size=2 * row["data"] * case.tensor * case.sequence)
+    return replace(case, world_size=stages * row["data"] * case.tensor * case.sequence)
 
 
 def legal_cut(row: Choice) -> bool:
     cut = CUTS[row["cut"]]
     ranks = 2 * row["data"] * cut.get("tensor", 1) * cut.get("sequence", 1)
     theirs = row["family"].startswith("hf-")  # has two layers, a sequence of 12, and its masks
-    odd = SCHEDULES[row["schedule"]] > 1 or "causal" in cut or row["cut"] in ("usp", "1d x ring")
+    odd = SCHEDULES.get(row["schedule"], 1) > 1 or "causal" in cut or row["cut"] in ("usp", "1d x ring")
     return ranks <= 8 and not (theirs and odd)
 
 
@@ -216,6 +220,17 @@ def test_every_gradient_is_the_serial_one_where_activations_are_cut(row: Choice)
 @pytest.mark.campaign
 @pytest.mark.parametrize("row", CUT_ROWS, ids=name_of)
 def test_every_gradient_is_the_serial_one_for_each_pair_of_cuts_and_the_rest(row: Choice) -> None:
+    assert_parity(cut_case(row))
+
+
+CUT_TRIPLES = covering_array(
+    CUT_FACTORS | dict(schedule=["none", *CUT_FACTORS["schedule"]], parts=[1, 2]), legal_cut, together=3
+)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", CUT_TRIPLES, ids=name_of)
+def test_every_gradient_is_the_serial_one_for_each_three_of_cuts_and_the_rest(row: Choice) -> None:
     assert_parity(cut_case(row))
 
 
