@@ -399,6 +399,14 @@ class AxisComm:
         return self._torch
 
 
+def everyones(words: bytes, world_size: int) -> list[bytes]:
+    """What each rank of torch's default group says, equally long, before there is a mesh. Collective, not counted."""
+    own = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(rows, own)
+    return [bytes(row.tolist()) for row in rows]
+
+
 class TorchWire:
     """The collectives of one of torch's groups: NCCL's own for CUDA, on gloo direct exchanges where faster."""
 

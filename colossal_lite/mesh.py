@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from colossal_lite.comm import AxisComm, CommError, Ledger
+from colossal_lite.comm import AxisComm, CommError, Ledger, everyones
 from colossal_lite.exchange import Exchange, Meeting, host_of
 from colossal_lite.host_wire import HostWire
 from colossal_lite.layout import AXES, MeshLayout
@@ -198,11 +197,8 @@ class Mesh:
 def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[Exchange | None, tuple[int, ...]]:
     """This rank's exchange with those of its host, and of each rank the first of its host. Collective."""
     meeting = Meeting.call(rank)
-    own = torch.frombuffer(bytearray(meeting.card), dtype=torch.uint8)
-    cards = [torch.empty_like(own) for _ in range(world_size)]
     try:
-        dist.all_gather(cards, own)
-        known = [bytes(card.tolist()) for card in cards]
+        known = everyones(meeting.card, world_size)
         exchange = meeting.join(known, timeout_s)
     except RuntimeError as error:
         raise CommError(f"rank {rank}: the ranks of this host do not meet: {error}") from error

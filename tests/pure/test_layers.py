@@ -87,6 +87,27 @@ ONLY = {"models": {"kernels"}}
 EMPTY_PACKAGES = {"memory", "multi", "pipeline"}
 """Folders whose files are on several levels: their __init__ holds nothing, so it is on no level."""
 
+COLLECTIVES = {
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+    ),
+    *(
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "recv",
+    ),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
+}
 DISTRIBUTED = {"comm", "mesh", "launcher"}
 ENVIRONMENT = {"launcher.env"}
 DEVICE_COPIES = {
@@ -225,6 +246,10 @@ def empty_packages_hold_nothing(file: Source) -> Complaints:
 
 
 def collectives_only_in_comm(file: Source) -> Complaints:
+    """Few files may make groups, and of these one may use them."""
+    for node in ast.walk(file.tree) if file.name != "comm" else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dist" and node.attr in COLLECTIVES:
+            yield node.lineno, f"dist.{node.attr}: ask comm.py"
     if file.name.split(".")[0] in DISTRIBUTED or file.name.startswith("examples.benchmarks."):
         return  # a benchmark runs torch's own trainers beside ours
     for line, name in file.imports():
@@ -447,6 +472,8 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
     (collectives_only_in_comm, "engine", "from torch.distributed import all_reduce", True),
     (collectives_only_in_comm, "engine", "import torch\ntorch.distributed.barrier()", True),
     (collectives_only_in_comm, "launcher.__init__", "import torch.distributed as dist", False),
+    (collectives_only_in_comm, "mesh", "import torch.distributed as dist\ndist.all_gather(a, b)", True),
+    (collectives_only_in_comm, "mesh", "import torch.distributed as dist\ndist.new_group([0])", False),
     (collectives_only_in_comm, "engine", "from torch.distributions import Normal", False),
     (environment_only_in_env, "engine", "import os\nos.environ['RANK']", True),
     (environment_only_in_env, "engine", "import os\nos.getenv('RANK')", True),
