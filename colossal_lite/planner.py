@@ -598,9 +598,8 @@ def _staged_plan(
     own = [_part(sizes[mesh.coord("data")], turns, turn) for turn in range(turns)]
     pieces = tuple(_part(size, count, i) for size in own for i in range(count))
     module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
-    stages = lay_out(
-        module, facts, pipeline, mesh.coord("pipeline")
-    )  # nothing runs here: profiled is by formula
+    # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
     whole = dry.whole(module, done)
     packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, stages.homes, whole.blocks)
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
@@ -755,9 +754,8 @@ def _record_agreement(
 ) -> None:
     """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
     whole pipeline."""
-    numel = (
-        4 + sum(len(spec.entries) for spec in packed) + 1
-    )  # loss, weight, stop, apart, what was used, squares
+    # Loss, weight, stop, apart; what was used; squares.
+    numel = 4 + sum(len(spec.entries) for spec in packed) + 1
     if sharding.ordered:
         numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
     mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))
