@@ -15,13 +15,14 @@ wait: what the speed-up is counted from.  MB sent are what went through the loop
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
 clipping at 1.0; with `--model small` width 256, 8 heads, vocabulary 4096, untied, batch 8.  DTensor gets the same sizes
 with separate q, k and v, which is the form it can cut, and no clipping, which it refuses for a model with plain and cut
-parameters.
+parameters.  DeepSpeed's sides are there where it can be imported; the first of its runs compiles for some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -32,6 +33,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,33 @@ def fsdp2(stack: ExitStack, work: Work, *, reshard: bool) -> tuple[Step, cl.Cont
     return _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
+def deepspeed_zero(stack: ExitStack, work: Work, *, stage: int) -> tuple[Step, cl.Context]:
+    """DeepSpeed's engine on its CPU accelerator over gloo, with torch's fused AdamW and float32 throughout."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read where it is imported
+    deepspeed = import_module("deepspeed")
+    torch.manual_seed(0)
+    context = stack.enter_context(cl.launch(CONFIG))
+    model = GPT(work.model)
+    config = {
+        "train_micro_batch_size_per_gpu": work.global_batch // work.world,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "steps_per_print": sys.maxsize,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+
+    def step(inputs: Tensor, labels: Tensor) -> float:
+        loss = _mean_loss(engine(inputs), labels)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step, context
+
+
 def dtensor(stack: ExitStack, work: Work, *, sequence: bool, data: int = 1) -> tuple[Step, cl.Context]:
     """torch.distributed.tensor.parallel over all ranks, or over groups of them with FSDP2 over `data` groups;
     `sequence`: residual stream cut along the sequence."""
@@ -238,7 +268,7 @@ class Layers(nn.Module):
 
 def _loop(model: nn.Module, *optimizers: Any, clip: bool = True) -> Step:
     def step(inputs: Tensor, labels: Tensor) -> float:
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        loss = _mean_loss(model(inputs), labels)
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -356,6 +386,8 @@ TABLES: dict[int, dict[str, Side]] = {
         "colossal_lite, pipeline zb-v": partial(ours_pipeline, schedule="zb-v", chunks=2),
     },
 }
+if find_spec("deepspeed") is not None:
+    TABLES[2] |= {f"DeepSpeed ZeRO-{stage}": partial(deepspeed_zero, stage=stage) for stage in (1, 2, 3)}
 TABLES[4] = {name: side for name, side in TABLES[2].items() if name == ONE_RANK or "tensor" in name}
 TABLES[8] = TABLES[4] | {  # with --model small, whose 8 heads these ranks divide
     "colossal_lite, tensor 2.5d": partial(ours_tensor, mode="2.5d", depth=2),
