@@ -9,7 +9,8 @@ Every rank holds all models and takes blocks of steps with each in turn, forth a
 a rank, so that a drift of the machine's speed meets all alike.  A row's ratio is the median over rounds of its block to
 the peer's block of the same round.  Quoted are CPU seconds summed over ranks, which other work on the machine changes
 little, and wall time of the slowest rank.  "one rank" is the plain loop on rank 0 with the whole batch while the others
-wait: what the speed-up is counted from.  MB sent are what went through the loopback device meanwhile, a rank and step
+wait: what the speed-up is counted from; "same parts" are CPU seconds over those of one rank that takes the samples one
+by one, as a pipeline's micro-batches.  MB sent are what went through the loopback device meanwhile, a rank and step
 (everything else on the machine that uses it is counted too), and what a rank laid in shared memory for the others.
 `--memory` starts each side alone and adds its peak resident memory, less that of a process that has imported torch.
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
@@ -119,12 +120,13 @@ def plain(
     return _loop(model, chosen(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)), context
 
 
-def alone(stack: ExitStack, work: Work) -> tuple[Step, cl.Context]:
-    """The plain loop over the whole batch on rank 0."""
+def alone(stack: ExitStack, work: Work, *, micro_batches: int = 1) -> tuple[Step, cl.Context]:
+    """The plain loop over the whole batch on rank 0, all at once or in so many parts."""
     torch.manual_seed(0)
     context = stack.enter_context(cl.launch(CONFIG | tensor(work)))  # whole batches on all ranks
     model = GPT(work.model)
-    step = _loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    step = _loop(model, optimizer, micro_batches=micro_batches)
     return (step if context.is_main else lambda inputs, labels: 0.0), context
 
 
@@ -266,16 +268,19 @@ class Layers(nn.Module):
         return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
-def _loop(model: nn.Module, *optimizers: Any, clip: bool = True) -> Step:
+def _loop(model: nn.Module, *optimizers: Any, clip: bool = True, micro_batches: int = 1) -> Step:
     def step(inputs: Tensor, labels: Tensor) -> float:
-        loss = _mean_loss(model(inputs), labels)
-        loss.backward()
+        total = 0.0
+        for x, y in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            loss = _mean_loss(model(x), y) / micro_batches
+            loss.backward()
+            total += loss.item()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item()
+        return total
 
     return step
 
@@ -349,12 +354,14 @@ def sequence(mode: str) -> dict[str, Any]:
 
 
 ONE_RANK = "one rank: plain PyTorch loop"
+SAME_PARTS = "one rank: plain PyTorch loop, a micro-batch a sample"
 # The first side of a table is the one that the others' ratios are to.
 TABLES: dict[int, dict[str, Side]] = {
     1: {"plain PyTorch loop": plain, "colossal_lite": ours},
     2: {
         "DistributedDataParallel": plain,
         ONE_RANK: alone,
+        SAME_PARTS: lambda stack, work: alone(stack, work, micro_batches=work.global_batch),
         "colossal_lite, data": ours,
         "colossal_lite, data, gloo": partial(ours, backend="gloo"),
         "DDP + ZeroRedundancyOptimizer": partial(
@@ -490,29 +497,29 @@ def table(
         title=f"{world} rank(s), one thread each; {rounds} rounds of {steps} steps; ratios to {peer}"
     )
     columns = ["", "CPU ms, sum over ranks", "wall ms", "CPU ratio", "wall ratio", "MB sent"]
-    columns += ["speed-up"] * (ONE_RANK in blocks) + ["peak MB"] * bool(peaks)
+    columns += ["speed-up"] * (ONE_RANK in blocks) + ["CPU, same parts"] * (SAME_PARTS in blocks)
+    columns += ["peak MB"] * bool(peaks)
     for column in columns:
         drawn.add_column(column)
+
+    def ratio(one: str, other: str, column: int) -> float:
+        return statistics.median(
+            a[column] / b[column] for a, b in zip(blocks[one], blocks[other], strict=True)
+        )
+
     for name, found in blocks.items():
         cpu, wall = ([row[i] for row in found] for i in (0, 1))
-        ratios = [
-            statistics.median(a[i] / b[i] for a, b in zip(found, blocks[peer], strict=True)) for i in (0, 1)
-        ]
-        drawn.add_row(
-            name,
+        cells = [
             f"{1e3 * statistics.median(cpu):.0f} ({1e3 * min(cpu):.0f}-{1e3 * max(cpu):.0f})",
             f"{1e3 * statistics.median(wall):.0f} ({1e3 * min(wall):.0f}-{1e3 * max(wall):.0f})",
-            *(f"{ratio:.3f}" for ratio in ratios),
+            f"{ratio(name, peer, 0):.3f}",
+            f"{ratio(name, peer, 1):.3f}",
             f"{statistics.median(row[2] for row in found) / 1e6:.1f}",
-            *(
-                [
-                    f"{statistics.median(a[1] / b[1] for a, b in zip(blocks[ONE_RANK], found, strict=True)):.2f}"
-                ]
-                if ONE_RANK in blocks
-                else []
-            ),
-            *([f"{peaks[name] / 1e6:.0f}"] if peaks else []),
-        )
+        ]
+        cells += [f"{ratio(ONE_RANK, name, 1):.2f}"] if ONE_RANK in blocks else []
+        cells += [f"{ratio(name, SAME_PARTS, 0):.2f}"] if SAME_PARTS in blocks else []
+        cells += [f"{peaks[name] / 1e6:.0f}"] if peaks else []
+        drawn.add_row(name, *cells)
     return drawn
 
 
