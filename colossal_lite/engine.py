@@ -598,6 +598,7 @@ class Engine:
         shape = StepShape(
             micro_batches // turns, turns, chunks, stages.trainable,
             "micro_batch" if self._sharding.by_micro_batch else "step", trains, ahead, stages.cut.stage_costs(),
+            tuple(rank for _, rank in sorted(stages.placement.items())),
         )  # fmt: skip
         if shape not in self._plans:
             self._plans[shape] = step_plan(config.parallel.pipeline, shape)

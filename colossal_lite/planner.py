@@ -610,9 +610,11 @@ def _staged_plan(
     numbers = tuple(
         tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage in sorted(stages.placement)
     )
-    costs_s = stages.cut.stage_costs()
     reduce: Any = "micro_batch" if sharding_of(config).by_micro_batch else "step"
-    shape = StepShape(count, turns, numbers, stages.trainable, reduce, costs=costs_s)
+    shape = StepShape(
+        count, turns, numbers, stages.trainable, reduce, costs=stages.cut.stage_costs(),
+        placement=tuple(rank for _, rank in sorted(stages.placement.items())),
+    )  # fmt: skip
     made = step_plan(pipeline, shape)
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     mesh.ledger.clear()

@@ -10,7 +10,8 @@ oldest cannot block for ever, because the checker has proved the plan for SENDs 
 stages of one rank nothing is copied.
 
 Shapes are agreed once: the first step with micro-batches of a new shape runs the plan whose RECVs block, and every
-message is preceded by a header (form, dtypes, shapes, and which take a gradient); later steps post their RECVs ahead.
+message is preceded by a header (form, dtypes, shapes, and which take a gradient); later steps post their RECVs ahead,
+and a stage that then gives something of another form is stopped.
 A micro-batch without samples is passed over on both sides.  Cost of a message: its bytes, in the ledger; headers are
 not counted.
 """
@@ -100,6 +101,14 @@ class Form:
             tuple((dtype, tuple(shape), takes) for dtype, shape, takes in rows),
         )
 
+    def __str__(self) -> str:
+        keys = self.keys if isinstance(self.keys, tuple) else ("",) * len(self.tensors)
+        rows = zip(keys, self.tensors, strict=True)
+        return " and ".join(
+            f"{key}{' ' * bool(key)}{list(shape)} {dtype}{'' if takes else ' without gradient'}"
+            for key, (dtype, shape, takes) in rows
+        )
+
     def packed(self, tensors: Sequence[Tensor]) -> Any:
         if self.keys is None:
             return tensors[0]
@@ -161,6 +170,7 @@ class Runtime:
     """Most activations (of one F each) that were held at once in the last run."""
     _agreed: set[Hashable] = field(default_factory=set)
     _forms: dict[tuple[Hashable, Kind, int], Form] = field(default_factory=dict)
+    """Of what comes, and of what is passed on, by shape of micro-batch, RECV or SEND, and stage."""
     _slots: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def knows(self, shapes: Iterable[Hashable]) -> bool:
@@ -338,7 +348,15 @@ class _Step:
     def _pass_on(
         self, send: Kind, receive: Kind, subject: Subject, to: Subject, form: Form, tensors: list[Tensor]
     ) -> None:
-        """To a stage here at once, to one elsewhere by a SEND to come."""
+        """To a stage here at once, to one elsewhere by a SEND to come. Raises ValueError for another form than is
+        agreed: a slot of it would keep some of what it held before."""
+        stage, micro_batch = subject
+        agreed = self.runtime._forms.setdefault((self.shapes[micro_batch], send, stage), form)
+        if form != agreed:
+            raise ValueError(
+                f"parallel.pipeline: stage {stage} passes on {form} for micro-batch {micro_batch}, where {agreed} is "
+                f"agreed; legal: what follows from the shape of the inputs alone"
+            )
         # What a stage hands on as it came lies in a slot, which is another message's before this one has gone.
         slots = {flat.untyped_storage().data_ptr() for _, flat in self.lent.get(subject, ())}
         tensors = [

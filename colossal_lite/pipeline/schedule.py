@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from math import inf
+from math import inf, isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -403,7 +403,8 @@ class StepShape:
 
     micro_batches: of each of `turns` parts (gradient accumulation); chunks: of each stage, none where nothing
     trains; trainable: for each stage whether anything of it trains; costs: for `auto`, and for where messages stand;
-    ahead: RECVs are posted before the compute under which they hide, or block.
+    ahead: RECVs are posted before the compute under which they hide, or block; placement: rank of each stage, once a
+    model is laid out: by then `auto` has no choice of it, whatever the costs, the micro-batches or the direction.
     """
 
     micro_batches: int
@@ -414,6 +415,7 @@ class StepShape:
     backward: bool = True
     ahead: bool = True
     costs: StageCosts | None = None
+    placement: tuple[int, ...] | None = None
 
 
 def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
@@ -441,10 +443,16 @@ def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     if ranks == 1:
         plan = one_stage(step.micro_batches)
     elif name == "auto":
-        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs)
+        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs, placement=step.placement)
     else:
         plan = generate(name, ranks, step.micro_batches, chunks)
+    assert step.placement is None or ranks_of(plan) == step.placement, "stages lie elsewhere"
     return plan if step.backward else plan.only(Kind.F)
+
+
+def ranks_of(plan: Plan) -> tuple[int, ...]:
+    """The rank of each stage."""
+    return tuple(rank for _, rank in sorted(plan.placement().items()))
 
 
 # Search -------------------------------------------------------------------------------------------
@@ -458,33 +466,37 @@ def auto(
     costs: StageCosts | None = None,
     latency_s: float = 0.0,
     cap: int | None = None,
+    placement: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of the shortest simulated makespan among the schedules for so many chunks and greedy list
     schedules.
 
     costs: by stage, uniform by default; cap: most activations (of one stage and micro-batch) that a rank may
-    hold, by default ranks x chunks, as 1f1b does. Raises ValueError with the least cap that some schedule
-    meets.
+    hold, by default ranks x chunks, as 1f1b does; placement: rank of each stage, a loop or folded, by default
+    whichever is faster. Raises ValueError with the least cap that some schedule meets.
     """
     costs = costs or StageCosts.uniform(ranks * chunks)
     cap = ranks * chunks if cap is None else cap
     best: tuple[float, Plan] | None = None
     held = []
     for plan in _candidates(ranks, micro_batches, chunks):
+        if placement is not None and ranks_of(plan) != tuple(placement):
+            continue
         held.append(max(Reading(plan).footprint.live))
         makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
     loop = [stage % ranks for stage in range(ranks * chunks)]
     folded = [min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(ranks * chunks)]
-    for place in (loop, folded) if chunks > 1 else (loop,):
+    places = [loop, folded] if chunks > 1 else [loop]
+    for place in places if placement is None else [list(placement)]:
         for deep, fill in product((True, False), (None, 0.0, 0.5, 1.0)):
             search = _Greedy(place, micro_batches, costs, costs.message_s + latency_s, cap, deep, fill)
             best = search.plan(best[0] if best else inf) or best
     if best is None:
         raise ValueError(
             f"no schedule found for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks that "
-            f"holds at most {cap} activations on each rank; {min(held)} are enough"
+            f"holds at most {cap} activations on each rank; {min(held, default=ranks * chunks)} are enough"
         )
     return best[1]
 
@@ -700,8 +712,14 @@ def draw(
 ) -> str:
     """A schedule over `stages` ranks, drawn, with its bubble, its peak activations and its messages.
 
-    cost: seconds of F, I and W of one rank's layers. Raises ValueError as `generate` does.
+    cost: seconds of F, I and W of one rank's layers. Raises ValueError as `generate` does, and for times that no clock
+    shows.
     """
+    if not all(map(isfinite, cost)) or min(cost) < 0 or max(cost) == 0:
+        told = ", ".join(f"{seconds:g}" for seconds in cost)
+        raise ValueError(f"cost {told} of F, I and W: give three finite seconds >= 0, at least one above 0")
+    if not isfinite(latency_s) or latency_s < 0:
+        raise ValueError(f"latency {latency_s:g}: give finite seconds >= 0")
     plan = generate(name, stages, micro_batches, chunks)
     chunks = len(plan.placement()) // stages
     f, i, w = (seconds / chunks for seconds in cost)

@@ -15,6 +15,7 @@ from colossal_lite import cli, doctor
 from colossal_lite.config import Config
 
 ROOT = Path(__file__).parents[2]
+SCHEDULE = ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b"]
 
 
 @pytest.fixture
@@ -140,6 +141,12 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
             ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b", "--chunks", "2"],
             "chunks=2",
         ),
+        (
+            [*SCHEDULE, "--cost", "-1", "1", "1"],
+            "cost -1, 1, 1 of F, I and W: give three finite seconds >= 0",
+        ),
+        ([*SCHEDULE, "--cost", "nan", "1", "1"], "cost nan, 1, 1"),
+        ([*SCHEDULE, "--latency-s", "-5"], "latency -5: give finite seconds >= 0"),
     ],
 )
 def test_requests_that_cannot_be_exit_2_with_the_reason_on_standard_error(

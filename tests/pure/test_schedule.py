@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from math import inf, nan
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
@@ -15,15 +16,19 @@ from hypothesis import strategies as st
 from colossal_lite.pipeline.schedule import (
     SCHEDULES,
     PipelineConfig,
+    StepShape,
     add_messages,
     add_step,
     add_unshard,
     auto,
+    compute_plan,
     draw,
     freeze,
     generate,
     one_stage,
+    ranks_of,
     repeat,
+    step_plan,
 )
 from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, PlanError, Shape, check
 from colossal_lite.simulate import StageCosts, simulate
@@ -253,6 +258,29 @@ def test_auto_says_which_cap_would_do() -> None:
         auto(2, 4, 2, cap=1)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_plan_of_a_run_has_the_placement_that_its_modules_were_laid_out_by(data: st.DataObject) -> None:
+    """Whatever the cut made of the costs, however many micro-batches an evaluation has."""
+    p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    config = PipelineConfig(size=p, schedule="auto", chunks=v, micro_batches=data.draw(st.integers(1, 6)))
+    laid = ranks_of(compute_plan(config, StepShape(config.micro_batches or 0)))
+    cost = st.lists(st.floats(0.0, 3.0), min_size=p * v, max_size=p * v)
+    shape = StepShape(
+        data.draw(st.integers(1, 7)), data.draw(st.integers(1, 2)), tuple((i,) for i in range(p * v)),
+        (True,) * (p * v), backward=data.draw(st.booleans()), ahead=data.draw(st.booleans()),
+        costs=StageCosts(*(tuple(data.draw(cost)) for _ in range(3))), placement=laid,
+    )  # fmt: skip
+    assert ranks_of(step_plan(config, shape)) == laid
+
+
+def test_auto_says_how_few_activations_are_enough_where_stages_lie_as_they_are_told() -> None:
+    assert ranks_of(auto(2, 4, 2, placement=(0, 1, 0, 1))) == (0, 1, 0, 1)
+    assert ranks_of(auto(2, 4, 2, placement=(0, 1, 1, 0))) == (0, 1, 1, 0)
+    with pytest.raises(ValueError, match="holds at most 1 activations on each rank; 4 are enough"):
+        auto(2, 4, 2, cap=1, placement=(0, 1, 1, 0))
+
+
 # Passes -------------------------------------------------------------------------------------------
 
 
@@ -411,6 +439,27 @@ def test_a_drawing_states_bubble_peak_and_messages() -> None:
 def test_what_cannot_be_drawn_is_refused(arguments: tuple[int, int, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         draw(*arguments)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "auto"])
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (dict(cost=(-1.0, 1.0, 1.0)), "cost -1, 1, 1 of F, I and W: give three finite seconds >= 0"),
+        (dict(cost=(nan, 1.0, 1.0)), "cost nan, 1, 1 of F"),
+        (dict(cost=(1.0, 1.0, inf)), "cost 1, 1, inf of F"),
+        (dict(cost=(0.0, 0.0, 0.0)), "at least one above 0"),
+        (dict(latency_s=-5.0), "latency -5: give finite seconds >= 0"),
+        (dict(latency_s=nan), "latency nan"),
+    ],
+)
+def test_times_that_no_clock_shows_are_refused(name: str, times: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        draw(2, 3, name, **times)
+
+
+def test_parts_that_take_no_time_are_drawn() -> None:
+    assert "step 4 s" in draw(2, 3, "zb-h1", cost=(1.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

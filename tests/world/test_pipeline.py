@@ -255,6 +255,9 @@ MATRICES = dict(type="muon", lr=1e-2, groups=[dict(match="*norm*", type="adamw")
 SMALL: dict[str, Any] = dict(layers=2, tokens=6, steps=2, ragged=True)
 PAIR = Case(pipeline=dict(size=2, micro_batches=3), **SMALL)
 CLIPPED = dict(clip_grad_norm=0.05)
+AUTO = dict(size=2, schedule="auto", chunks=2, micro_batches=2)
+"""By uniform costs a loop is best, by those of the cut, or for one micro-batch, a fold; with three it is the other way
+round."""
 OTHERS = {
     "pipeline 2 x tensor 2 x data 2, unequal batches": replace(
         PAIR,
@@ -306,6 +309,10 @@ OTHERS = {
     ),
     "Llama of Hugging Face": replace(PAIR, family="hf-llama", tokens=12, tied=True, config=CLIPPED),
     "float32": replace(PAIR, config=CLIPPED | dict(precision="fp32")),
+    "auto, in a loop": replace(PAIR, layers=4, vocabulary=64, pipeline=AUTO, config=CLIPPED),
+    "auto, folded": replace(
+        PAIR, layers=4, vocabulary=96, tied=False, pipeline=dict(AUTO, micro_batches=3), config=CLIPPED,
+    ),
 }  # fmt: skip
 
 
@@ -335,8 +342,9 @@ def evaluates(env: RankEnv, case: Case) -> tuple[list[float], dict[str, Tensor],
         return [before, loss, after], gradients, odd
 
 
-def test_evaluation_and_a_criterion_are_the_serial_ones() -> None:
-    case = replace(PAIR, steps=1)
+@pytest.mark.parametrize("pipeline", [PAIR.pipeline, AUTO], ids=["1f1b", "auto in a loop"])
+def test_evaluation_and_a_criterion_are_the_serial_ones(pipeline: dict[str, Any]) -> None:
+    case = replace(PAIR, layers=4, steps=1, pipeline=pipeline)
     (truth,) = serial_run(case)
     whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
     alone = run_world(evaluates, 1, replace(case, pipeline=1))[0]
@@ -396,6 +404,89 @@ def test_members_of_a_sequential_may_pass_tuples_and_dicts(form: str) -> None:
         assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(theirs, losses, strict=True))
         assert parameters.keys() == state.keys()
         assert all(torch.allclose(parameters[n], state[n], rtol=1e-11, atol=1e-13) for n in state)
+
+
+class Shrinks(nn.Module):
+    """Drops the last position of a micro-batch whose first activation says so, or of a dict its other member."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        told = bool(x[0, 0, 0] > 100)
+        if self.what == "member":
+            return dict(x=x) if told else dict(x=x, y=2 * x)
+        return x[:, :-1] if told else x
+
+
+class Stretches(nn.Module):
+    """Makes [B, T, D] of whatever comes."""
+
+    def forward(self, x: Any) -> Tensor:
+        h: Tensor = x["x"] if isinstance(x, dict) else x
+        return nn.functional.pad(h, (0, 0, 0, 6 - h.shape[1]))
+
+
+def changes_a_form(env: RankEnv, pipeline: dict[str, Any], backend: str, what: str, trains: bool) -> str:
+    """What this rank says when the second of three micro-batches has a message of another form, shapes being agreed."""
+    case = replace(PAIR, pipeline=pipeline, config=dict(backend=backend, timeout_s=10))
+    with env.launch(case.full_config) as context:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Embedding(SIZES["vocabulary"], 8),
+            Shrinks(what),
+            Stretches(),
+            nn.Linear(8, SIZES["vocabulary"]),
+        )
+        with torch.no_grad():
+            model[0].weight[1] = 1000.0
+        engine = cl.initialize(model, context=context)
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        inputs[:, 0] = 2
+        step = engine.forward_backward if trains else engine.eval_step
+        for odd in (False, False, True):
+            inputs[2, 0] = 1 if odd else 2
+            try:
+                step((inputs, labels))
+                engine.zero_grad()
+            except ValueError as error:
+                assert odd
+                return str(error)
+            except CommError as error:
+                return f"lost: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "backend", "trains", "schedule", "agreed"),
+    [
+        (
+            "tensor",
+            "gloo",
+            False,
+            "1f1b",
+            ("[2, 5, 8] float64 without", "[2, 6, 8] float64 without gradient is"),
+        ),
+        ("tensor", "auto", True, "zb-v", ("[2, 5, 8] float64 for", "where [2, 6, 8] float64 is")),
+        ("member", "gloo", True, "1f1b", ("x [2, 6, 8] float64 for", "x [2, 6, 8] float64 and y [2, 6, 8]")),
+    ],
+)
+def test_a_message_of_another_form_than_is_agreed_is_told_by_its_stage(
+    what: str, backend: str, trains: bool, schedule: str, agreed: tuple[str, ...]
+) -> None:
+    """Over gloo, where nothing else compares shapes, and within a rank (zb-v: from stage 1 to stage 2)."""
+    chunks, guilty = (2, 1) if schedule == "zb-v" else (1, 0)
+    partition = (1,) * 4 if chunks == 2 else (2, 2)
+    pipeline = dict(size=2, schedule=schedule, chunks=chunks, micro_batches=3, partition=partition)
+    said = run_world(changes_a_form, 2, pipeline, backend, what, trains)
+    words = (f"stage {chunks - 1} passes on", "micro-batch 1", "is agreed", *agreed)
+    assert all(word in said[guilty] for word in words), said
+    assert (
+        "legal" in said[guilty]
+        and said[1 - guilty].startswith("lost: ")
+        and f"rank {guilty}" in said[1 - guilty]
+    )
 
 
 # ---- what a rank holds and does ----
@@ -677,6 +768,7 @@ PLANNED = {
         PAIR, world_size=8, layers=4, sequence=2, sequence_mode="ulysses", tokens=8, global_batch=8,
         pipeline=dict(size=2, schedule="interleaved", micro_batches=2), config=dict(zero=dict(stage=1)),
     ),
+    "auto in a loop": replace(PAIR, layers=4, vocabulary=64, tied=False, pipeline=AUTO, global_batch=8),
     "interleaved, tensor 2, recomputed": replace(
         PAIR, world_size=4, layers=4, tensor=2, family="llama", tied=False, global_batch=4,
         pipeline=dict(size=2, schedule="interleaved", micro_batches=4), config=dict(activation_checkpoint="full"),
