@@ -16,14 +16,14 @@ by one, as a pipeline's micro-batches.  MB sent are what went through the loopba
 The model: GPT-2 family, 6 layers, width 384, 6 heads, sequence 256, vocabulary 2048, tied, batch 4, float32, AdamW,
 clipping at 1.0; with `--model small` width 256, 8 heads, vocabulary 4096, untied, batch 8.  DTensor gets the same sizes
 with separate q, k and v, which is the form it can cut, and no clipping, which it refuses for a model with plain and cut
-parameters.  DeepSpeed's sides are there where it can be imported; the first of its runs compiles for some minutes.
+parameters.  DeepSpeed's sides are there where it can be imported (DS_ACCELERATOR=cpu where there is a GPU); the first
+of its runs compiles for some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -144,7 +144,6 @@ def fsdp2(stack: ExitStack, work: Work, *, reshard: bool) -> tuple[Step, cl.Cont
 
 def deepspeed_zero(stack: ExitStack, work: Work, *, stage: int) -> tuple[Step, cl.Context]:
     """DeepSpeed's engine on its CPU accelerator over gloo, with torch's fused AdamW and float32 throughout."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read where it is imported
     deepspeed = import_module("deepspeed")
     torch.manual_seed(0)
     context = stack.enter_context(cl.launch(CONFIG))
