@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.batchwide import check_batchwide
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.config import Config
 from colossal_lite.config_rules import device_problems
@@ -68,6 +69,7 @@ def initialize(
         config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    check_batchwide(module, _cuts(config, context))
     streams = DropoutStreams(config.seed)
     foretell = _foretell(model, context, plan)
     originals = dict(module.named_parameters())
@@ -106,6 +108,18 @@ def initialize(
     buffers_to_device(module, context.device)
     built = Built(module, names, stages, parallelized, streams, packed, chunks, trainable)
     return Engine(built, context, criterion, optimizer, foretell)
+
+
+def _cuts(config: Config, context: Context) -> tuple[str, ...]:
+    """What makes a module see a batch in parts, or twice."""
+    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
+    found = {
+        f"data={context.mesh.size('data')}": context.mesh.size("data") > 1,
+        f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
+        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
+        f"activation_checkpoint={recomputes!r}": recomputes != "none",
+    }
+    return tuple(name for name, cuts in found.items() if cuts)
 
 
 def _lay_out(

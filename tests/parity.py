@@ -176,7 +176,7 @@ def serial_run(case: Case) -> list[Step]:
     masters |= {n: p.detach() for n, p in trainable.items()}
     streams = DropoutStreams(config["seed"])
     for path, owner in list(model.named_modules()):
-        for child_name, child in list(owner.named_children()):
+        for child_name, child in list(owner._modules.items()):  # repeats included
             if isinstance(child, nn.Dropout | Dropout):
                 setattr(owner, child_name, Dropout(child.p))
                 name = f"{path}.{child_name}" if path else child_name

@@ -347,15 +347,17 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def _bind_dropout(module: nn.Module, streams: DropoutStreams, local_rows: LocalRows) -> bool:
-    """Give every dropout its counters, torch's own included: it is replaced under its own name."""
-    found = False
+    """Give every dropout its counters, torch's own included: it is replaced under its own name. One that stands in
+    several places has a name in each."""
+    found, bound = False, set[int]()
     for path, owner in list(module.named_modules()):
-        for name, child in list(owner.named_children()):
-            if type(child) is nn.Dropout:
+        for name, child in list(owner._modules.items()):
+            if type(child) is nn.Dropout or (type(child) is Dropout and id(child) in bound):
                 setattr(owner, name, Dropout(child.p))
                 child = getattr(owner, name)
             if isinstance(child, Dropout):
                 full_name = f"{path}.{name}" if path else name
                 child.rows = local_rows(full_name, partial(streams.rows, full_name))
+                bound.add(id(child))
                 found = found or child.p > 0
     return found

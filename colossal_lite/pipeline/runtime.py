@@ -115,18 +115,21 @@ class Form:
         return tuple(tensors) if isinstance(self.keys, int) else dict(zip(self.keys, tensors, strict=True))
 
 
-def flat(carried: Any) -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
-    """The form of what passes between stages, as `Form.keys`, and its tensors. Raises ValueError for other things."""
+def flat(carried: Any, giver: str = "a stage") -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
+    """The form of what passes between stages, as `Form.keys`, and its tensors. Raises ValueError, naming the giver, for
+    other things."""
     if isinstance(carried, Tensor):
         return None, (carried,)
-    keys: tuple[str, ...] | int = tuple(carried) if isinstance(carried, Mapping) else len(carried)
-    members = tuple(carried.values()) if isinstance(carried, Mapping) else tuple(carried)
-    if not all(isinstance(member, Tensor) for member in members):
-        kinds = ", ".join(sorted({type(member).__name__ for member in members}))
+    named, several = isinstance(carried, Mapping), isinstance(carried, Mapping | tuple | list)
+    members = tuple(carried.values() if named else carried) if several else ()
+    odd = {type(member).__name__ for member in members if not isinstance(member, Tensor)}
+    odd |= {f"key {key!r}" for key in carried if not isinstance(key, str)} if named else set()
+    if odd or not several:
+        what = f"{type(carried).__name__} of {', '.join(sorted(odd))}" if several else type(carried).__name__
         raise ValueError(
-            f"parallel.pipeline: a stage gives {kinds}; legal: a tensor, or a tuple or dict of tensors"
+            f"parallel.pipeline: {giver} gives a {what}; legal: a tensor, or a flat tuple or dict (by words) of tensors"
         )
-    return keys, members
+    return tuple(carried) if named else len(members), members
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -81,6 +81,12 @@ class PipelineConfig(BaseModel):
         """Micro-batches for a batch of `samples` on one data rank. Raises ValueError if there are too few."""
         if self.micro_batches is None:
             return max(1, min(samples, 4 * self.size)) if self.size > 1 else 1
+        if samples == 0:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: a data rank has no samples in a part of the batch, and needs one "
+                f"for each micro-batch; use at least {self.micro_batches} samples for each data rank and accumulated "
+                f"part, or micro_batches=None, which passes over what is empty"
+            )
         if samples < self.micro_batches:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: the batch has {samples} samples on this data rank; "

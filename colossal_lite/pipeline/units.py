@@ -24,12 +24,15 @@ from torch import Tensor, nn
 
 from colossal_lite.auxiliary import modules_of
 from colossal_lite.batch import Batch
-from colossal_lite.kernels import Mask
+from colossal_lite.batchwide import is_over_the_batch
+from colossal_lite.kernels import Dropout, Mask
 from colossal_lite.models import GPT
+from colossal_lite.models.gpt import Block
 from colossal_lite.parallel.roles import known_plan
 from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition, transformer_units
+from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
-from colossal_lite.recompute import part_of
+from colossal_lite.recompute import Recomputed, part_of
 from colossal_lite.simulate import simulate
 
 Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -60,6 +63,8 @@ class GPTSections:
 
     def __init__(self, model: GPT) -> None:
         self._model = model
+        for block in model.blocks:
+            _check_forward(block, Block, "a cut between its two halves", "methods mix and feed of its own")
         positions = ("position",) if model.position is not None else ()
         halves = (
             part
@@ -95,11 +100,13 @@ class GPTSections:
 
 
 class SequentialSections:
-    """`nn.Sequential`: a unit for each member."""
+    """`nn.Sequential`: a unit for each place in it; a module that stands in several of them is that many units."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self._model = model
-        self.parts = tuple(Part(name, (name,)) for name, _ in model.named_children())
+        self.parts = tuple(
+            Part(name, (name,)) for name in model._modules
+        )  # named_children leaves repeats out
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
         x: Any = batch.inputs if start == 0 else carried
@@ -111,13 +118,14 @@ class SequentialSections:
 @dataclass(frozen=True)
 class Places:
     """Where a model of a library keeps its units: tables whose place the input takes, tables that then add nothing,
-    what is passed over beside them, the list of blocks, and what follows them."""
+    what is passed over beside them, the list of blocks, and what follows them; whether MLPs have three matrices."""
 
     tables: tuple[str, ...]
     added: tuple[str, ...]
     beside: tuple[str, ...]
     blocks: str
     tail: tuple[str, ...]
+    gated: bool = False
 
 
 LIBRARY: dict[str, Places] = {
@@ -125,7 +133,7 @@ LIBRARY: dict[str, Places] = {
         ("transformer.wte",), ("transformer.wpe",), ("transformer.drop",), "transformer.h",
         ("transformer.ln_f", "lm_head"),
     ),
-    "llama": Places(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head")),
+    "llama": Places(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head"), gated=True),
 }  # fmt: skip
 
 
@@ -139,7 +147,7 @@ class LibrarySections:
     """
 
     def __init__(self, model: nn.Module, names: Places) -> None:
-        self._model, self._names = model, names
+        self._model, self._names, self.gated = model, names, names.gated
         blocks = [f"{names.blocks}.{i}" for i, _ in enumerate(model.get_submodule(names.blocks))]  # type: ignore[arg-type]
         self.parts = (
             Part("embedding", (*names.tables, *names.added, *names.beside)),
@@ -237,6 +245,9 @@ def sections_of(model: nn.Module) -> Sections:
         return made
     for kind, make in SECTIONS:
         if isinstance(model, kind):
+            _check_forward(
+                model, kind, f"the units of a {kind.__name__}", "a method pipeline_sections() of its own"
+            )
             return make(model)
     modules = [name for name, _ in model.named_modules() if name]
     owners = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
@@ -250,13 +261,23 @@ def sections_of(model: nn.Module) -> Sections:
     )
 
 
+def _check_forward(module: nn.Module, kind: type[nn.Module], cut: str, legal: str) -> None:
+    """Raises ValueError for a module of a kind whose forward, which stages do not run, is not the kind's."""
+    own = vars(module).get("forward")
+    if type(module).forward is not kind.forward or (own is not None and not isinstance(own, Recomputed)):
+        raise ValueError(
+            f"parallel.pipeline: {type(module).__name__} has a forward of its own, which {cut} would pass over; "
+            f"legal: the forward of {kind.__name__}, or {legal}"
+        )
+
+
 def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple[Unit, ...]:
     """What each unit costs, for the partition: by formula for a transformer of ours, else by its parameters."""
     if isinstance(sections, GPTSections) and facts is not None:
         gated = getattr(model.config, "activation", "") == "swiglu"
         return transformer_units(facts, facts.sequence, gated=gated)
     if isinstance(sections, LibrarySections) and facts is not None:
-        first, *halves, last = transformer_units(facts, facts.sequence)
+        first, *halves, last = transformer_units(facts, facts.sequence, gated=sections.gated)
         blocks = [_joined(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
         return (first, *blocks, last)
     numels = [float(1 + sum(p.numel() for p in _parameters_of(model, part))) for part in sections.parts]
@@ -319,7 +340,12 @@ class Stages:
         return self.placement[stages[0]] == self.coord
 
     def run(self, stage: int, carried: Carried | None, batch: Batch) -> Any:
-        return self.sections.run(*self.cut.bounds[stage], carried, batch)
+        """What a stage gives. Raises ValueError for what cannot go on to the next."""
+        start, stop = self.cut.bounds[stage]
+        given = self.sections.run(start, stop, carried, batch)
+        if stage < self.last:
+            flat(given, f"stage {stage}, by its last unit {self.sections.parts[stop - 1].name!r},")
+        return given
 
 
 def one_stage(model: nn.Module) -> Stages:
@@ -370,10 +396,28 @@ def lay_out(
             f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
             f"parameter, buffer and auxiliary loss must be"
         )
+    _check_shared(model, stage_of)
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
     trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))
     used = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     return Stages(sections, cut, dict(placement), coord, used, trainable)
+
+
+def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
+    """Raises ValueError for a module that keeps count of its own calls and is called on several stages."""
+    places: dict[int, dict[int, str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
+        counts = isinstance(module, Dropout) and module.p > 0
+        if stage is not None and (counts or is_over_the_batch(module)):
+            places.setdefault(id(module), {}).setdefault(stage, name)
+    for found in places.values():
+        if len(found) > 1:
+            raise ValueError(
+                f"parallel.pipeline: {' and '.join(found.values())} are one module on stages "
+                f"{', '.join(map(str, found))}, and keep count of their calls, which no stage can for another; legal: "
+                f"a module for each place, or a partition that has them on one stage"
+            )
 
 
 def keep_own(model: nn.Module, stages: Stages) -> None:

@@ -54,6 +54,7 @@ LEVELS: tuple[set[str], ...] = (
     {
         "auxiliary",
         "batch",
+        "batchwide",
         "checkpoint",
         "conjugate",
         "context",

@@ -1,0 +1,273 @@
+"""Models of any kind as units: what is cut runs as it would whole, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite.comm import CommError
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.models.gpt import Block
+from tests.parity import SIZES, Case, assert_parity, start, steps_of
+from tests.pool import RankEnv, run_world
+
+V, D = SIZES["vocabulary"], 8
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """A case of a model of its own."""
+
+    make: Callable[[], nn.Module] = nn.Module
+    pipeline: Any = 2
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+
+def case_of(make: Callable[[], nn.Module], **changes: Any) -> ModelCase:
+    pipeline = dict(size=2, micro_batches=3) | changes.pop("pipeline", {})
+    return ModelCase(
+        make=make, build="module", tokens=6, steps=2, ragged=True, pipeline=pipeline, **changes,
+    )  # fmt: skip
+
+
+# ---- a module in several places ----
+
+
+def repeats_an_activation() -> nn.Module:
+    act = nn.Tanh()
+    return nn.Sequential(nn.Embedding(V, V), nn.Linear(V, V), act, nn.Linear(V, V), act, nn.Linear(V, V))
+
+
+def repeats_a_linear() -> nn.Module:
+    """On both stages, and twice on the first of them."""
+    shared = nn.Linear(D, D)
+    return nn.Sequential(
+        nn.Embedding(V, D), shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(D, D), nn.Tanh(), shared, nn.Linear(D, V)
+    )  # fmt: skip
+
+
+def repeats_a_dropout() -> nn.Module:
+    drop = nn.Dropout(0.3)
+    return nn.Sequential(nn.Embedding(V, D), drop, nn.Linear(D, D), drop, nn.Linear(D, V))
+
+
+def uses_inside() -> nn.Module:
+    """A member of one unit is a unit elsewhere."""
+    shared = nn.Linear(D, D)
+    inner = nn.Sequential(shared, nn.Tanh())
+    return nn.Sequential(nn.Embedding(V, D), inner, nn.Linear(D, D), shared, nn.Linear(D, V))
+
+
+REPEATS = {
+    "an activation": case_of(repeats_an_activation),
+    "a linear, zb-h1": case_of(repeats_a_linear, pipeline=dict(schedule="zb-h1", partition=(5, 4))),
+    "a linear, interleaved": case_of(
+        repeats_a_linear, pipeline=dict(schedule="interleaved", chunks=2, partition=(2, 2, 2, 3))
+    ),
+    "a linear, data 2, ZeRO 1": case_of(
+        repeats_a_linear, world_size=4, config=dict(zero=dict(stage=1), clip_grad_norm=0.05)
+    ),
+    "a dropout": case_of(repeats_a_dropout),
+    "a member of another unit": case_of(uses_inside, pipeline=dict(partition=(2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_a_module_in_several_places_of_a_sequential_runs_in_each(name: str) -> None:
+    assert_parity(REPEATS[name])
+
+
+# ---- what is refused ----
+
+
+class Half(nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 0.5
+
+
+def half() -> nn.Module:
+    return Half(nn.Embedding(V, D), nn.Linear(D, V))
+
+
+class Scaled(GPT):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) * 0.5
+
+
+class Doubled(Block):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2.0 * super().forward(*args, **kwargs)
+
+
+def gpt(kind: type[GPT] = GPT, block: type[Block] = Block, **own: Any) -> nn.Module:
+    model = kind(GPTConfig(**SIZES))
+    model.blocks[0].__class__ = block
+    for name, value in own.items():
+        setattr(model, name, value)
+    return model
+
+
+def patched() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V))
+    model.forward = lambda x: nn.Sequential.forward(model, x) * 0.5  # type: ignore[method-assign]
+    return model
+
+
+def drops_twice() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.1))
+    return nn.Sequential(nn.Embedding(V, D), inner, nn.Linear(D, D), inner, nn.Linear(D, V))
+
+
+def normed(**options: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(V, D), nn.Linear(D, D), nn.BatchNorm1d(6, **options), nn.Linear(D, D), nn.Linear(D, V)
+    )
+
+
+def counted() -> nn.Module:
+    """Statistics of every sample alone, but kept from batch to batch."""
+    norm = nn.InstanceNorm1d(6, track_running_stats=True)
+    return nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), norm, nn.Linear(D, V))
+
+
+def norms_twice() -> nn.Module:
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Embedding(V, D), norm, nn.Linear(D, D), norm, nn.Linear(D, V))
+
+
+class Gives(nn.Module):
+    """What no stage takes."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(D, D), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.linear(x))
+
+
+def giving(wrap: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Embedding(V, D), Gives(wrap), nn.Linear(D, D), nn.Linear(D, V))
+
+
+def makes_a_namespace(x: Tensor) -> Any:
+    return SimpleNamespace(h=x)
+
+
+def makes_a_gap(x: Tensor) -> Any:
+    return x, None
+
+
+def makes_numbers(x: Tensor) -> Any:
+    return {0: x}
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "sequential": repeats_an_activation,
+    "half": half,
+    "scaled": lambda: gpt(Scaled),
+    "doubled": lambda: gpt(block=Doubled),
+    "patched": patched,
+    "drops twice": drops_twice,
+    "normed": normed,
+    "plainly normed": lambda: normed(track_running_stats=False),
+    "counted": counted,
+    "norms twice": norms_twice,
+    "namespace": giving(makes_a_namespace),
+    "gap": giving(makes_a_gap),
+    "numbers": giving(makes_numbers),
+}
+ALONE: dict[str, Any] = {}
+"""Without a pipeline."""
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "a subclass of Sequential with a forward of its own": (
+        "half", {}, ("Half has a forward of its own", "pipeline_sections()"),
+    ),
+    "a subclass of GPT with a forward of its own": (
+        "scaled", {}, ("Scaled has a forward of its own", "pipeline_sections()"),
+    ),
+    "a block with a forward of its own": ("doubled", {}, ("Doubled has a forward of its own", "mix and feed")),
+    "a model with a forward set on it": ("patched", {}, ("Sequential has a forward of its own",)),
+    "a module with dropout on two stages": (
+        "drops twice", dict(pipeline=dict(partition=(3, 2))), ("1.1 and 3.1 are one module on stages 0, 1",),
+    ),
+    "batch norm in micro-batches": (
+        "normed", {}, ("2 is a BatchNorm1d", "pipeline.micro_batches=3", "LayerNorm", "micro_batches=1"),
+    ),
+    "batch norm in as many micro-batches as come": (
+        "normed", dict(pipeline=dict(micro_batches=None)), ("2 is a BatchNorm1d", "pipeline.micro_batches=None"),
+    ),
+    "batch norm without statistics": ("plainly normed", {}, ("2 is a BatchNorm1d",)),
+    "batch norm on data ranks": ("normed", ALONE, ("2 is a BatchNorm1d", "and data=2 would run it on parts")),
+    "batch norm in accumulation": (
+        "normed", dict(pipeline=dict(micro_batches=1), config=dict(gradient_accumulation=3)),
+        ("2 is a BatchNorm1d", "gradient_accumulation=3"),
+    ),
+    "running statistics of samples": ("counted", {}, ("2 is a InstanceNorm1d",)),
+    "batch norm on two stages": (
+        "norms twice", dict(pipeline=dict(micro_batches=1, partition=(3, 2))), ("1 and 3 are one module",),
+    ),
+    "a data rank without samples": (
+        "sequential", dict(world_size=4, global_batch=1),
+        ("micro_batches=3: a data rank has no samples", "at least 3 samples for each data rank"),
+    ),
+    "a stage that gives another object": (
+        "namespace", dict(pipeline=dict(partition=(2, 2))),
+        ("stage 0, by its last unit '1', gives a SimpleNamespace", "a tensor, or a flat tuple or dict"),
+    ),
+    "a stage that gives a tuple with a gap": (
+        "gap", dict(pipeline=dict(partition=(2, 2))), ("stage 0, by its last unit '1', gives a tuple of NoneType",),
+    ),
+    "a stage that gives a dict by numbers": (
+        "numbers", dict(pipeline=dict(partition=(2, 2))), ("gives a dict of key 0", "dict (by words)"),
+    ),
+}  # fmt: skip
+
+
+def fails(env: RankEnv, case: Case, model: str) -> str:
+    try:
+        with env.launch(case.full_config) as context:
+            torch.manual_seed(3)
+            engine = cl.initialize(MAKERS[model](), context=context)
+            inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+            engine.forward_backward((inputs, labels))
+    except (ValueError, CommError) as error:  # of the rank itself, or of one that it waits for
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
+    model, changes, words = REFUSED[name]
+    case = case_of(nn.Module, **changes)
+    if changes is ALONE:
+        case = replace(case, pipeline=1)
+    for said in run_world(fails, case.world_size, case, model):
+        assert all(word in said for word in words), said
+
+
+def trains(env: RankEnv, case: Case) -> dict[str, Tensor]:
+    """The state dict after the steps of a case."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        return [step.parameters for step in steps_of(engine, context, case)][-1]
+
+
+def test_batch_norm_runs_where_the_batch_is_whole() -> None:
+    case = case_of(normed, pipeline=dict(micro_batches=1), config=dict(precision="fp32"))
+    assert_parity(case)
+    ((alone,), piped) = (
+        run_world(trains, n, replace(case, pipeline=p)) for n, p in ((1, 1), (2, case.pipeline))
+    )
+    for state in piped:
+        assert state.keys() == alone.keys() and int(state["2.num_batches_tracked"]) == case.steps
+        assert all(torch.allclose(state[name], alone[name], rtol=1e-5, atol=1e-6) for name in alone)
