@@ -15,6 +15,8 @@ lost, misplaced or not yet written is an error, never a number.  It is always on
 the threads that wait for the disk, which gave 1.5 GB/s.
 
 After a fault nothing is read or written any more: what is in the file and what is in memory may be of different steps.
+A system call that never returns keeps its thread, its pages and the file's descriptors until the process ends, and the
+process from nothing: its threads are not joined at exit.
 Cost: `THREADS` threads, the buffers of whoever calls.
 """
 
@@ -24,10 +26,14 @@ import errno
 import os
 import secrets
 import threading
+import time
+import warnings
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -36,6 +42,8 @@ from colossal_lite.memory.host import pages
 from colossal_lite.memory.records import PAGE_BYTES, Block, FileLayout
 
 THREADS = 4
+GRACE_S = 1.0
+"""How long what is under way is waited for when the file is closed after a fault."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -73,7 +81,7 @@ class DiskFile:
                 f"a file of {layout.file_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
                 str(directory),
             ) from error
-        self._pool = ThreadPoolExecutor(THREADS, "disk")
+        self._workers = Workers(THREADS, "disk")
 
     @property
     def is_direct(self) -> bool:
@@ -94,9 +102,18 @@ class DiskFile:
             raise self.failure
 
     def close(self) -> None:
-        """What is under way is finished; then the file is gone. Closing twice is no fault."""
-        self._pool.shutdown()
-        self._close_fds()
+        """What is under way is finished; then the file is gone. Closing twice is no fault. What does not end in time
+        (`GRACE_S` after a fault) is left behind, and told in a warning."""
+        grace_s = self.timeout_s if self.failure is None else min(GRACE_S, self.timeout_s)
+        if left := self._workers.close(grace_s):
+            # A descriptor that is closed under them could be another file's by the time they use it.
+            warnings.warn(
+                f"{self.path}: {left} reads or writes have not ended {grace_s:g} s after the file was closed; they and "
+                f"the file stay until the process ends",
+                stacklevel=2,
+            )
+        else:
+            self._close_fds()
         self.failure = self.failure or DiskError(
             errno.EBADF, "the file is closed: the run is over", str(self.path)
         )
@@ -141,7 +158,7 @@ class DiskFile:
         assert buffer.numel() == self.layout.padded_bytes(record) and buffer.data_ptr() % PAGE_BYTES == 0
         view = buffer.numpy().data
         futures: list[Future[None]] = [
-            self._pool.submit(work, record, number, block, view[block.start : block.stop])
+            self._workers.submit(partial(work, record, number, block, view[block.start : block.stop]))
             for number, block in enumerate(self.layout.blocks(record))
         ]
         # All of them: a buffer that is handed back must be left alone.
@@ -200,6 +217,43 @@ class DiskFile:
         """Nobody else reads this: the page cache is for others."""
         if not self.is_direct:
             os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)
+
+
+class Workers:
+    """Threads that do jobs as they come; an executor's would keep the process until the last job has ended."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self, timeout_s: float) -> int:
+        """Jobs given so far are done, and the threads end. How many have not after `timeout_s`."""
+        end_s = time.monotonic() + timeout_s
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            future, job = given
+            try:
+                job()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del given, future, job  # an idle thread holds no buffer
 
 
 def _read_some(fd: int, view: memoryview, offset: int) -> int:

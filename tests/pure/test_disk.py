@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -221,6 +223,53 @@ def test_a_disk_that_does_not_answer_is_a_fault(opened: Open) -> None:
     with patch.object(disk, "_read_some", stuck), pytest.raises(DiskError, match="was not read in 0.05 s"):
         read(file, 0)
     gate.set()
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """Reads of the disk do not return before the event is set."""
+    gate, original = threading.Event(), disk._read_some
+    with patch.object(disk, "_read_some", lambda *args: (gate.wait(60), original(*args))[1]):
+        yield gate
+    gate.set()
+
+
+def test_a_file_whose_reads_never_return_is_closed_and_its_descriptors_are_left_to_them(
+    tmp_path: Path, stuck: threading.Event
+) -> None:
+    file = DiskFile(tmp_path, LAYOUT, label="rank0", timeout_s=0.05)
+    write_all(file)
+    fds = list(file._fds)
+    with pytest.raises(DiskError, match="was not read in 0.05 s"):
+        read(file, 2)
+    with pytest.warns(UserWarning, match="4 reads or writes have not ended 0.05 s after the file was closed"):
+        file.close()
+    assert all(os.fstat(fd).st_nlink == 0 for fd in fds), "a read that wakes must not find another file there"
+    with pytest.raises(DiskError, match="was not read in 0.05 s"):
+        file.check()
+    stuck.set()
+    assert file._workers.close(30.0) == 0
+    file.close()
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_a_process_ends_though_its_disk_does_not_answer(tmp_path: Path) -> None:
+    code = f"""
+import threading, torch
+from pathlib import Path
+from colossal_lite.memory import disk
+from colossal_lite.memory.records import FileLayout
+disk._read_some = lambda *args: threading.Event().wait()
+file = disk.DiskFile(Path({str(tmp_path)!r}), FileLayout((5000,)), label="rank0", timeout_s=0.05)
+try:
+    file.read(0, disk.pages(8192, torch.device("cpu")))
+except disk.DiskError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and "was not read in 0.05 s" in ended.stdout, ended.stderr
 
 
 # ---- never a wrong number ----
