@@ -743,7 +743,7 @@ class Engine:
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor
-        if lr and not self._optimizer.changed and self.context.is_main:
+        if lr and self._chunks and not self._optimizer.changed and self.context.is_main:
             warnings.warn(
                 f"step: it changed no parameter that rank 0 holds; either all gradients are zero, or steps at "
                 f"lr={lr:g} are lost in rounding ({self.context.config.precision.master_dtype} master weights)",

@@ -96,7 +96,9 @@ class ChunkOptimizer:
         names = [rule.states for rule in self._rules]
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
-        if placement == "host":
+        if not self._chunks:  # of a pipeline stage where nothing trains
+            pass
+        elif placement == "host":
             self.tiers = HostStates(self._chunks, names, timeout_s, speed)
         elif placement == "disk":
             self.tiers = DiskStates(self._chunks, names, timeout_s, speed, open_file)

@@ -72,6 +72,18 @@ def test_host_and_disk_give_the_bits_of_the_device(name: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pipeline_stage_where_nothing_trains_needs_no_tier(tmp_path: Path) -> None:
+    first_block = [name for name in initial_values(BITS) if name.startswith(("token", "position", "blocks.0."))]
+    case = replace(
+        BITS, tied=False, frozen=tuple(first_block), steps=2, global_batch=4,
+        pipeline=dict(size=2, micro_batches=2, partition=(3, 3)),
+        config=dict(precision="bf16", optimizer=ADAMW, clip_grad_norm=0.05),
+    )  # fmt: skip
+    expected = run_world(bits, 2, case)
+    for memory in (HOST, on_disk(tmp_path)):
+        assert_same_bits(run_world(bits, 2, replace(case, config=case.config | memory)), expected)
+
+
 @pytest.mark.parametrize(
     "slow_ones", [("h2d",), ("d2h",), ("h2d", "d2h"), ("read",), ("write",), ("read", "write")]
 )
