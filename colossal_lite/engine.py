@@ -736,6 +736,8 @@ class Engine:
         first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
         used = totals.used[first : first + len(chunk.spec.entries)]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
+        if any(used):
+            chunk.count_change()
         self._metering.updated(chunk.spec.id)
         chunk.pay()
         self._weights.updated(chunk, changed=any(used))

@@ -126,18 +126,29 @@ class Recomputed:
         if self.mode == "selective":
             kept = Kept(KEPT)
             first, again = kept.first(), kept.again()
-        return first, _Again(self.streams, self.streams.place(), again)
+        return first, _Again(self, self.streams.place(), again)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the block's weights: how often each has changed."""
+        return [parameter._version for parameter in self.block.parameters()]
 
 
 class _Again:
     """The second forward of a block: dropout's counters where they stood, and put back afterwards, also when the run
-    is stopped early because nothing more is needed."""
+    is stopped early because nothing more is needed. Weights that have changed since the first are an error: autograd
+    watches what it has saved, and of these it has saved nothing."""
 
-    def __init__(self, streams: DropoutStreams, place: Place, inner: AbstractContextManager[Any]) -> None:
-        self._streams, self._place, self._inner = streams, place, inner
-        self._now = place
+    def __init__(self, block: Recomputed, place: Place, inner: AbstractContextManager[Any]) -> None:
+        self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
+        self._now, self._versions = place, block.versions
 
     def __enter__(self) -> None:
+        if self._block.versions != self._versions:
+            raise ValueError(
+                f"backward: the weights of {self._block.name} have been updated since the forward that it belongs to; "
+                f"call backward before step"
+            )
         self._now = self._streams.place()
         self._streams.go_to(self._place)
         self._inner.__enter__()

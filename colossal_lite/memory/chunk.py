@@ -30,6 +30,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.kernels import split
@@ -261,15 +262,22 @@ class Chunk:
                 self.master[local].copy_(own)
                 if self.is_sharded and self.master is not self.own_value:
                     self.own_value[local].copy_(own)
-        self.version += 1
+        self.count_change()
 
     def publish(self, start: int, stop: int, *, is_written: bool = False) -> None:
         """Make the model see master elements [start, stop): of this rank's shard, until the next gather.  `is_written`:
-        the update has written what `seen` gave it."""
-        seen = None if is_written else self.seen(start, stop)
-        if seen is not None:
+        the update has written what `seen` gave it, and whoever ran it counts the change."""
+        if is_written:
+            return
+        if (seen := self.seen(start, stop)) is not None:
             seen.copy_(self.master[start:stop])
+        self.count_change()
+
+    def count_change(self) -> None:
+        """Some of the weights are others now, of this rank's shard or not: who has saved some is told so when it wants
+        them. Autograd itself would not know, of views that parameters were given as their `data`."""
         self.version += 1
+        increment_version(self._parameters)
 
     def seen(self, start: int, stop: int) -> Tensor | None:
         """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the

@@ -14,7 +14,8 @@ any of them wants, and note it: that is the trace.  The arena is allocated when 
 Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
 tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
 real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
-unit before.  Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
+unit before.  Of a tensor that a hook packs torch does not ask whether it has changed when it is used: so this one does.
+Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
 Frozen parameters are in no chunk and stay whole.
 """
 
@@ -161,7 +162,7 @@ class ShardedWeights(Weights):
     def _held(self) -> Needs:
         return self._open[-1] if self._open else NOTHING
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
         storage = tensor.untyped_storage()._cdata
         if self._arena is None or storage == self._arena.untyped_storage()._cdata:
             for index in self._resident:
@@ -173,11 +174,17 @@ class ShardedWeights(Weights):
                 f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
                 f"calling the module that owns it; or use zero.stage=2"
             )
-        return tensor
+        return tensor, tensor._version
 
-    def _unpack(self, saved: Tensor | SavedView) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
+        if isinstance(saved, tuple):
+            tensor, version = saved
+            if tensor._version != version:
+                raise ValueError(
+                    f"backward: a tensor {list(tensor.shape)} that the forward has saved was modified by an inplace "
+                    f"operation since; if it is a weight that step has updated, call backward before step"
+                )
+            return tensor
         if self._phase is Phase.IDLE:
             raise ValueError(
                 "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "

@@ -73,7 +73,9 @@ def test_host_and_disk_give_the_bits_of_the_device(name: str, tmp_path: Path) ->
 
 
 def test_a_pipeline_stage_where_nothing_trains_needs_no_tier(tmp_path: Path) -> None:
-    first_block = [name for name in initial_values(BITS) if name.startswith(("token", "position", "blocks.0."))]
+    first_block = [
+        name for name in initial_values(BITS) if name.startswith(("token", "position", "blocks.0."))
+    ]
     case = replace(
         BITS, tied=False, frozen=tuple(first_block), steps=2, global_batch=4,
         pipeline=dict(size=2, micro_batches=2, partition=(3, 3)),
