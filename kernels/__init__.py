@@ -161,8 +161,12 @@ def why_not_triton(device_type: str) -> str | None:
         launch.load()
     except ImportError as error:
         return f"triton is not installed ({error})"
-    if device_type == "cpu" and not launch.interpreting():
-        return "triton has no kernels for device 'cpu'"
+    if launch.interpreting() != (device_type == "cpu"):
+        in_words = (
+            "triton has no kernels for device 'cpu'",
+            "TRITON_INTERPRET=1 has kernels interpreted, on the CPU",
+        )
+        return in_words[device_type != "cpu"]
     return None
 
 

@@ -18,7 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import FLAT, ROWS, Takes, TritonOp, architecture, jit, launch, matrix, programs, tile, tl
+from .launch import (
+    FLAT,
+    ROWS,
+    Takes,
+    TritonOp,
+    architecture,
+    check_alike,
+    jit,
+    launch,
+    matrix,
+    programs,
+    tile,
+    tl,
+)
 
 Approximate = Literal["tanh", "none"]
 
@@ -26,7 +39,7 @@ Approximate = Literal["tanh", "none"]
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "tanh") -> Tensor:
     """x [..., F], bias [F] or None; approximate "none" is the exact form by erf."""
     _check_gelu(x, bias, approximate)
-    return F.gelu(x if bias is None else x + bias, approximate=approximate)
+    return F.gelu(x if bias is None else x + bias, approximate=approximate).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -40,6 +53,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def _check_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> None:
     if approximate not in ("tanh", "none"):
         raise ValueError(f"gelu: approximate={approximate!r}; legal are 'tanh' and 'none'")
+    if bias is not None and bias.device != x.device:
+        raise ValueError(f"gelu: bias is on {bias.device}; legal is {x.device}, as x")
+    check_alike("gelu", x=x)
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(
             f"gelu: bias has shape {tuple(bias.shape)}; legal is ({x.shape[-1]},), the width of x"
@@ -47,6 +63,7 @@ def _check_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> None:
 
 
 def _check_swiglu(gate: Tensor, up: Tensor | None) -> None:
+    check_alike("swiglu", gate=gate, up=up)
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"swiglu: gate alone has width {gate.shape[-1]}; legal is an even one, [gate | up]")
     if up is not None and gate.shape != up.shape:

@@ -333,6 +333,8 @@ def check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; legal is [B, T, H, K]")
+        if not x.is_floating_point():
+            raise ValueError(f"{op}: {name} is {x.dtype}; legal is a floating dtype")
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{op}: {name} is {x.dtype} on {x.device}; legal is {q.dtype} on {q.device}, as q"
@@ -878,7 +880,9 @@ def attend_best(
 
 
 def _refuses(*args: Any, **named: Any) -> str | None:
-    k = [x for x in (*args, *named.values()) if isinstance(x, Tensor) and x.dim() == 4][0]
+    k = next((x for x in (*args, *named.values()) if isinstance(x, Tensor) and x.dim() == 4), None)
+    if k is None:
+        return None  # the check of shapes says it
     for name in ("softcap", "bias"):
         if named.get(name) is not None:
             return f"{name} has no kernel"

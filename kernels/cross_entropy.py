@@ -24,7 +24,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import INDEX, ROWS, SCALAR, Takes, TritonOp, architecture, jit, launch, matrix, tile, tl
+from .launch import (
+    INDEX,
+    ROWS,
+    SCALAR,
+    Takes,
+    TritonOp,
+    architecture,
+    check_alike,
+    jit,
+    launch,
+    matrix,
+    tile,
+    tl,
+)  # fmt: skip
 
 _BLOCK_ELEMENTS = 1 << 17
 
@@ -195,11 +208,15 @@ def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def check_labels(op: str, logits: Tensor, labels: Tensor, smoothing: float) -> None:
+def check_labels(op: str, logits: Tensor, labels: Tensor, smoothing: float, given: str = "logits") -> None:
+    """`given`: what people call the tensor whose rows are labelled."""
+    check_alike(op, **{given: logits})
+    if labels.device != logits.device:
+        raise ValueError(f"{op}: labels is on {labels.device}; legal is {logits.device}, as {given}")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"{op}: labels has shape {tuple(labels.shape)}; "
-            f"legal is {tuple(logits.shape[:-1])}, that of logits less V"
+            f"legal is {tuple(logits.shape[:-1])}, that of {given} less its last dimension"
         )
     if labels.dtype != torch.int64:
         raise ValueError(f"{op}: labels is {labels.dtype}; legal is torch.int64")

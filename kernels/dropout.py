@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import ROWS, Takes, TritonOp, architecture, jit, launch, matrix, signed32, tile, tl
+from .launch import ROWS, Takes, TritonOp, architecture, check_alike, jit, launch, matrix, signed32, tile, tl
 from .philox import Rows, keep_mask, keep_tile, threshold
 
 
@@ -34,7 +34,16 @@ def dropout(x: Tensor, p: float, rows: Rows) -> Tensor:
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
     """residual + dropout(x)."""
+    _check_residual(x, residual)
     return residual + dropout(x, p, rows)
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    check_alike("dropout_add", x=x, residual=residual)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"dropout_add: residual has shape {tuple(residual.shape)}; legal is {tuple(x.shape)}, as x"
+        )
 
 
 class _Dropout(torch.autograd.Function):
@@ -116,21 +125,21 @@ def _triton(x: Tensor, p: float, rows: Rows) -> Tensor:
 def _triton_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
     threshold(p)
     rows.check("dropout_add", x)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"dropout_add: residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"legal is {x.dtype} {tuple(x.shape)}, as x"
-        )
+    _check_residual(x, residual)
     y: Tensor = _TritonDropout.apply(x, residual, p, rows)  # type: ignore[no-untyped-call]
     return y
 
 
 def refuses(*args: Any, **named: Any) -> str | None:
-    """Four features share a counter, and a kernel draws all four."""
-    for rows in (*args, *named.values()):
-        if isinstance(rows, Rows) and rows.feature % 4:
-            return f"rows.feature={rows.feature} is no multiple of 4"
-    return None
+    """Four features share a counter, and a kernel draws all four; its rows are tokens."""
+    given = (*args, *named.values())
+    rows = next((x for x in given if isinstance(x, Rows)), None)
+    if rows is None:
+        return None
+    if rows.feature % 4:
+        return f"rows.feature={rows.feature} is no multiple of 4"
+    x = named["x"] if "x" in named else args[0]
+    return f"x has {x.dim()} dimensions, and kernels drop from [B, T, D]" if x.dim() > 3 else None
 
 
 _TAKES = {"x": ROWS, "residual": Takes(layout="rows", like="x")}

@@ -79,8 +79,8 @@ def _quantise_kernel(x, q, scales, numel, groups, GROUPS: tl.constexpr, GROUP: t
     value = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
     strange = tl.sum((value != value).to(tl.int32), axis=1) > 0  # a maximum may pass over NaN
     top = tl.max(tl.abs(value), axis=1)
-    scale = tl.where(strange, float("nan"), top / 127.0)
-    ratio = value / tl.where(scale == 0.0, 1.0, scale)[:, None]
+    scale = tl.where(strange, float("nan"), tl.div_rn(top, 127.0))
+    ratio = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
     # to nearest even by the float32 trick: adding 1.5 * 2**23 leaves no fraction bits
     whole = (ratio + 12582912.0) - 12582912.0
     whole = tl.where(tl.abs(whole) <= 127.0, whole, 0.0)

@@ -24,11 +24,14 @@ from torch import Tensor
 tl: Any = None
 """triton.language once `load` has run; kernels import the name."""
 
+MOST_PROGRAMS = 65_535
+"""In any dimension of a grid but the first: CUDA's limit."""
 _declared: list[_Declared] = []
 
 
 __all__ = [
-    "DENSE", "FLAT", "FLOATS", "INDEX", "ROWS", "SCALAR", "WHOLE", "Takes", "TritonOp", "architecture", "interpreting",
+    "DENSE", "FLAT", "FLOATS", "INDEX", "ROWS", "SCALAR", "WHOLE", "Takes", "TritonOp", "architecture", "check_alike",
+    "interpreting",
     "jit", "launch", "load", "matrix", "power_of_2", "programs", "signed32", "tile", "tl",
 ]  # fmt: skip
 
@@ -82,6 +85,11 @@ def launch(
     """
     if 0 in grid:
         return
+    if max(grid[1:], default=1) > MOST_PROGRAMS:
+        raise ValueError(
+            f"{kernel.fn.__name__}: {max(grid[1:]):,} programs in one dimension; legal is at most {MOST_PROGRAMS:,}: "
+            "give it fewer samples or heads at once"
+        )
     named.update(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse)
     device = next(a.device for a in args if isinstance(a, Tensor))
     if device.type == "cpu" or device.index == torch.cuda.current_device():
@@ -196,12 +204,24 @@ def programs(device: torch.device) -> int:
 # ----------------------------------------------------------------------------------------------------- checks
 
 
+def check_alike(op: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError unless all tensors given are floating, and of the first one's dtype and on its device."""
+    (first, x), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: {first} is {x.dtype}; legal is a floating dtype")
+    for name, other in others:
+        if other.dtype != x.dtype:
+            raise ValueError(f"{op}: {name} is {other.dtype}; legal is {x.dtype}, as {first}")
+        if other.device != x.device:
+            raise ValueError(f"{op}: {name} is on {other.device}; legal is {x.device}, as {first}")
+
+
 def matrix(op: str, name: str, x: Tensor) -> Tensor:
     """x [..., D] as rows [N, D] without a copy; a ValueError if its strides have no row stride or D is not
     dense."""
     if x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1):
         try:
-            return x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+            return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
         except RuntimeError:
             pass
     raise ValueError(

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from .cross_entropy import TRITON as PARTS
 from .cross_entropy import check_labels, check_range, combine, gradient, partial
 from .cross_entropy import reference as whole_reference
-from .launch import INDEX, Takes, TritonOp
+from .launch import INDEX, Takes, TritonOp, check_alike
 
 LOGITS_BYTES = 512 << 20
 MINIMUM_ROWS = 2048  # fewer rows a product leave a GPU's matrix units waiting
@@ -81,7 +81,10 @@ def _run(
             f"linear_cross_entropy: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; "
             "legal are [..., D] and [V, D]"
         )
-    check_labels("linear_cross_entropy", x, labels, smoothing)
+    check_alike("linear_cross_entropy", x=x, weight=weight)
+    if rows is not None and rows < 1:
+        raise ValueError(f"linear_cross_entropy: rows={rows}; legal is 1 or more")
+    check_labels("linear_cross_entropy", x, labels, smoothing, given="x")
     check_range("linear_cross_entropy", labels, vocabulary, ignore_index)
     flat = labels.reshape(-1)
     rows = chunk_rows(weight.shape[0], x.element_size()) if rows is None else rows
@@ -129,8 +132,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = (None if g is None else g * d_total.to(g.dtype) for g in ctx.saved_tensors)
+        dx, dweight = (None if g is None else _scaled(g, d_total) for g in ctx.saved_tensors)
         return dx, dweight, None, None, None, None, None, None
+
+
+def _scaled(g: Tensor, scale: Tensor) -> Tensor:
+    """g * scale, multiplied in scale's dtype, which no 16 bits hold: 1 / 11 would be 1 in 1,000 off in all of them."""
+    if g.dtype == scale.dtype:
+        return g * scale
+    scaled = torch.empty_like(g)
+    for part, out in zip(g.split(MINIMUM_ROWS), scaled.split(MINIMUM_ROWS), strict=True):
+        out.copy_(part.to(scale.dtype).mul_(scale))
+    return scaled
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -30,6 +30,7 @@ from .launch import (
     Takes,
     TritonOp,
     architecture,
+    check_alike,
     jit,
     launch,
     matrix,
@@ -63,6 +64,7 @@ def add_layer_norm(
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, s): s = residual + dropout(x, p, rows), y its LayerNorm.  Without rows nothing is dropped."""
+    _check_residual("add_layer_norm", x, residual)
     s = residual + x if rows is None else dropout_add(x, residual, p, rows)
     return layer_norm(s, weight, bias, eps), s
 
@@ -71,16 +73,26 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float = 0.0, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
     """(y, s): s = residual + dropout(x, p, rows), y its RMSNorm."""
+    _check_residual("add_rms_norm", x, residual)
     s = residual + x if rows is None else dropout_add(x, residual, p, rows)
     return rms_norm(s, weight, eps), s
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_alike(op, x=x)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise ValueError(
                 f"{op}: {name} has shape {tuple(vector.shape)}; legal is ({x.shape[-1]},), the width of x"
             )
+        if vector is not None and vector.device != x.device:
+            raise ValueError(f"{op}: {name} is on {vector.device}; legal is {x.device}, as x")
+
+
+def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+    check_alike(op, x=x, residual=residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}; legal is {tuple(x.shape)}, as x")
 
 
 # ---------------------------------------------------------------------------------------------------- forward
@@ -335,7 +347,7 @@ class _Norm(torch.autograd.Function):
         assert given is not None
         shape = given.shape
         s = s.view(-1, shape[-1])
-        dy = (torch.zeros_like(given) if dy is None else dy.contiguous()).view(-1, shape[-1])
+        dy = (given.new_zeros(shape) if dy is None else dy.contiguous()).view(-1, shape[-1])
         ds_in = None if ds_in is None else ds_in.contiguous()
         drop = _drop(ctx.p if ctx.added else 0.0, ctx.rows, dy)
         ds = torch.empty(shape, dtype=dy.dtype, device=dy.device)
@@ -405,11 +417,8 @@ def _apply(
     rows: Rows | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(op, x, weight, bias)
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"{op}: residual is {residual.dtype} {tuple(residual.shape)}; "
-            f"legal is {x.dtype} {tuple(x.shape)}, as x"
-        )
+    if residual is not None:
+        _check_residual(op, x, residual)
     if rows is not None:
         threshold(p)
         rows.check(op, x)

@@ -41,6 +41,8 @@ def _table(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tup
 def _check(x_BTHK: Tensor, positions: Tensor) -> None:
     if x_BTHK.dim() != 4 or x_BTHK.shape[-1] % 2:
         raise ValueError(f"rotary: x has shape {tuple(x_BTHK.shape)}; legal is [B, T, H, K] with an even K")
+    if positions.device != x_BTHK.device:
+        raise ValueError(f"rotary: positions is on {positions.device}; legal is {x_BTHK.device}, as x")
     if positions.is_floating_point():
         raise ValueError(f"rotary: positions is {positions.dtype}; legal are integers")
     if positions.shape not in (x_BTHK.shape[1:2], x_BTHK.shape[:2]):

@@ -6,9 +6,10 @@ of it.
 Note: each case calls an op of the table, forward and backward, on meta tensors of production size.  The
 launches are noted instead of run, so what is compiled is what a GPU would be given: types, divisibility,
 tiles.  (It also shows that no op waits for the device: meta tensors have no values.)  Triton's wheel holds
-ptxas, cuobjdump and nvdisasm.  A row fails if it spills, exceeds the shared memory of an architecture,
-streams without 128-bit loads, multiplies without tensor cores, or multiplies sizes in 32 bits (which 2**31 elements
-overflow).  gfx942 has to compile; the rest of its rows is reported only.  Exit status 1 if a row fails.
+ptxas, cuobjdump and nvdisasm.  A row fails if it spills, exceeds the shared memory of an architecture, streams
+without 128-bit loads, multiplies without tensor cores, multiplies sizes in 32 bits (which 2**31 elements overflow), or
+divides roughly where its bits are those of a CPU.  gfx942 has to compile; the rest of its rows is reported only.  Exit
+status 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024}
 TRITON_TYPE = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.bool: "i1",
@@ -170,10 +171,10 @@ def nvidia_row(launch: Launch, arch: str, made: Any) -> Row:
         loads=count(r"\bLDG\.", r"\bLDGSTS\.", r"\bUTMALDG"),
         tensor_core=count(r"\bHGMMA", r"\bHMMA", r"\bIMMA"),
     )  # fmt: skip
-    return replace(row, faults=tuple(faults(row, made.asm["ttir"])))
+    return replace(row, faults=tuple(faults(row, made.asm["ttir"], made.asm["ptx"])))
 
 
-def faults(row: Row, ttir: str) -> list[str]:
+def faults(row: Row, ttir: str, ptx: str) -> list[str]:
     """What breaks a rule."""
     found = []
     if row.spills:
@@ -188,6 +189,8 @@ def faults(row: Row, ttir: str) -> list[str]:
         found.append("no 128-bit load")
     if row.launch.kernel in MULTIPLIES and not row.tensor_core:
         found.append("no tensor-core instruction")
+    if row.launch.kernel in DIVIDES_EXACTLY and "div.full" in ptx:
+        found.append("a division that is not rounded to nearest")
     narrow = narrow_products(ttir, is_short=row.launch.kernel in SHORT)
     return found + [f"a product of sizes in 32 bits: {line}" for line in narrow]
 
@@ -243,6 +246,8 @@ def amd_row(launch: Launch, arch: str, made: Any) -> Row:
 # ------------------------------------------------------------------------------------------------------ cases
 
 GATHERS = {"_draw_kernel"}
+DIVIDES_EXACTLY = {"_quantise_kernel", "_draw_kernel"}
+"""Their bits are those of the CPU."""
 """Kernels that load next to nothing."""
 MULTIPLIES = {"_attend_forward_kernel", "_attend_keys_kernel", "_attend_queries_kernel"}
 SHORT = {*MULTIPLIES, "_delta_kernel", "_norm_weights_wide"}

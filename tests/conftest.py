@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import psutil
@@ -49,6 +50,14 @@ def ranks_end_with_the_session() -> Iterator[None]:
     yield
     pool().close()
     assert not children(), f"processes outlived the session: {children()}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the compile gate has read, which is for people, where all is well too."""
+    for report in terminalreporter.stats.get("passed", []):
+        if report.capstdout and "test_kernels_compile" in report.nodeid:
+            terminalreporter.section(report.nodeid.split("::")[1])
+            terminalreporter.write(report.capstdout)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite.kernels import TORCH, Mask, Ops, Rows, select, triton_paths
+from colossal_lite.kernels import TORCH, Mask, Ops, Rows, launch, select, triton_paths
 from tests.interpreter import sanitized  # before anything imports triton
 
 OPS = select("triton", "cpu")
@@ -127,7 +128,10 @@ def test_a_tensor_on_another_device_is_refused(op: str, name: str) -> None:
     ):  # on meta tensors alone every op tells shapes
         with pytest.raises(ValueError, match=f"^{op}: .* is on .*; legal is "):
             getattr(OPS, op)(**made)
-    with pytest.raises(ValueError, match=rf"^{op}: .* on cpu; legal is {GPU}"):
+    with (
+        patch.object(launch, "interpreting", lambda: False),
+        pytest.raises(ValueError, match=rf"^{op}: .* on cpu; legal is {GPU}"),
+    ):
         getattr(select("triton", "cuda"), op)(**calls()[op])
 
 
@@ -249,3 +253,36 @@ def test_what_falls_back_is_refused_by_strict_kernels(op: str, change: dict[str,
     got, want = (_results(getattr(ops, op)(**made()), {}) for ops in (lenient, TORCH))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+def test_heads_of_three_dimensions_are_refused_by_name() -> None:
+    for op in ("attend", "attend_lse", "attend_forward"):
+        with pytest.raises(ValueError, match=rf"^{op}: q has shape \(3, 4, 8\); legal is"):
+            getattr(OPS, op)(f(3, 4, 8), f(3, 2, 8), f(3, 2, 8))
+
+
+@pytest.mark.parametrize("op", ["dropout", "dropout_add", "add_rms_norm", "add_layer_norm"])
+def test_masks_of_more_than_three_dimensions_are_left_to_torch(op: str) -> None:
+    made = calls()[op]
+    for name in ("x", "residual"):
+        if name in made:
+            made[name] = f(2, 3, 4, 8)
+    with pytest.raises(ValueError, match=f"^{op}: x has 4 dimensions"):
+        getattr(OPS, op)(**made)
+    got, want = (getattr(ops, op)(**made) for ops in (select("triton", "cpu", strict=False), TORCH))
+    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_more_programs_than_a_grid_holds_are_refused() -> None:
+    q = torch.empty(1, 1, 1, 16).expand(65_536, 1, 1, 16)
+    with pytest.raises(
+        ValueError, match="_attend_forward_kernel: 65,536 programs in one dimension; legal is"
+    ):
+        OPS.attend_forward(q, q, q)
+
+
+def test_the_interpreter_is_never_chosen_for_a_gpu() -> None:
+    assert {choice.path for choice in select("auto", "cuda").describe()} == {"torch"}
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 has kernels interpreted, on the CPU"):
+        select("triton", "cuda")

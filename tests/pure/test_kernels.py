@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -648,3 +649,66 @@ def test_the_dropout_module_follows_its_rows() -> None:
     assert torch.equal(module(x), module(x))
     assert torch.equal(module(x, x), module(x) + x)
     assert torch.equal(module.eval()(x, x), 2 * x)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "norm of whole numbers": (
+        lambda: TORCH.layer_norm(torch.ones(2, 3, dtype=torch.int64), torch.ones(3), None, 1e-5),
+        "layer_norm: x is torch.int64; legal is a floating dtype",
+    ),
+    "weight elsewhere": (
+        lambda: TORCH.rms_norm(torch.ones(2, 3), torch.ones(3, device="meta"), 1e-5),
+        "rms_norm: weight is on meta; legal is cpu, as x",
+    ),
+    "residual of another shape": (
+        lambda: TORCH.add_rms_norm(torch.ones(2, 3, 4), torch.ones(2, 1, 4), torch.ones(4), 1e-5),
+        "add_rms_norm: residual has shape (2, 1, 4); legal is (2, 3, 4), as x",
+    ),
+    "bias elsewhere": (
+        lambda: TORCH.gelu(torch.ones(2, 3), torch.ones(3, device="meta")),
+        "gelu: bias is on meta; legal is cpu, as x",
+    ),
+    "two dtypes": (
+        lambda: TORCH.swiglu(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)),
+        "swiglu: up is torch.bfloat16; legal is torch.float32, as gate",
+    ),
+    "whole logits": (
+        lambda: TORCH.cross_entropy(torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
+        "cross_entropy: logits is torch.int64; legal is a floating dtype",
+    ),
+    "labels elsewhere": (
+        lambda: TORCH.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64, device="meta")),
+        "cross_entropy: labels is on meta; legal is cpu, as logits",
+    ),
+    "weight of another dtype": (
+        lambda: TORCH.linear_cross_entropy(
+            torch.ones(2, 3), torch.ones(5, 3).bfloat16(), torch.zeros(2, dtype=torch.int64)
+        ),
+        "linear_cross_entropy: weight is torch.bfloat16; legal is torch.float32, as x",
+    ),
+    "labels of another shape": (
+        lambda: TORCH.linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(3, dtype=torch.int64)),
+        "linear_cross_entropy: labels has shape (3,); legal is (2,), that of x less its last dimension",
+    ),
+    "no rows at once": (
+        lambda: TORCH.linear_cross_entropy(
+            torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64), rows=0
+        ),
+        "linear_cross_entropy: rows=0; legal is 1 or more",
+    ),
+    "positions elsewhere": (
+        lambda: TORCH.rotary(torch.ones(1, 2, 3, 4), torch.ones(2, dtype=torch.int64, device="meta")),
+        "rotary: positions is on meta; legal is cpu, as x",
+    ),
+    "whole heads": (
+        lambda: TORCH.attend(*[torch.ones(1, 2, 3, 4, dtype=torch.int64)] * 3),
+        "attend: q is torch.int64; legal is a floating dtype",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_would_misread_or_refuse_in_its_own_words_is_refused_by_name(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        call()

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.compile_gate import narrow_products
+from tests.compile_gate import Launch, Row, faults, narrow_products
 
 
 @pytest.mark.timeout(900)  # a minute or two of computing each, which a busy machine stretches
 @pytest.mark.parametrize(
-    "architecture", ["sm_90", "sm_80", pytest.param("gfx942", marks=pytest.mark.campaign)]
+    "architecture",
+    ["sm_90", "sm_80", *(pytest.param(other, marks=pytest.mark.campaign) for other in ("sm_89", "gfx942"))],
 )
 def test_every_kernel_compiles_and_on_nvidia_without_spills(architecture: str) -> None:
-    """gfx942 has to compile; its table is for the reader."""
+    """gfx942 has to compile; its table is for the reader.  sm_89 has the least shared memory."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_gate", architecture],
@@ -51,3 +54,29 @@ def test_a_product_of_sizes_in_32_bits_is_found(left: str, right: str, type_: st
     ttir = PRODUCT.replace("%left", left).replace("%right", right).replace("TYPE", type_)
     assert bool(narrow_products(ttir)) is is_found
     assert bool(narrow_products(ttir, is_short=True)) is (is_found and right != "%c512")
+
+
+SOUND = Row(
+    Launch("", "", "_attend_keys_kernel", (), (), (), ()), "sm_90", registers=255, warps=8, shared_bytes=227 * 1024,
+    loads_128=1, loads=1, tensor_core=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "ptx", "said"),
+    [
+        (dict(spills=3), "", "3 spills"),
+        (dict(shared_bytes=227 * 1024 + 1), "", "232449 bytes of shared memory; the limit is 232448"),
+        (dict(arch="sm_89"), "", "the limit is 101376"),
+        (dict(registers=255, warps=16), "", "255 registers x 16 warps exceed 65536"),
+        (dict(loads_128=0), "", "no 128-bit load"),
+        (dict(tensor_core=0), "", "no tensor-core instruction"),
+        (dict(launch=replace(SOUND.launch, kernel="_quantise_kernel")), "div.full.f32 %f1", "a division"),
+    ],
+)
+def test_a_kernel_that_breaks_a_rule_is_a_fault_of_the_gate(
+    change: dict[str, Any], ptx: str, said: str
+) -> None:
+    assert faults(SOUND, "", "div.full.f32 %f1") == []
+    (fault,) = faults(replace(SOUND, **change), "", ptx)
+    assert said in fault
