@@ -15,13 +15,17 @@ rewritten after every row.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -225,7 +229,7 @@ def main() -> int:
             )
             print(line(rows[-1]), flush=True)
             if arguments.out:
-                found = {"matmul_tflops": top, "torch": torch.__version__, "rows": [asdict(r) for r in rows]}
+                found = {"setting": setting(device), "matmul_tflops": top, "rows": [asdict(r) for r in rows]}
                 arguments.out.write_text(json.dumps(found, indent=1))
     return 0
 
@@ -246,8 +250,17 @@ def one(name: str, side: str, config: GPTConfig, batch: int, device: str, steps:
                 name, side, 0.0, 0.0, 0.0, 0.0, 0.0, float("nan"), f"{type(error).__name__}: {error}"[:200]
             )
         finally:
+            gc.collect()  # the next side's peak is its own
             if device == "cuda":
                 torch.cuda.empty_cache()
+
+
+def setting(device: str) -> dict[str, str]:
+    """What a table of these figures has to say."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
+    triton = version("triton") if find_spec("triton") else "absent"
+    python, date = platform.python_version(), time.strftime("%Y-%m-%d")
+    return {"device": name, "torch": torch.__version__, "triton": triton, "python": python, "date": date}
 
 
 def line(row: Row) -> str:

@@ -48,3 +48,24 @@ def test_every_placement_and_fsdp_train_the_same_in_the_benchmark_of_offload(tmp
 def test_without_a_gpu_the_benchmark_of_offload_says_what_is_legal() -> None:
     done = ran("gpu_offload.py")
     assert done.returncode == 2 and "--tiny" in done.stderr
+
+
+def test_every_kernel_is_checked_and_timed_in_the_benchmark_of_kernels(tmp_path: Path) -> None:
+    done = ran("gpu_kernels.py", "--dry-run", "--out", str(tmp_path / "kernels.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert len(rows) > 50
+    for row in rows:
+        assert row["note"] == "" and row["ms"]["ours"] > 0, row
+        assert row["name"].endswith(" backward") or row["error"] is not None, row
+
+
+def test_every_side_trains_the_same_in_the_benchmark_of_steps(tmp_path: Path) -> None:
+    done = ran("gpu_step.py", "--dry-run", "--out", str(tmp_path / "step.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert set(found["setting"]) == {"device", "torch", "triton", "python", "date"}
+    eager, *rows = found["rows"]
+    assert [row["side"] for row in rows] == ["kernels", "engine"]
+    for row in rows:
+        assert not row["note"] and row["loss"] == pytest.approx(eager["loss"], rel=1e-3), row
