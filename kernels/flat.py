@@ -8,6 +8,7 @@ overflow to a loss scaler too).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -155,3 +156,12 @@ TRITON = {
     "pack_": TritonOp(_triton_pack, {"flat": FLAT, "tensors": FLAT}),
     "unpack_": TritonOp(_triton_unpack, {"flat": FLAT, "tensors": FLAT}),
 }
+
+
+def reference(tensors: Sequence[Tensor], unscale: float = 1.0) -> Tensor:
+    """What `square_sum` gives, one element at a time."""
+    elements = [float(e) / unscale for x in tensors for e in x.double().flatten().tolist()]
+    finite = all(math.isfinite(e) for e in elements)
+    return torch.tensor(
+        [math.fsum(e * e for e in elements) if finite else math.nan, not finite], dtype=torch.float64
+    )

@@ -136,3 +136,14 @@ TRITON = {
     "dequantise": TritonOp(_triton_dequantise, _TAKES),
     "dequantise_add_": TritonOp(_triton_add, _TAKES),
 }
+
+
+def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x as it may arrive, how far from x each value may be), group by group in float64."""
+    arrived, bound = x.double().flatten().clone(), torch.empty(x.numel(), dtype=torch.float64)
+    for group, limit in zip(arrived.split(GROUP), bound.split(GROUP), strict=True):
+        scale = float(group.abs().max()) / 127
+        limit.fill_(scale / 2)
+        if scale:
+            group.copy_((group / scale).round() * scale)
+    return arrived.view(x.shape), bound.view(x.shape)

@@ -143,3 +143,13 @@ def _triton(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: b
 
 
 TRITON = {"softmax": TritonOp(_triton, {"x": ROWS, "mask": Takes((torch.bool,), "any")})}
+
+
+def reference(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
+    """From first principles, in float64."""
+    seen = torch.ones(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape).clone()
+    if causal:
+        seen &= torch.arange(x.shape[-1]) <= torch.arange(x.shape[-2])[:, None]
+    e = torch.where(seen, (x.double() * scale).exp(), 0.0)
+    total = e.sum(-1, keepdim=True)
+    return e / torch.where(total == 0, 1.0, total)

@@ -37,8 +37,7 @@ class Case:
 
 
 def against_torch(name: str, call: Callable[..., Any], *shapes: tuple[int, ...]) -> Case:
-    """The reference is the torch path in float64, itself checked against first principles in
-    test_kernels.py."""
+    """The reference is the torch path in float64, which test_kernels.py compares with that of the op's file."""
     return Case(name, call, lambda *inputs: call(TORCH, *inputs), shapes)
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import (
     CAUSAL,
@@ -27,9 +28,14 @@ from colossal_lite.kernels import (
     Rows,
     activation,
     attention,
+    embedding,
+    flat,
+    int8,
+    linear_cross_entropy,
     norm,
     optimizer,
     select,
+    softmax,
     split,
 )
 from colossal_lite.kernels.cross_entropy import combine, gradient, partial
@@ -52,6 +58,10 @@ def same(got: Any, want: Any, inputs: tuple[Tensor, ...], tol: float = 1e-11) ->
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
 
+SEEN = torch.tensor(
+    [[True] * 7, [False, True] * 3 + [False], [False] * 7, [True] * 3 + [False] * 4]
+)  # one sees none
+LABELS = torch.tensor([6, 0, -100, 3, 3])
 POSITIONS = torch.tensor([0, 3, 1, 200, 70000])
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "layer_norm": (
@@ -77,6 +87,21 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
         ((2, 3, 5), (5,)),
     ),
     "swiglu": (TORCH.swiglu, activation.swiglu_reference, ((2, 3, 5), (2, 3, 5))),
+    "softmax": (
+        lambda x: TORCH.softmax(x, None, 0.7),
+        lambda x: softmax.reference(x, None, 0.7),
+        ((2, 3, 7),),
+    ),
+    "softmax masked": (
+        lambda x: TORCH.softmax(x, SEEN, 2.0, causal=True),
+        lambda x: softmax.reference(x, SEEN, 2.0, causal=True),
+        ((2, 4, 7),),
+    ),
+    "linear cross_entropy": (
+        lambda x, w: TORCH.linear_cross_entropy(x, w, LABELS, -100, 0.1, 0.01, rows=2)[0],
+        lambda x, w: linear_cross_entropy.reference(x, w, LABELS, -100, 0.1, 0.01),
+        ((5, 3), (7, 3)),
+    ),
     "rotary": (
         lambda x: TORCH.rotary(x, POSITIONS, 500.0),
         lambda x: rotary_reference(x, POSITIONS, 500.0),
@@ -712,3 +737,97 @@ def test_what_torch_would_misread_or_refuse_in_its_own_words_is_refused_by_name(
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
+
+
+def test_the_gradient_of_an_embedding_is_its_reference_on_a_piece_of_the_table() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grad, dy = torch.randn(4, 3, generator=generator), torch.randn(2, 5, 3, generator=generator)
+    ids = torch.tensor([[0, 3, 4, 6, 6], [9, 5, 6, 3, 0]])
+    want = embedding.reference(grad, dy, ids, start=3)
+    TORCH.embedding_grad_(grad, dy, ids, start=3)
+    torch.testing.assert_close(grad.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("strange", [None, math.inf, math.nan])
+def test_a_sum_of_squares_is_its_reference_and_divides_in_place(strange: float | None) -> None:
+    tensors = [torch.randn(70_000, generator=torch.Generator().manual_seed(1)), torch.randn(2, 3)]
+    if strange is not None:
+        tensors[1][1, 2] = strange
+    want, divided = flat.reference(tensors, 4.0), [x / 4.0 for x in tensors]
+    total, is_strange = TORCH.square_sum(tensors, 4.0)
+    assert is_strange == want[1] == (strange is not None)
+    assert strange is not None or float(total) == pytest.approx(float(want[0]), rel=1e-6)
+    assert all(torch.equal(a, b) or strange is not None for a, b in zip(tensors, divided, strict=True))
+
+
+@given(st.integers(1, 700), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-6, 1e6))
+def test_int8_arrives_within_half_a_step_of_its_group(numel: int, dtype: torch.dtype, size: float) -> None:
+    x = (size * torch.randn(numel, generator=torch.Generator().manual_seed(numel))).to(dtype)
+    q, scale = TORCH.quantise(x)
+    arrived, (_, bound) = TORCH.dequantise(q, scale), int8.reference(x)
+    assert ((arrived.double() - x.double()).abs() <= bound * (1 + 1e-5)).all()
+    assert scale.double().repeat_interleave(256)[:numel].sub(2 * bound).abs().max() <= 1e-6 * bound.max()
+
+
+def test_packing_casts_and_unpacking_gives_back() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(0), torch.randn(5).double()]
+    flat_tensor = torch.empty(17, dtype=torch.bfloat16)
+    TORCH.pack_(flat_tensor, tensors)
+    assert torch.equal(flat_tensor, torch.cat([x.flatten().bfloat16() for x in tensors]))
+    back = [torch.empty_like(x) for x in tensors]
+    TORCH.unpack_(back, flat_tensor)
+    assert all(torch.equal(a, b.bfloat16().to(b.dtype)) for a, b in zip(back, tensors, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of one tensor that anything inside has made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [
+            x.numel() for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, Tensor)
+        ]
+        self.numel = max(self.numel, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_a_fused_linear_loss_never_holds_more_logits_than_its_rows(rows: int) -> None:
+    """Nor, of course, their gradient; gradients of x and weight are smaller here than the logits of 7 rows."""
+    x, w = f64(64, 2), f64(97, 2, seed=1)
+    labels = torch.randint(97, (64,), generator=torch.Generator().manual_seed(2))
+    with Largest() as largest:
+        TORCH.linear_cross_entropy(x, w, labels, rows=rows)[0].backward()
+    assert largest.numel == max(rows * 97, 97 * 2)
+
+
+@pytest.mark.parametrize("cut", [1, 6, 11])
+def test_a_fused_linear_loss_over_a_cut_vocabulary_is_that_over_the_whole(cut: int) -> None:
+    """Each piece is given the partials of both, as an all-gather would; the gradients of x add up."""
+    x, w = f64(9, 4), f64(11, 4, seed=1)
+    labels = torch.randint(11, (9,), generator=torch.Generator().manual_seed(2))
+    want, _ = TORCH.linear_cross_entropy(x, w, labels, -100, 0.1, 0.01, rows=4)
+    want_x, want_w = torch.autograd.grad(want, (x, w))
+    logits = (x @ w.T).detach()
+    pieces = {0: w[:cut], cut: w[cut:]}
+    partials = torch.stack([partial(logits[:, a : a + len(p)], labels, a, 11) for a, p in pieces.items()])
+    summed = torch.zeros_like(x)
+    for start, piece in pieces.items():
+        given, begin = piece.detach().requires_grad_(), iter(range(0, 9, 4))
+
+        def gather(own: Tensor, start: int = start, begin: Iterator[int] = begin) -> Tensor:
+            first = next(begin)
+            both = partials[:, first : first + len(own)]
+            torch.testing.assert_close(own, both[0 if start == 0 else 1])
+            return both
+
+        got, _ = TORCH.linear_cross_entropy(
+            x, given, labels, -100, 0.1, 0.01, start=start, vocabulary=11, gather=gather, rows=4
+        )
+        torch.testing.assert_close(got, want)
+        got_x, got_w = torch.autograd.grad(got, (x, given))
+        torch.testing.assert_close(got_w, want_w[start : start + len(piece)])
+        summed += got_x
+    torch.testing.assert_close(summed, want_x)
