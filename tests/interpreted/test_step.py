@@ -89,6 +89,71 @@ def test_a_step_with_one_kernel_is_a_step_without(family: str, op: str) -> None:
     torch.testing.assert_close(got, trained(TORCH, config, steps=1), rtol=1e-4, atol=1e-5)
 
 
+def trained_by_the_rest(ops: Ops, optimizer: str, steps: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of one layer made of the ops that no model of ours calls, and what steps it."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "token": (31, 16),
+        "place": (8, 16),
+        "qkv": (48, 16),
+        "head": (31, 16),
+        "norm1": (16,),
+        "norm2": (16,),
+    }
+    weights = {n: 0.3 * torch.randn(*shape, generator=generator) for n, shape in shapes.items()}
+    ids = torch.randint(0, 31, (2, 8), generator=generator)
+    state = {n: torch.zeros_like(w) for n, w in weights.items()}
+    losses = []
+    for step in range(steps):
+        w = {n: x.detach().requires_grad_() for n, x in weights.items()}
+        x = w["token"][ids].detach().requires_grad_()
+        y, stream = ops.add_rms_norm(x, w["place"].expand(2, 8, 16).contiguous(), w["norm1"], 1e-5)
+        q, k, v = (y @ w["qkv"].T).chunk(3, -1)
+        seen = ops.softmax((q @ k.transpose(1, 2)).contiguous(), None, 0.25, True) @ v
+        rows = Rows((1, 2), step, torch.arange(2), torch.arange(8))
+        y, _ = ops.add_layer_norm(seen, stream, w["norm2"], None, 1e-5, 0.2, rows)
+        total, _ = ops.linear_cross_entropy(y, w["head"], ids.roll(-1, 1), rows=5)
+        total.backward()
+        losses.append(total.detach())
+        assert x.grad is not None
+        w["token"].grad = torch.zeros(31, 16)
+        ops.embedding_grad_(w["token"].grad, x.grad, ids)
+        gradients = [g for g in (p.grad for p in w.values()) if g is not None]
+        flat = torch.empty(sum(g.numel() for g in gradients))
+        ops.pack_(flat, gradients)
+        ops.unpack_(gradients, flat)
+        for p, g, m in zip(weights.values(), gradients, state.values(), strict=True):
+            if optimizer == "sgd_":
+                ops.sgd_(p, g, m, lr=1e-2, momentum=0.9, first=step == 0)
+            else:
+                ops.lion_(p, g, m, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    return losses, list(weights.values())
+
+
+REST = (
+    "add_rms_norm",
+    "softmax",
+    "add_layer_norm",
+    "linear_cross_entropy",
+    "embedding_grad_",
+    "pack_",
+    "unpack_",
+)
+
+
+@pytest.mark.parametrize(("op", "optimizer"), [*((op, "sgd_") for op in (*REST, "sgd_")), ("lion_", "lion_")])
+def test_a_step_with_one_of_the_other_kernels_is_a_step_without(op: str, optimizer: str) -> None:
+    calls = []
+
+    def counted(*args: object, **named: object) -> object:
+        calls.append(op)
+        return getattr(OPS, op)(*args, **named)
+
+    got = trained_by_the_rest(replace(TORCH, **{op: counted}), optimizer)
+    assert calls
+    torch.testing.assert_close(got, trained_by_the_rest(TORCH, optimizer), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.campaign  # half a minute of tracing
 @pytest.mark.parametrize("choice", ["auto", "triton"])
 def test_a_compiled_step_calls_the_kernels_from_between_its_parts(choice: Literal["auto", "triton"]) -> None:
