@@ -32,7 +32,7 @@ from colossal_lite.parallel.roles import known_plan
 from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition, transformer_units
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
-from colossal_lite.recompute import Recomputed, part_of
+from colossal_lite.recompute import part_of
 from colossal_lite.simulate import simulate
 
 Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
@@ -64,7 +64,10 @@ class GPTSections:
     def __init__(self, model: GPT) -> None:
         self._model = model
         for block in model.blocks:
-            _check_forward(block, Block, "a cut between its two halves", "methods mix and feed of its own")
+            is_kinds = type(block).forward is Block.forward  # on the block itself recomputation sets its own
+            _check_forward(
+                block, Block, is_kinds, "a cut between its two halves", "methods mix and feed of its own"
+            )
         positions = ("position",) if model.position is not None else ()
         halves = (
             part
@@ -245,8 +248,13 @@ def sections_of(model: nn.Module) -> Sections:
         return made
     for kind, make in SECTIONS:
         if isinstance(model, kind):
+            is_kinds = type(model).forward is kind.forward and "forward" not in vars(model)
             _check_forward(
-                model, kind, f"the units of a {kind.__name__}", "a method pipeline_sections() of its own"
+                model,
+                kind,
+                is_kinds,
+                f"the units of a {kind.__name__}",
+                "a method pipeline_sections() of its own",
             )
             return make(model)
     modules = [name for name, _ in model.named_modules() if name]
@@ -261,10 +269,9 @@ def sections_of(model: nn.Module) -> Sections:
     )
 
 
-def _check_forward(module: nn.Module, kind: type[nn.Module], cut: str, legal: str) -> None:
+def _check_forward(module: nn.Module, kind: type[nn.Module], is_kinds: bool, cut: str, legal: str) -> None:
     """Raises ValueError for a module of a kind whose forward, which stages do not run, is not the kind's."""
-    own = vars(module).get("forward")
-    if type(module).forward is not kind.forward or (own is not None and not isinstance(own, Recomputed)):
+    if not is_kinds:
         raise ValueError(
             f"parallel.pipeline: {type(module).__name__} has a forward of its own, which {cut} would pass over; "
             f"legal: the forward of {kind.__name__}, or {legal}"
