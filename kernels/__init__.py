@@ -80,6 +80,7 @@ class Ops:
     attend_lse: Op = _attention.attend_lse
     attend_forward: Op = _attention.attend_forward
     attend_backward: Op = _attention.attend_backward
+    attend_merge_: Op = _attention.merge_
     cross_entropy: Op = _cross_entropy.cross_entropy
     linear_cross_entropy: Op = _linear_cross_entropy.linear_cross_entropy
     cross_entropy_partial: Op = _cross_entropy.partial

@@ -30,7 +30,6 @@ from torch.autograd.function import once_differentiable
 
 from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.kernels import Mask, Ops
-from colossal_lite.kernels.attention import merge_
 
 
 class Seen(NamedTuple):
@@ -195,7 +194,7 @@ class _Blocks(Function):
             if out is None or lse is None:
                 out, lse = more[0].to(more[1].dtype), more[1]
             else:
-                merge_(out[:, part.queries], lse[:, :, part.queries], *more)
+                ops.attend_merge_(out[:, part.queries], lse[:, :, part.queries], *more)
         assert out is not None and lse is not None
         result: Tensor = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
