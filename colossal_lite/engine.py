@@ -281,10 +281,14 @@ class Engine:
         return outputs
 
     def zero_grad(self) -> None:
-        """Forget gradients that no step has used."""
+        """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
+        its forward or backward that was caught."""
         self._forget()
-        if not self._weights.owes:  # else there are none: they come after a forward, before which all is paid
-            self._hooks.clear()
+        if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
+            return
+        if any([self._weights.give_up(), self._hooks.give_up()]):
+            self.mesh.world.barrier()  # a rank that has not given up must not go on with what the others have left
+        self._hooks.clear()
 
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
         """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
@@ -494,6 +498,7 @@ class Engine:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
+        self._forget()  # the losses of one that was given up before any gradient came
         self.mesh.ledger.clear()
         self._marks.begin(self._optimizer.links)
         self._metering.begin()

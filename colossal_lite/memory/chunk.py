@@ -613,6 +613,14 @@ class Chunk:
             self.outbox.flush()
         self._among_copies = self.groups.copies.all_reduce_async(self.gradient)
 
+    def settle(self) -> None:
+        """Of a step that is given up: what was begun beside the sums of its micro-batches is over."""
+        if self.outbox is not None:
+            self.outbox.flush()
+        if self._among_copies is not None:
+            self._among_copies.wait()
+            self._among_copies = None
+
     def conclude(self) -> None:
         """All micro-batches of the step are summed. Collective where ranks need the sums of others."""
         self.start_copies()

@@ -8,7 +8,8 @@ asynchronously, so that communication runs beside the rest of backward.  Chunks 
 forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
 `reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
 too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
-Reductions that need room of slots are held to `IN_FLIGHT` at once.
+Reductions that need room of slots are held to `IN_FLIGHT` at once.  After a backward that has raised, `give_up` makes
+the reductions that are left, so that ranks that have stopped at other gradients have made the same ones.
 Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
 """
 
@@ -36,11 +37,14 @@ class GradientHooks:
         self._reduces = False  # whether this backward's chunks go when they are complete
         self._ends = False  # whether no gradients of this step come after this backward
         self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
+        self._is_once = False  # whether each gradient comes once in this backward
+        self._arrived: set[tuple[int, int]] = set()  # chunk and entry, where it does
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
+        self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
         self._chunk_of = {
             id(parameters[entry.name]): number
             for number, chunk in enumerate(self._chunks)
@@ -60,6 +64,8 @@ class GradientHooks:
         `to_come`: the parameters whose gradients come now, once for each time; None: all,
         once."""
         self._reduces, self._ends, self._seed = is_last, is_last and ends, seed
+        self._is_once = is_last and to_come is None
+        self._arrived.clear()
         self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
         for parameter in to_come or ():
             if (number := self._chunk_of.get(id(parameter))) is not None:
@@ -105,6 +111,20 @@ class GradientHooks:
         for chunk in self._chunks:
             chunk.conclude()
 
+    def give_up(self) -> bool:
+        """After a backward that did not come to its end: every sum that it begins, here or on another rank, is begun
+        and over, and what has come counts for nothing. False: it had begun none. Collective where it had."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not self._reduces or (self._next < 0 and not self._in_flight):
+            return False
+        self.launch(len(self._chunks))
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduce()
+        for chunk in self._chunks:
+            chunk.settle()
+        return True
+
     def clear(self) -> None:
         for chunk in self._chunks:
             chunk.clear()
@@ -133,6 +153,14 @@ class GradientHooks:
         if parameter.grad is None:  # its layer has put it off (deferral.py)
             return
         chunk = self._chunks[number]
+        if self._is_once and (number, index) in self._arrived:
+            raise ValueError(
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward, and "
+                f"would be left out of the sum over the ranks; torch.utils.checkpoint(..., use_reentrant=True) around "
+                f"a module that is used more than once does that; legal: use_reentrant=False, or "
+                f"activation_checkpoint of the config"
+            )
+        self._arrived.add((number, index))
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
@@ -193,6 +221,10 @@ class StageHooks:
     def conclude(self) -> None:
         for hooks in self._hooks.values():
             hooks.conclude()
+
+    def give_up(self) -> bool:
+        """As `GradientHooks.give_up`; whether any sum was begun."""
+        return any([hooks.give_up() for hooks in self._hooks.values()])
 
     def clear(self) -> None:
         for hooks in self._hooks.values():

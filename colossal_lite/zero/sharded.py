@@ -116,6 +116,16 @@ class ShardedWeights(Weights):
         self.pay()
         self._bring({})
 
+    def give_up(self) -> bool:
+        """Of a trace that was not finished nothing is learnt."""
+        if self._phase is Phase.IDLE:
+            return False
+        self._keep_step()
+        self._forward_seen = ()
+        self._go_idle()
+        self._bring({})
+        return True
+
     @property
     def _first(self) -> int:
         return max(self.plan.forward[0].resident, default=0) if self.plan and self.plan.forward else 0
@@ -255,13 +265,20 @@ class ShardedWeights(Weights):
 
     def _end(self) -> None:
         """What other ranks still do, this rank does with them."""
+        self._keep_step()
+        if self.plan is None:
+            self._learn()
+        self._go_idle()
+
+    def _keep_step(self) -> None:
         if self.plan is not None:
             while self._next < len(self._steps):
                 self._step()
         else:
             while self._round(None):
                 pass
-            self._learn()
+
+    def _go_idle(self) -> None:
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
         self._hooks.limit = len(self._chunks)
 

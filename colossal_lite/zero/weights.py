@@ -69,6 +69,11 @@ class Weights:
             chunk.owe()
         self._pay_until(self._first)
 
+    def give_up(self) -> bool:
+        """After a forward or backward that did not come to its end: what of it other ranks may still do, this rank does
+        too. False: there is nothing. Collective where there is."""
+        return False
+
     @property
     def owes(self) -> bool:
         """Whether updates of the last step have yet to come."""

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from colossal_lite.comm import CommError
+from colossal_lite.engine import Engine
 from tests.parity import Case, start
-from tests.pool import RankEnv, run_world
+from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_tiers import ADAMW, HOST, on_disk
-from tests.world.test_zero import SMALL
+from tests.world.test_zero import SMALL, start_module
 
 DEVICE: dict[str, Any] = {}
 STATIC = dict(memory=dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.5)))
@@ -84,3 +89,180 @@ def test_a_backward_after_the_update_of_what_its_forward_read_is_told(name: str,
     for text in run_world(too_late, case.world_size, placed(case, placement, tmp_path)):
         words = "the weights of blocks.1 have been updated" if "recomputed" in name else ITS_OWN
         assert WORDS.get(name, words) in text, text
+
+
+# ---- a step that is given up ----
+
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks:
+            raise RuntimeError("a fault of the model's own")
+        return gradients[0], None
+
+
+class Breaking(nn.Module):
+    """A chain of layers, of which one raises, in forward or in backward of the micro-batch with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
+        self.bad, self.calls = ("", "", 0), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        self.calls += 1
+        for name, layer in self.layers.items():
+            if self.bad == (name, "forward", self.calls):
+                raise RuntimeError("a fault of the model's own")
+            h = Fault.apply(torch.tanh(layer(h)), self.bad == (name, "backward", self.calls))
+        return self.head(Fault.apply(h, self.bad == ("head", "backward", self.calls)))
+
+
+def batch_of(number: int, env: RankEnv) -> tuple[Tensor, Tensor]:
+    inputs = torch.randint(8, (4, 3), generator=torch.Generator().manual_seed(10 * number + env.rank))
+    return inputs, (inputs + 3) % 8
+
+
+BASE = dict(precision="fp64", optimizer=ADAMW, gradient_accumulation=2, clip_grad_norm=0.05, timeout_s=30)
+Weights = dict[str, Tensor]
+
+
+def attempt(engine: Engine, bad: tuple[str, str, int], batch: Any) -> str:
+    """A step in which this rank's model raises."""
+    engine.model.bad, engine.model.calls = bad, 0
+    try:
+        engine.train_step(batch)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.model.bad = ("", "", 0)
+    return "nothing"
+
+
+def given_up(env: RankEnv, config: dict[str, Any], bad: tuple[str, str, int] | None, at: int) -> Weights:
+    """Three steps; the one numbered `at` is given up at first. Every other rank raises a layer further on."""
+    with env.launch(BASE | config) as context:
+        engine = start_module(Breaking(), context, Case(chunk_bytes=8 * 16))
+        for number in range(3):
+            if bad is not None and number == at:
+                layer, where, micro_batch = bad
+                layers = [*"abcd", "head"]
+                here = layers[layers.index(layer) + (env.rank % 2 if where == "backward" else 0)]
+                said = attempt(engine, (here, where, micro_batch), batch_of(7, env))
+                assert said == "a fault of the model's own"
+                engine.zero_grad()
+            engine.train_step(batch_of(number, env))
+        return engine.full_state_dict()
+
+
+GIVEN_UP: dict[str, tuple[int, dict[str, Any], int]] = {
+    "0": (1, stage(0), 1),
+    "0, two ranks": (2, stage(0), 1),
+    "0, ordered, host": (2, dict(zero=dict(reduction="ordered")) | HOST, 1),
+    "1, host": (2, stage(1) | HOST, 1),
+    "2 by micro-batch": (2, dict(zero=dict(stage=2, reduce="micro_batch")), 1),
+    "3": (1, stage(3), 1),
+    "3, two ranks": (2, stage(3), 1),
+    "3, two ranks, in the first step": (2, stage(3), 0),
+    "3, copies": (4, dict(zero=dict(stage=3, shard=2)), 1),
+    "3, static": (2, stage(3) | STATIC, 1),
+}
+PLACES = [("b", "backward", 2), ("d", "backward", 1), ("c", "forward", 2)]
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_after_a_step_that_every_rank_gave_up_the_next_has_the_bits_of_a_run_without_it(name: str) -> None:
+    ranks, config, at = GIVEN_UP[name]
+    expected = run_world(given_up, ranks, config, None, at)
+    for bad in PLACES:
+        for ours, theirs in zip(run_world(given_up, ranks, config, bad, at), expected, strict=True):
+            assert [key for key, value in theirs.items() if not torch.equal(value, ours[key])] == [], bad
+
+
+def alone(env: RankEnv, number: int, leaves: bool) -> list[str]:
+    """Rank 1 alone gives a step up: it leaves, or goes on with the next. What each rank is told."""
+    config = BASE | dict(zero=dict(stage=number), timeout_s=2)
+    said = []
+    with env.launch(config) as context:
+        engine = start_module(Breaking(), context, Case(chunk_bytes=8 * 16))
+        engine.train_step(batch_of(0, env))
+        if env.rank == 1:
+            engine.model.bad, engine.model.calls = ("b", "backward", 2), 0
+        try:
+            engine.train_step(batch_of(1, env))
+        except RuntimeError as error:
+            if leaves:
+                raise
+            said.append(str(error))
+        engine.model.bad = ("", "", 0)
+        try:
+            engine.zero_grad()
+            engine.train_step(batch_of(2, env))
+        except CommError as error:
+            said.append(str(error))
+        assert engine.steps == 1, "nothing was updated with half a gradient"
+    return said
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_of_a_step_that_one_rank_gives_up_the_others_are_told(number: int) -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(alone, 2, number, True)
+    words = "rank 0 raised: CommError: rank 1 stopped: RuntimeError: a fault of the model's own"
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_rank_that_gives_a_step_up_alone_does_not_go_on(number: int) -> None:
+    first, second = run_world(alone, 2, number, False)
+    assert second[0] == "a fault of the model's own" and len(second) == 2 and "rank 1: " in second[1]
+    assert len(first) == 2 and all("rank 0: " in text for text in first), first
+
+
+# ---- gradients that come twice ----
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, each time under torch's own recomputation."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for _ in range(2):
+            h = checkpoint(self.layer, torch.tanh(h), use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+def twice(env: RankEnv, number: int, reentrant: bool, chunk_bytes: int) -> str | Weights:
+    with env.launch(BASE | dict(zero=dict(stage=number))) as context:
+        engine = start_module(Twice(reentrant), context, Case(chunk_bytes=chunk_bytes))
+        try:
+            engine.train_step(batch_of(0, env))
+        except ValueError as error:
+            return str(error)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("chunk_bytes", [8 * 16, 2**20])
+def test_gradients_that_come_twice_in_a_backward_are_refused_with_what_is_legal(chunk_bytes: int) -> None:
+    for number in (0, 2):
+        (text,) = run_world(twice, 1, number, True, chunk_bytes)
+        assert isinstance(text, str), text
+        assert "gradient of layer." in text and "a second time" in text and "use_reentrant=False" in text
+        assert "zero.stage" not in text
+        (weights,) = run_world(twice, 1, number, False, chunk_bytes)
+        assert isinstance(weights, dict)
