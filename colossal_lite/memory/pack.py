@@ -3,11 +3,15 @@
 Note: packing.
 A chunk is one contiguous run of parameters that share a packing key (optimizer group, dtype, axes that the gradient is
 summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward is.  Every
-entry starts on an aligned element.  A chunk's length is a multiple of `parts * SHARD_BLOCK_NUMEL`, so that it cuts into
-equal shards for any part count that divides `parts`, and no shard cuts a block of an entry: an entry of a block or more
-starts on a block, a smaller one lies within one.  So a sum over blocks has the same bits however the chunks are cut.
-Plain data: the same on every rank, and nothing here moves a byte.  Waste is alignment only; for chunks of megabytes it
-is under 1 %.
+entry starts on an aligned element: one of a block or more on a block, a smaller one lies within one.  A chunk's length
+is a multiple of `parts * shard_numel`, so that it cuts into equal shards for any part count that divides `parts`, the
+ranks that sum its gradient.  `shard_numel` is `SHARD_ALIGN_NUMEL`, and where a sum over blocks must have the same bits
+however the chunks are cut (`ordered`) `SHARD_BLOCK_NUMEL`: then no shard cuts a block of an entry.  Plain data: the
+same on every rank, and nothing here moves a byte.
+
+Waste is alignment only.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up to 512
+ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on the average: under 1 % up
+to 32 ranks at 124 million, up to 128 at 1.3 thousand million; equal shards of whole blocks leave no other choice.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from colossal_lite.layout import FAR, REPLICATE
 
 ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
+SHARD_ALIGN_NUMEL = 64  # updates take whole vectors of so many (kernels/optimizer.py)
 SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of a parameter
 
 
@@ -105,13 +110,20 @@ def _place(end: int, numel: int) -> int:
     return _up(start, SHARD_BLOCK_NUMEL) if crosses else start
 
 
-def pack(items: Sequence[Item], *, target_numel: int, parts: int = 1) -> tuple[ChunkSpec, ...]:
-    """Place `items`, given in forward order, into chunks of about `target_numel` elements that cut into `parts`.
+def pack(
+    items: Sequence[Item],
+    *,
+    target_numel: int,
+    parts: Callable[[Hashable], int] = lambda key: 1,
+    shard_numel: int = SHARD_BLOCK_NUMEL,
+) -> tuple[ChunkSpec, ...]:
+    """Place `items`, given in forward order, into chunks of about `target_numel` elements. Those of a key cut into
+    `parts(key)` shards of a multiple of `shard_numel` elements.
 
     A parameter larger than the target gets a chunk of its own; keys never mix.  Chunks are numbered by the forward
     position of their first entry.
     """
-    assert target_numel > 0 and parts > 0
+    assert target_numel > 0 and shard_numel > 0
     assert len({item.name for item in items}) == len(items), "a parameter is packed once"
     open_entries: dict[Hashable, list[Entry]] = {}
     closed: list[tuple[int, Hashable, list[Entry]]] = []
@@ -132,7 +144,7 @@ def pack(items: Sequence[Item], *, target_numel: int, parts: int = 1) -> tuple[C
         close(key)
     closed.sort(key=lambda found: found[0])
     return tuple(
-        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts * SHARD_BLOCK_NUMEL), tuple(entries))
+        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries))
         for i, (_, key, entries) in enumerate(closed)
     )
 

@@ -6,6 +6,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,16 @@ from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.chunk import Chunk, Groups
 from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.memory.lane import LinkSpeed
-from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Interval, Item, pack, stages_of
+from colossal_lite.memory.pack import (
+    SHARD_ALIGN_NUMEL,
+    SHARD_BLOCK_NUMEL,
+    ChunkKey,
+    ChunkSpec,
+    Interval,
+    Item,
+    pack,
+    stages_of,
+)
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
@@ -59,7 +69,9 @@ def pack_chunks(
     an optimizer group that fits no parameter.
     """
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    groups = assign_groups(numels, groups_of(config.optimizer))
+    settings = groups_of(config.optimizer)
+    alike = [replace(group, match="") for group in settings]
+    groups = {name: alike.index(alike[i]) for name, i in assign_groups(numels, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
@@ -69,7 +81,8 @@ def pack_chunks(
             for n, numel in numels.items()
         ],
         target_numel=CHUNK_BYTES // precision.gradient.itemsize,
-        parts=layout.size("data", "sequence", "tensor"),
+        parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
+        shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.memory.chunk import LEGAL_WEIGHT, WeightState
-from colossal_lite.memory.pack import Item, pack
 from colossal_lite.zero import build
 from tests.parity import (
     Case,
@@ -437,13 +436,3 @@ def refused(env: RankEnv, kind: str) -> None:
 def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
     with pytest.raises(WorldError, match="lamb needs whole tensors, and each rank holds a part"):
         run_world(refused, 2, "lamb")
-
-
-def test_packing_leaves_no_block_cut_by_a_shard_and_wastes_little_at_the_size_of_a_model() -> None:
-    width = 1024
-    shapes = [
-        50257 * width,
-        *(n for _ in range(12) for n in (width, 3 * width * width, width, 4 * width * width)),
-    ]
-    chunks = pack([Item(str(i), n) for i, n in enumerate(shapes)], target_numel=2 << 20, parts=8)
-    assert sum(chunk.numel for chunk in chunks) <= 1.01 * sum(shapes)
