@@ -43,6 +43,7 @@ from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
 from colossal_lite.whole import Names
 from colossal_lite.zero.build import build_chunks, pack_chunks
+from colossal_lite.zero.order import by_order, notice_order, order_of_use
 from colossal_lite.zero.own import Factory, check_apart
 
 
@@ -99,12 +100,17 @@ def initialize(
     if optimizer is not None and context.mesh.size("pipeline") > 1:
         of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
         check_apart(optimizer, trainable, of_stages, context.device)
-    numels = {name: shape.numel() for name, shape in trainable.items()}
+    order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
+    numels = by_order({name: shape.numel() for name, shape in trainable.items()}, order)
     packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
     )
     keep_own(module, stages)
-    chunks = _build_chunks(module, names, originals, recipes, parallelized.specs, packed, stages, context)
+    chunks = _build_chunks(
+        module, names, originals, recipes, parallelized.specs, packed, stages, context, tuple(numels)
+    )
+    if order is None and context.is_main and config.compile == "none":
+        notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
     buffers_to_device(module, context.device)
     built = Built(module, names, stages, parallelized, streams, packed, chunks, trainable)
     return Engine(built, context, criterion, optimizer, foretell)
@@ -208,9 +214,10 @@ def _check_optimizer(
 def _build_chunks(
     module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
+    order: Sequence[str],
 ) -> tuple[Chunk, ...]:  # fmt: skip
-    """Allocate the chunks of this rank's trainable parameters and fill them; frozen ones are converted where they
-    are."""
+    """Allocate the chunks of this rank's trainable parameters, of which all are named in `order` of use, and fill them;
+    frozen ones are converted where they are."""
     config, device = context.config, context.device
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     layout, coords = context.mesh.layout, context.mesh.coords
@@ -225,7 +232,7 @@ def _build_chunks(
 
         return to_device(cut_values(specs[name], layout, coords, fetch), device)
 
-    trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    trainable = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
     chunks = build_chunks(
         trainable, mine, specs, config, context.mesh, device,

@@ -66,6 +66,7 @@ from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of, slo
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.order import by_order, order_of_use
 from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by
 from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
 from colossal_lite.zero.stages import Sharding
@@ -287,7 +288,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Whole:
-    """What of a model does not depend on the batch: elements of each parameter on this rank, and its spec."""
+    """What of a model does not depend on the batch: elements of each parameter on this rank, in the order of their use,
+    and its spec."""
 
     trainable: Mapping[str, int]
     frozen: Mapping[str, int]
@@ -308,8 +310,12 @@ class _Dry:
     layers: Literal["auto"] | Mapping[str, str]
 
     def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
+        """The specs are in the order in which parameters are used."""
         config = self.config
         module = on_meta(builder)
+        order = dict.fromkeys(
+            (*(order_of_use(module) or ()), *(name for name, _ in module.named_parameters()))
+        )
         streams = DropoutStreams(config.seed)
         done = parallelize(
             module,
@@ -332,12 +338,12 @@ class _Dry:
         dtype = Precision.of(config.precision.dtype, config.precision.master_dtype).compute
         for parameter in module.parameters():
             parameter.data = torch.empty_like(parameter, dtype=dtype)
-        return module.train(), done, streams
+        return module.train(), replace(done, specs=by_order(done.specs, tuple(order))), streams
 
     def whole(self, module: nn.Module, done: Parallelized) -> Whole:
         named = dict(module.named_parameters())
         return Whole(
-            {n: p.numel() for n, p in named.items() if p.requires_grad},
+            {n: named[n].numel() for n in done.specs if named[n].requires_grad},
             {n: p.numel() for n, p in named.items() if not p.requires_grad},
             done.specs,
             tuple(named),

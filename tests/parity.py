@@ -379,16 +379,16 @@ def compare(case: Case, reference: list[Step], steps: list[Step], rank: int) -> 
     return worst
 
 
-def chunk_numel(sizes: list[int], parts: int) -> int:
-    """Elements of the one chunk that a small model makes: blocks of 1,024 are not cut, smaller parameters lie on
-    32."""
+def chunk_numel(sizes: list[int], parts: int, *, ordered: bool = False) -> int:
+    """Elements of the one chunk that a small model makes: large parameters lie on 1,024, smaller ones on 32; shards are
+    of whole vectors of 64, or, where sums are ordered, of whole blocks of 1,024."""
     end = 0
     for size in sizes:
         end += -end % (1024 if size >= 1024 else 32)
         if size < 1024 and end % 1024 + size > 1024:
             end += -end % 1024
         end += size
-    return end + -end % (parts * 1024)
+    return end + -end % (parts * (1024 if ordered else 64))
 
 
 def relative_error(ours: Tensor, truth: Tensor, whole: float) -> float:

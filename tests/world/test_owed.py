@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,9 +13,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+import colossal_lite as cl
+from colossal_lite import planner
 from colossal_lite.engine import Engine
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.plan import Kind
+from colossal_lite.rng import on_meta
+from colossal_lite.zero import build as packing
+from colossal_lite.zero import order
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.order import order_of_use
 from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.tiers import States
 from colossal_lite.zero.weights import Weights
@@ -188,6 +199,117 @@ def test_a_chunk_is_updated_just_before_the_module_that_reads_it() -> None:
         [word for word in done[a:b] if Kind.UPDATE in word] for a, b in zip(blocks, blocks[1:], strict=False)
     ]
     assert all(between), done
+
+
+# ---- in the order of use, whatever the order of definition ----
+
+
+class Backwards(nn.Module):
+    """Its modules are defined in the reverse of the order in which they are used."""
+
+    def __init__(self, layers: int = 6, width: int = 32, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.token = nn.Embedding(vocabulary, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.token(ids)
+        for layer in reversed(self.layers):
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Choosy(Backwards):
+    """What it computes depends on values, so nobody can run it without tensors."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert int(ids.max()) >= 0
+        return super().forward(ids)
+
+
+def in_order(env: RankEnv, kind: type[Backwards], built: bool, stage: int) -> tuple[Any, ...]:
+    """What the second step did in order (updates, and uses of modules); names as packed; losses; what was warned of;
+    bytes of slots that sums of gradients took, and that were planned."""
+    config = dict(
+        zero=dict(stage=stage), memory=dict(placement="host"), optimizer=ADAMW, precision="fp32", seed=7
+    )
+    done: list[str] = []
+    update = ChunkOptimizer.update
+
+    def noted(self: ChunkOptimizer, chunk: Chunk, *args: Any, **options: Any) -> None:
+        done.append(f"update of {chunk.spec.entries[0].name}")
+        update(self, chunk, *args, **options)
+
+    torch.manual_seed(3)
+    with (
+        patch.object(packing, "CHUNK_BYTES", 4096),
+        patch.object(ChunkOptimizer, "update", noted),
+        warnings.catch_warnings(record=True) as said,
+        env.launch(config) as context,
+    ):
+        warnings.simplefilter("always")
+        engine = cl.initialize(kind() if built else kind, context=context)
+        names = [entry.name for chunk in engine._chunks for entry in chunk.spec.entries]
+        for name, module in engine.model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: done.append(name))
+        ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(5))
+        losses = [float(engine.train_step((ids, ids.roll(-1, 1))).loss)]
+        done.clear()
+        losses += [float(engine.train_step((ids, ids.roll(-1, 1))).loss) for _ in range(2)]
+        staged = next((r.now_bytes, r.forecast_bytes) for r in engine.memory_report() if r.kind == "staging")
+        warned = [str(w.message) for w in said if "in the order of their use" in str(w.message)]
+        return done, names, losses, warned, staged
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_model_defined_backwards_is_packed_and_updated_in_the_order_of_its_use(stage: int) -> None:
+    """Each update just before the use of what it updates, but for the one ahead; sums keep to their slots."""
+    for done, names, _, warned, (staged, planned) in run_world(in_order, 2, Backwards, False, stage):
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        assert owners == ["token", *(f"layers.{i}" for i in reversed(range(6))), "head"]
+        place = {owner: i for i, owner in enumerate(owners)}
+        seen = 0
+        for word in done[: done.index("head")]:
+            if word.startswith("update of "):
+                assert place[word.removeprefix("update of ").rpartition(".")[0]] <= seen + 2, done
+            else:
+                seen = place.get(word, seen)
+        assert seen == len(owners) - 2 and not warned and staged == planned
+
+
+def test_where_the_order_cannot_be_known_beforehand_the_first_forward_tells_it() -> None:
+    """And the numbers are the same."""
+    ((_, names, losses, _, _),) = run_world(in_order, 1, Backwards, False, 1)
+    assert names[0] == "token.weight"
+    ((_, names, of_choosy, warned, _),) = run_world(in_order, 1, Choosy, False, 1)
+    assert names[0] == "head.weight" and losses == of_choosy
+    assert len(warned) == 1 and "Embedding is used before 14 chunks" in warned[0], warned
+    ((_, names, _, warned, _),) = run_world(in_order, 1, Backwards, True, 1)
+    assert names[0] == "head.weight" and len(warned) == 1
+
+
+def test_the_plan_packs_in_the_order_of_use_too() -> None:
+    config = dict(precision="fp32", optimizer=ADAMW)
+    orders = []
+    pack_chunks = planner.pack_chunks
+
+    def noted(numels: Any, *args: Any, **options: Any) -> Any:
+        orders.append(list(numels))
+        return pack_chunks(numels, *args, **options)
+
+    with patch.object(planner, "pack_chunks", noted):
+        planner.plan(config, Backwards, batch=2, sequence=8, world_size=2)
+    assert orders and all(order[0] == "token.weight" and order[-1] == "head.bias" for order in orders)
+
+
+def test_our_gpt_is_defined_in_the_order_of_its_use() -> None:
+    """So it need not be asked."""
+    for config in (GPTConfig(layers=2), GPTConfig.llama("1B", layers=2)):
+        module = on_meta(lambda config=config: GPT(config))
+        assert order_of_use(module) is None
+        with patch.object(order, "GPT", int):
+            assert order_of_use(module) == tuple(name for name, _ in module.named_parameters())
 
 
 # ---- planted faults ----

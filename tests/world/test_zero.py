@@ -259,7 +259,8 @@ def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
 
 
 def numel_of(case: Case, world_size: int) -> int:
-    return chunk_numel([v.numel() for v in initial_values(case).values()], world_size)
+    ordered = dict(case.config.get("zero", {})).get("reduction") == "ordered"
+    return chunk_numel([v.numel() for v in initial_values(case).values()], world_size, ordered=ordered)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
