@@ -225,11 +225,13 @@ def parallel_run(env: RankEnv, case: Case) -> list[Step]:
 
 
 def start(case: Case, context: cl.Context) -> Engine:
-    """The engine of a case."""
+    """The engine of a case. Chunks have its size until the context is closed, as a budget is foretold later."""
     torch.manual_seed(3)
     model = case.model() if case.build == "module" else case.model
-    with patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES):
-        return cl.initialize(model, context=context, optimizer=case.own)
+    size = patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES)
+    size.start()
+    context.on_close(size.stop)
+    return cl.initialize(model, context=context, optimizer=case.own)
 
 
 def steps_of(engine: Engine, context: cl.Context, case: Case, numbers: Sequence[int] = ()) -> Iterator[Step]:
