@@ -45,6 +45,7 @@ from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.timeline import MemoryTimeline
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
+from colossal_lite.pipeline.footprint import most_arrivals
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
 from colossal_lite.pipeline.units import Stages
@@ -415,11 +416,15 @@ class Engine:
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
         """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
-        to be summed, and of those through which state visits the device. All are allocated once, at the start, so that
-        the peak is what they hold now; a model whose backward leaves parameters out may take more slots than were
-        planned. After `metered` steps, what those held beside it."""
+        to be summed, of those through which state visits the device, and of those for messages of a pipeline. All are
+        allocated once, at the start or in the first step, so that the peak is what they hold now; a model whose
+        backward leaves parameters out may take more slots than were planned. After `metered` steps, what those held
+        beside it."""
         device = self.context.device.type
         rows = rows_of_state(self._chunks, self._weights, self._optimizer, self.context.config, device)
+        if self._runtime.comm.size > 1:
+            held, planned = self._runtime.slot_bytes
+            rows = (*rows, MemoryRow("messages", device, held, held, planned))
         return (*rows, *self._metering.rows(self._foretell, device, self.mesh.shared_bytes))
 
     @contextmanager
@@ -580,8 +585,10 @@ class Engine:
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
-        plan = self._plan(len(parts), trains, ahead and self.context.device.type != "cuda")
-        self._runtime.run(plan, work, shapes)
+        posts_ahead = self.context.device.type != "cuda"
+        plans = {each: self._plan(len(parts), trains, each) for each in {ahead and posts_ahead, posts_ahead}}
+        slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
+        self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
     def _noted(self, outputs: Any, parts: Sequence[Batch]) -> Any:
         self._metering.forward_ended([part.inputs.shape for part in parts])

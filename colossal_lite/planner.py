@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +34,8 @@ from colossal_lite.batch import Batch
 from colossal_lite.comm import LedgerRow
 from colossal_lite.config import Config
 from colossal_lite.data import cut
-from colossal_lite.deferral import Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.deferral import Later, Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.exchange import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import ChunkSpec, stages_of
@@ -45,7 +47,7 @@ from colossal_lite.models.gpt import Block
 from colossal_lite.optim import groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
-from colossal_lite.pipeline.runtime import most_arrivals
+from colossal_lite.pipeline.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.pipeline.schedule import (
     PipelineConfig,
     StepShape,
@@ -54,7 +56,7 @@ from colossal_lite.pipeline.schedule import (
     step_plan,
 )
 from colossal_lite.pipeline.units import Stages, lay_out
-from colossal_lite.plan import COMPUTE_KINDS, SENDS, Action, Kind, check
+from colossal_lite.plan import SENDS, Action, Kind, Plan, check
 from colossal_lite.precision import Precision
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.recompute import blocks_of, recompute
@@ -188,7 +190,9 @@ class RunPlan:
 
 
 BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
-STATE = ("weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "frozen")
+STATE = (
+    "weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "messages", "frozen",
+)  # fmt: skip
 
 
 def plan(
@@ -424,61 +428,82 @@ class _Dry:
     def stages(
         self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
     ) -> dict[int, StageCost]:
-        """What one micro-batch costs on each stage; of stages elsewhere only what they give is known."""
-        part, found, carried = self.batch(done, streams, samples), dict[int, StageCost](), None
-        queue = WeightQueue()
-        if splits_backward(self.config.parallel.pipeline):
+        """What one micro-batch costs on each stage."""
+        part, found = self.batch(done, streams, samples), dict[int, StageCost]()
+        carried: Tensor | None = None
+        queue, splits = WeightQueue(), splits_backward(self.config.parallel.pipeline)
+        if splits:
             defer_weights(module, queue)
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            for p in module.parameters()
+            if p.requires_grad
+        ]
         for stage in sorted(stages.placement):
+            run = partial(self._stage, stages, stage, carried, part, done)
             self.mesh.ledger.clear()
-            leaf = None if carried is None else carried.detach().requires_grad_()
-            meter = LiveBytes()
-            with _FlashAttention(), meter:
-                outputs = stages.run(stage, leaf, part)
-                outputs = _logits_of(outputs) if stage == stages.last else outputs
-                if not isinstance(outputs, Tensor):
-                    raise ValueError(
-                        "plan: stages that pass more than one tensor are not built; legal: one tensor"
-                    )
-                given, logits = outputs.detach(), 0
-                if stage == stages.last:
-                    logits = _bytes(given)
-                    outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
-                    given = outputs.detach()
-                    root = outputs
-                else:
-                    root = Root.apply([torch.empty_like(given)], outputs)  # type: ignore[no-untyped-call]
-                del outputs
-                kept = meter.now_bytes
-                with queue.open() as later:
-                    root.backward()
-                    del root
-                waiting = meter.now_bytes
-                with torch.no_grad():
-                    for each in later:
-                        each.work()
-            for parameter in module.parameters():
-                parameter.grad = None
+            cost, carried = run(queue)
             rows = self.mesh.ledger.rows()
-            cost = Cost(
-                {(r.operation, r.axis): r.payload_bytes for r in rows},
-                {(r.operation, r.axis): r.calls for r in rows},
-                kept, logits, meter.peak_bytes, meter.peak_bytes,
-            )  # fmt: skip
-            sent = 0 if stage == stages.last else _bytes(given)
-            found[stage] = StageCost(cost, waiting, sent)
-            carried = given
+            cost = replace(
+                cost,
+                payload={(r.operation, r.axis): r.payload_bytes for r in rows},
+                calls={(r.operation, r.axis): r.calls for r in rows},
+            )
+            if splits:  # of which a plan may run some backwards in one part
+                whole, _ = run(None)
+                cost = replace(cost, peaks={**cost.peaks, Kind.B: whole.peaks[Kind.I]})
+            found[stage] = cost
+        for hook in hooks:
+            hook.remove()
         restore_weights(module)
         return found
 
-
-@dataclass(frozen=True)
-class StageCost:
-    """One micro-batch on one stage: its cost, live bytes between I and W, bytes that go to the next stage."""
-
-    cost: Cost
-    waiting: int
-    sent: int
+    def _stage(
+        self, stages: Stages, stage: int, carried: Tensor | None, part: Batch, done: Parallelized,
+        queue: WeightQueue | None,
+    ) -> tuple[StageCost, Tensor]:  # fmt: skip
+        """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
+        tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
+        leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
+        meter, came, logits = LiveBytes(), list[Tensor](), 0
+        with _FlashAttention(), meter:
+            outputs = stages.run(stage, leaf, part)
+            outputs = _logits_of(outputs) if stage == stages.last else outputs
+            if not isinstance(outputs, Tensor):
+                raise ValueError(
+                    "plan: stages that pass more than one tensor are not built; legal: one tensor"
+                )
+            if stage == stages.last:
+                logits = _bytes(outputs)
+                outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
+            ended, peak = meter.now_bytes, meter.window()
+            trains, form = outputs.requires_grad, (outputs.shape, outputs.dtype)
+            root = outputs if stage == stages.last else Root.apply(came, outputs)  # type: ignore[no-untyped-call]
+            del outputs
+            kept = meter.now_bytes
+        given = torch.empty(*form[:1], dtype=form[1], device=META)
+        cost = StageCost(
+            ended, kept, 0, {Kind.F: peak, Kind.B: 0}, logits, 0 if stage == stages.last else _bytes(given)
+        )
+        if not trains:
+            return cost, given
+        if stage != stages.last:
+            came.append(given)
+        with _FlashAttention(), meter:
+            with queue.open() if queue else nullcontext(Later()) as later:
+                root.backward()
+                del root
+            peaks = {Kind.F: peak, Kind.I: meter.window(), Kind.B: 0}
+            if leaf is not None:
+                leaf.grad = None  # goes on
+            waiting = meter.now_bytes
+            meter.window()
+            with torch.no_grad():
+                for each in later:
+                    each.work()
+            peaks[Kind.W] = meter.window()
+        peaks[Kind.B] = peaks[Kind.I]
+        return replace(cost, waiting=waiting, peaks=peaks), given.requires_grad_()
 
 
 def _logits_of(outputs: Any) -> Tensor:
@@ -621,8 +646,15 @@ def _staged_plan(
         count, turns, numbers, stages.trainable, reduce, costs=stages.cut.stage_costs(),
         placement=tuple(rank for _, rank in sorted(stages.placement.items())),
     )  # fmt: skip
-    made = step_plan(pipeline, shape)
+    made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
+    slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
+    unread = 0
+    if mesh.shares_memory:
+        unread = max(
+            _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
+            _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
+        )
     mesh.ledger.clear()
     _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
     local = Whole(
@@ -637,7 +669,8 @@ def _staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces) + _exchanged(mesh),
+        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
+        + _exchanged(mesh, unread),
         traffic=rows,
         batch=(
             *_arithmetic(config, batch, dry.sequence, mesh, pieces),
@@ -667,8 +700,7 @@ def _record_pipeline(
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
         if action.kind is Kind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
-            holders = {stages.placement[stage] for stage in stages_of(chunk.spec)}
-            for _ in range(len(holders) - 1):
+            for _ in range(len(_holders(chunk, stages)) - 1):
                 mesh.ledger.add("send", axis, _bytes(chunk.completed()))
         elif action.kind is Kind.REDUCE:
             of[action.chunk or 0].start_reduce()
@@ -678,7 +710,7 @@ def _record_pipeline(
             source = action.stage if action.kind is Kind.SEND_F else action.stage - 1
             mesh.ledger.add("send", axis, costs[size][source].sent)
         elif size and action.kind is Kind.F:
-            cost = costs[size][action.stage or 0].cost
+            cost = costs[size][action.stage or 0]
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
     for chunk in chunks:
@@ -688,31 +720,51 @@ def _record_pipeline(
 
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
-    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int],
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
 ) -> tuple[Held, ...]:  # fmt: skip
-    """The rows of any plan, with what lives at the fullest moment of the list; and the slots of messages."""
-    live: dict[tuple[int, int], int] = {}
-    most, on_top, logits, largest = 0, 0, 0, 0
-    for action in actions:
-        if action.kind not in COMPUTE_KINDS or not pieces[action.micro_batch or 0]:
-            continue
-        assert action.stage is not None and action.micro_batch is not None
-        found = costs[pieces[action.micro_batch]][action.stage]
-        subject = action.stage, action.micro_batch
-        if action.kind is Kind.F:
-            live[subject] = found.cost.kept
-            logits = max(logits, found.cost.logits)
-        most = max(most, sum(live.values()))
-        on_top = max(on_top, found.cost.after - found.cost.kept)
-        largest = max(largest, *(each.sent for each in costs[pieces[action.micro_batch]].values()))
-        if action.kind is Kind.I:
-            live[subject] = found.waiting
-        elif action.kind is not Kind.F:
-            live.pop(subject)
-    worst = Cost({}, {}, most, logits, most + on_top, most + on_top)
+    """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
+    # What the others have of a tied chunk comes beside it, and the sum is made apart.
+    tied = {chunk.spec.id: len(_holders(chunk, stages)) * _whole_bytes(chunk) for chunk in chunks}
+    walk = Walk(
+        actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
+    )
+    worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
     rows, _ = _memory(config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst)
-    slots = most_arrivals(actions) * largest
-    return (*rows, Held("messages", slots, "slots of what comes from other stages"))
+    largest = 0
+    for action in actions:
+        if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
+            source = (action.stage or 0) - (action.kind is Kind.RECV_F)
+            largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
+    return (*rows, Held("messages", slots * largest, "slots of what comes from other stages"))
+
+
+def _holders(chunk: Chunk, stages: Stages) -> set[int]:
+    """Pipeline coordinates that have a chunk."""
+    return {stages.placement[stage] for stage in stages_of(chunk.spec)}
+
+
+def _whole_bytes(chunk: Chunk) -> int:
+    """Of all gradients of a chunk."""
+    return chunk.spec.numel * chunk.gradient.element_size()
+
+
+def _unread(
+    made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
+    pieces: Sequence[int], header_bytes: int, *, blocks: bool,
+) -> int:  # fmt: skip
+    """The most that the messages of this rank take of its host's memory, if they go that way."""
+    of = {chunk.spec.id: chunk for chunk in chunks}
+
+    def sent_bytes(action: Action) -> int:
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            return (len(_holders(chunk, stages)) - 1) * _whole_bytes(chunk)
+        if not pieces[action.micro_batch or 0]:
+            return 0
+        source = (action.stage or 0) - (action.kind is Kind.SEND_B)
+        return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
+
+    return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
 
 
 def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
@@ -821,9 +873,11 @@ def _memory(
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 
 
-def _exchanged(mesh: Mesh) -> tuple[Held, ...]:
-    """What lies in shared memory for other ranks to read."""
-    posted = mesh.ledger.shared_bytes
+def _exchanged(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:
+    """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
+    lines of the cache."""
+    posted = mesh.ledger.shared_bytes + unread
+    posted += -posted % ALIGN_BYTES
     return (Held("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
 
 

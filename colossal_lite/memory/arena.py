@@ -83,7 +83,8 @@ class Pool:
         self.numel = numel
         self._dtype, self._device = dtype, device
         self._free = list(torch.zeros(planned if numel else 0, max(numel, 1), dtype=dtype, device=device))
-        self._count, self._taken = len(self._free), 0
+        self._planned = self._count = len(self._free)
+        self._taken = 0
         self.most_taken = 0
         """Buffers in use at once, at the most so far."""
 
@@ -107,3 +108,7 @@ class Pool:
     @property
     def bytes(self) -> int:
         return self._count * self.numel * self._dtype.itemsize
+
+    @property
+    def planned_bytes(self) -> int:
+        return self._planned * self.numel * self._dtype.itemsize

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,15 +34,12 @@ from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.deferral import Later, Root
 from colossal_lite.memory.arena import Pool
 from colossal_lite.memory.mover import to_device, to_host
+from colossal_lite.pipeline.footprint import HEADER_BYTES, IN_FLIGHT, Subject
+from colossal_lite.pipeline.footprint import subject_of as _subject
 from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
 from colossal_lite.simulate import Span
 from colossal_lite.watch import Progress
 
-Subject = tuple[int, int]
-"""Stage and micro-batch."""
-IN_FLIGHT = 4
-"""Sends that hold their tensors at once."""
-HEADER_BYTES = 4096
 WORDS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -180,15 +177,16 @@ class Runtime:
         """Whether the forms of all messages of micro-batches of these shapes are agreed."""
         return self.comm.size == 1 or self._agreed.issuperset(shapes)
 
-    def run(self, plan: Plan, work: Work, shapes: Sequence[Hashable] = ()) -> None:
+    def run(self, plan: Plan, work: Work, shapes: Sequence[Hashable] = (), *, slots: int = 0) -> None:
         """Execute this rank's list of `plan` but for its UPDATEs.
 
-        `shapes`: what the form of a micro-batch's messages follows from, alike on all ranks; forms that are not known
-        yet are agreed, which needs a plan whose RECVs block.
+        `slots`: most messages that this rank holds at once in this and in later runs; `shapes`: what the form of a
+        micro-batch's messages follows from, alike on all ranks; forms that are not known yet are agreed, which needs a
+        plan whose RECVs block.
         """
         actions = [action for action in plan[self.comm.coord] if action.kind is not Kind.UPDATE]
         here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
-        step = _Step(self, actions, work, shapes, agrees=not self.knows(here))
+        step = _Step(self, actions, work, shapes, slots, agrees=not self.knows(here))
         self.spans, self.live_peak = [], 0
         for action in step.actions:
             self.progress.phase = self._phase(action)
@@ -210,16 +208,18 @@ class Runtime:
         return found
 
     @property
-    def slot_bytes(self) -> int:
-        """Held for messages."""
-        return sum(slots.bytes for slots in self._slots.values())
+    def slot_bytes(self) -> tuple[int, int]:
+        """Held for messages, and planned to be."""
+        pools = self._slots.values()
+        return sum(each.bytes for each in pools), sum(each.planned_bytes for each in pools)
 
 
 class _Step:
     """One run of a list: what has come, what is held, what goes out."""
 
     def __init__(
-        self, runtime: Runtime, actions: Sequence[Action], work: Work, shapes: Sequence[Hashable], *, agrees: bool
+        self, runtime: Runtime, actions: Sequence[Action], work: Work, shapes: Sequence[Hashable], slots: int, *,
+        agrees: bool,
     ) -> None:  # fmt: skip
         self.runtime, self.actions, self.work = runtime, actions, work
         self.shapes, self.agrees = shapes, agrees
@@ -233,7 +233,7 @@ class _Step:
         self.live: set[Subject] = set()
         self.later: dict[Subject, Later] = {}
         self.sends = {(a.kind, _subject(a)) for a in actions if a.kind in SENDS}
-        self.planned = most_arrivals(actions)
+        self.planned = slots
 
     def do(self, action: Action) -> None:
         if action.kind in COMPUTE_KINDS or action.kind in MESSAGES:
@@ -435,27 +435,8 @@ class _Step:
         return self.runtime.placement[action.stage + step]
 
 
-def _subject(action: Action) -> Subject:
-    assert action.stage is not None and action.micro_batch is not None
-    return action.stage, action.micro_batch
-
-
 def _about(action: Action) -> str:
     """An action for people."""
     parts = [str(action), f"stage {action.stage}"]
     parts += [] if action.micro_batch is None else [f"micro-batch {action.micro_batch}"]
     return ", ".join(parts)
-
-
-def most_arrivals(actions: Sequence[Action]) -> int:
-    """Most messages that a rank holds at once, from the RECV to the last compute of its stage and micro-batch."""
-    last = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
-    held: Counter[Subject] = Counter()
-    most = 0
-    for action in actions:
-        if action.kind in SENDS.values():
-            held[_subject(action)] += 1
-            most = max(most, held.total())
-        elif action.kind in COMPUTE_KINDS and last[_subject(action)] is action:
-            held.pop(_subject(action), None)
-    return most

@@ -27,6 +27,7 @@ PURE = {
     *("memory.pack", "memory.placement", "memory.records", "memory.timeline", "multi.sharp", "multi.spill"),
     *(
         "parallel.roles",
+        "pipeline.footprint",
         "pipeline.partition",
         "pipeline.schedule",
         "zero.budget",

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -524,10 +524,13 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
         patch.setattr(Engine, "_forward", forward)
         engine = start(case, context)
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        runtime, slots = engine._runtime, list[Any]()
         for _ in range(2):
             engine.train_step((inputs, labels))
+            slots.append(
+                [(pool.most_taken, pool.bytes, pool.planned_bytes) for pool in runtime._slots.values()]
+            )
         rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
-        runtime = engine._runtime
         timeline = engine.timeline()
         return dict(
             most=most,
@@ -535,7 +538,7 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
             rows=rows,
             spans=[(s.rank, str(s.action), s.start_s, s.end_s) for s in timeline.spans],
             own=[str(span.action) for span in runtime.spans],
-            slots=[(slots.most_taken, slots._count) for slots in runtime._slots.values()],
+            slots=slots,
             names={n: p.numel() for n, p in engine.model.named_parameters()},
             tied=engine._parameters["token.weight"].detach().clone()
             if "token.weight" in engine._parameters
@@ -580,7 +583,9 @@ def test_a_run_does_what_its_plan_says(name: str) -> None:
         numel = chunk_numel([37 * SIZES["width"]], 1)  # the tied table in a chunk of its own
         expected = ("send", "pipeline", len(sends) + tied, len(sends) * message_bytes + tied * numel * 8)
         assert [row for row in seen["rows"] if row[1] == "pipeline"] == [expected]
-        assert all(taken <= planned for taken, planned in seen["slots"])
+        for _, held, planned in chain.from_iterable(seen["slots"]):
+            assert held == planned, "allocated in the first step, and then no more"
+        assert seen["slots"][1] == [(planned // message_bytes, planned, planned)], "each of them was needed"
         assert seen["spans"] == ranks[0]["spans"]
     assert_in_order(ranks[0]["spans"], 2 * len(placement) * micro_batches)
     copies = [seen["tied"] for seen in ranks if seen["tied"] is not None]
@@ -681,7 +686,7 @@ def test_bytes_and_memory_of_sharded_gradients_are_the_formula(reduce: str, back
         PAIR, world_size=4, tied=False, pipeline=dict(size=2, micro_batches=3), global_batch=6,
         config=dict(zero=dict(stage=2, reduce=reduce), precision="bf16", optimizer=ADAMW, backend=backend),
     )  # fmt: skip
-    for rows, memory, sizes in run_world(state_of, 4, case):
+    for rank, (rows, memory, sizes) in enumerate(run_world(state_of, 4, case)):
         numel = chunk_numel(sizes, 2)
         assert rows == {("reduce_scatter", k, 4 * k * numel), ("all_gather", 2, 2 * numel + two_sizes_bytes)}
         expected = {
@@ -690,6 +695,8 @@ def test_bytes_and_memory_of_sharded_gradients_are_the_formula(reduce: str, back
             "gradients": 4 * numel // (2 if k > 1 else 1),
             "optimizer": 8 * numel // 2,
             "staging": 4 * ((numel // 2 if backend == "gloo" else 0) + (numel if k > 1 else 0)),
+            # the last stage of 1f1b has one posted ahead beside the one in use
+            "messages": (1 if rank < 2 else 2) * 2 * 6 * SIZES["width"],
         }
         assert memory == {kind: (held, held) for kind, held in expected.items()}
 

@@ -268,7 +268,12 @@ def test_the_peak_under_a_mode_is_as_planned_when_blocks_run_again(name: str) ->
         assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
 
 
-def metered(env: RankEnv, case: Case, built: bool) -> dict[str, tuple[int, int, int | None]]:
+BESIDE = ("activations", "temporaries")
+
+
+def metered(
+    env: RankEnv, case: Case, built: bool, kinds: tuple[str, ...] = BESIDE
+) -> dict[str, tuple[int, int, int | None]]:
     with env.launch(case.full_config) as context:
         model = case.model
         if built:
@@ -281,15 +286,15 @@ def metered(env: RankEnv, case: Case, built: bool) -> dict[str, tuple[int, int, 
             with engine.metered():
                 engine.train_step(batch)
         engine.train_step(batch)
-        assert not {row.kind for row in engine.memory_report()} & {"activations", "temporaries"}
+        assert not {row.kind for row in engine.memory_report()} & {*BESIDE}
         found = []
         for _ in range(3):  # as in `least_peak`
             with engine.metered():
                 engine.train_step(batch)
             engine.train_step(batch)  # tells nothing of itself
-            rows = [row for row in engine.memory_report() if row.kind in ("activations", "temporaries")]
+            rows = [row for row in engine.memory_report() if row.kind in kinds]
             found.append({row.kind: (row.now_bytes, row.peak_bytes, row.forecast_bytes) for row in rows})
-        return min(found, key=lambda kinds: sum(peak for _, peak, _ in kinds.values()))
+        return min(found, key=lambda rows: sum(rows[kind][1] for kind in BESIDE))
 
 
 METERED = {
@@ -315,6 +320,38 @@ def test_the_memory_report_tells_metered_activations_beside_the_plan(name: str) 
         now, peak, foretold = rows["activations"]
         assert now == 0 and peak == pytest.approx(foretold, abs=4096)
         assert totals[1] == pytest.approx(totals[2], rel=0.03)
+
+
+PIPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpipe": (dict(schedule="gpipe"), {}),
+    "1f1b": (dict(schedule="1f1b"), dict(tied=False)),
+    "zb-h1": (dict(schedule="zb-h1"), dict(family="llama", tied=False)),
+    "zb-v": (dict(schedule="zb-v"), {}),
+    "interleaved": (dict(schedule="interleaved"), dict(config=dict(activation_checkpoint="full"))),
+    "auto": (dict(schedule="auto"), dict(tied=False)),
+}
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_what_a_pipeline_holds_is_as_planned_on_each_rank(name: str) -> None:
+    """To the bytes of ids, places and the step's own sums. What lies posted for neighbours depends on how soon
+    they read, and is at most what they may not have read by the plan."""
+    schedule, changes = PIPED[name]
+    case = Case(
+        layers=4, global_batch=16, tokens=16, sizes=dict(width=64, heads=4, vocabulary=256),
+        pipeline=dict(size=2, micro_batches=4, **schedule), **changes,
+    )  # fmt: skip
+    case = replace(case, config=dict(precision="fp32") | dict(case.config))
+    message_bytes = 4 * 16 * 64 * 4
+    for rank, rows in enumerate(run_world(metered, 2, case, False, (*BESIDE, "messages", "exchange"))):
+        foretold = planned(case, rank)
+        for kind in BESIDE:
+            _, peak, forecast = rows[kind]
+            assert forecast == foretold.bytes_of(kind) + foretold.bytes_of("logits") * (kind == "activations")
+            assert peak == pytest.approx(forecast, abs=1024), kind
+        held = foretold.bytes_of("messages")
+        assert held > 0 and held % message_bytes == 0 and rows["messages"] == (held, held, held)
+        assert message_bytes <= rows["exchange"][1] <= foretold.bytes_of("exchange")
 
 
 def metered_module(env: RankEnv) -> list[int | None]:
