@@ -12,16 +12,18 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.batch import Batch, read_batch
 from colossal_lite.batchwide import check_batchwide
 from colossal_lite.compiled import compile_blocks
 from colossal_lite.config import Config
 from colossal_lite.config_rules import device_problems
 from colossal_lite.context import Context
+from colossal_lite.data import check_batch
 from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
@@ -31,8 +33,9 @@ from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.parallel.swap import cut_values
+from colossal_lite.pipeline.partition import Unit
 from colossal_lite.pipeline.profile import Profiler
-from colossal_lite.pipeline.units import Stages, keep_own, lay_out, one_stage
+from colossal_lite.pipeline.units import Sections, Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.problems import refuse
@@ -54,6 +57,7 @@ def initialize(
     criterion: Criterion | None = None,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     optimizer: Factory | None = None,
+    example: Any = None,
 ) -> Engine:
     """A model and a context to an engine that trains it.
 
@@ -62,6 +66,8 @@ def initialize(
     The trainable parameters are those that require a gradient now.  Raises ConfigError for a model that the config
     cannot cut, ValueError for one that cannot be built or differs between ranks; before anything is allocated.
     `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
+    `example`: a batch of this rank as `train_step` will get them, which `pipeline.partition='profiled'` takes its times
+    by; a model that states no sizes needs one there.
     """
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
@@ -95,7 +101,9 @@ def initialize(
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
     names = Names.of(module, parallelized.specs)
-    stages = _lay_out(module, facts, parallelized, streams, context)
+    micro_batch = _first_micro_batch(example, facts, context)
+    measure = _measure(module, facts, parallelized, streams, context, micro_batch, criterion)
+    stages = _lay_out(module, facts, context, measure)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     if optimizer is not None and context.mesh.size("pipeline") > 1:
         of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
@@ -128,23 +136,44 @@ def _cuts(config: Config, context: Context) -> tuple[str, ...]:
     return tuple(name for name, cuts in found.items() if cuts)
 
 
+def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
+    """Of a batch that the user shows."""
+    pipeline, turns = context.config.parallel.pipeline, context.config.gradient_accumulation
+    if example is None:
+        return None
+    if pipeline.size == 1 or pipeline.partition != "profiled":
+        warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
+        return None
+    check_batch(example, vocabulary=facts.vocabulary if facts else None)
+    first = read_batch(example, device=context.device).cut(turns)[0]
+    return first.cut(pipeline.parts(first.size))[0]
+
+
+def _measure(
+    module: nn.Module, facts: ModelFacts | None, parallelized: Parallelized, streams: DropoutStreams, context: Context,
+    example: Batch | None, criterion: Criterion | None,
+) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
+    """What times the units of the model, where a pipeline is cut by the clock."""
+    pipeline, given = context.config.parallel.pipeline, context.config.precision
+    if pipeline.size == 1 or pipeline.partition != "profiled":
+        return None
+    dtype = Precision.of(given.dtype, given.master_dtype).compute
+    profiler = Profiler(
+        module, parallelized, streams, context.mesh, context.device, dtype, example, criterion
+    )
+    return partial(profiler.costs, facts=facts)
+
+
 def _lay_out(
     module: nn.Module,
     facts: ModelFacts | None,
-    parallelized: Parallelized,
-    streams: DropoutStreams,
     context: Context,
+    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None,
 ) -> Stages:
     """Which units of the model are on which stage of the pipeline; without one, all are here."""
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
-    measure = None
-    if pipeline.partition == "profiled":
-        given = context.config.precision
-        dtype = Precision.of(given.dtype, given.master_dtype).compute
-        profiler = Profiler(module, parallelized, streams, mesh, context.device, dtype)
-        measure = partial(profiler.costs, facts=facts)
     return lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
 
 

@@ -76,6 +76,9 @@ from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
 
 Builder = Callable[[], nn.Module]
 META = torch.device("meta")
+BY_THE_CLOCK = (
+    "partition 'profiled': a run is cut by the clock, perhaps otherwise; this is the cut by the formula"
+)
 # Blocks of the two models from which deeper ones are extrapolated: the first block and the last are not alike.
 MEASURED_BLOCKS = (2, 3)
 # Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
@@ -776,6 +779,7 @@ def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
     return "\n".join(
         [
             f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
+            *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
             *str(stages.cut).splitlines(),
             grid(timeline, columns=120),
             f"bubble {timeline.idle_share():.1%}; activations held at most, of one stage and micro-batch: {live}",

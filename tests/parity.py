@@ -81,6 +81,7 @@ class Case:
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None  # config's lr_scheduler for the plain loop
     sizes: Mapping[str, Any] = field(default_factory=dict)  # over SIZES and those of the family
     auxiliary: tuple[Per, ...] = ()  # losses that every block emits
+    shows: bool = False  # a batch to `initialize`
 
     @property
     def precision(self) -> str:
@@ -231,7 +232,9 @@ def start(case: Case, context: cl.Context) -> Engine:
     size = patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES)
     size.start()
     context.on_close(size.stop)
-    return cl.initialize(model, context=context, optimizer=case.own)
+    cut = context.local_batch(case.global_batch)
+    example = tuple(t[cut] for t in case.batch(0)) if case.shows else None
+    return cl.initialize(model, context=context, optimizer=case.own, example=example)
 
 
 def steps_of(engine: Engine, context: cl.Context, case: Case, numbers: Sequence[int] = ()) -> Iterator[Step]:

@@ -1,10 +1,11 @@
 """What each unit of a model costs here, by the clock: for a partition that no formula knows.
 
 Note: profiling.
-One micro-batch of the fewest samples that the mode can cut, of the longest sequence, goes through the model unit by
-unit; forward, and the two halves of backward as a split schedule runs them, are timed.  A unit's parameters are there,
-with values of no meaning, only while it runs: nothing has been allocated yet, and no rank ever holds more than one unit
-of those that will not be its own.  All ranks run all units, side by side with those that share them, and take the
+One micro-batch goes through the model unit by unit: the first of an `example` of the run's batches, or, of a model that
+states its sizes, one made of the fewest samples that the mode can cut and of the longest sequence.  Forward, and the
+two halves of backward as a split schedule runs them, are timed.  A unit's parameters are there, with values of no
+meaning, only while it runs: nothing has been allocated yet, and no rank ever holds more than one unit of those that
+will not be its own; buffers are copies.  All ranks run all units, side by side with those that share them, and take the
 slowest rank's times, so that all cut alike.  Twice the same cut is not promised: the clock decides; what a step
 computes does not depend on it, but for the order of a norm's sum.  Cost: `ROUNDS` times forward and backward of the
 model on one micro-batch, once.
@@ -13,7 +14,7 @@ model on one micro-batch, once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from colossal_lite.batch import Batch
 from colossal_lite.deferral import Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.memory.mover import to_device
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.roles import ModelFacts
@@ -46,18 +48,24 @@ class Profiler:
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
+    example: Batch | None = None
+    """A micro-batch as the run has them, on this data rank."""
+    criterion: Callable[[Tensor, Tensor], Any] | None = None
+    """The loss of an example; cross-entropy by default."""
 
     def costs(self, sections: Sections, units: Sequence[Unit], facts: ModelFacts | None) -> tuple[Unit, ...]:
-        """`units` with measured seconds of F, I and W. Collective. Raises ValueError for a model without sizes."""
-        if facts is None:
+        """`units` with measured seconds of F, I and W. Collective. Raises ValueError for a model without sizes and
+        without an example."""
+        if facts is None and self.example is None:
             raise ValueError(
                 f"parallel.pipeline.partition='profiled': {type(self.module).__name__} states no sizes in a config, so "
-                f"that no batch can be made for it; legal: 'balanced', 'uniform', the counts of all stages"
+                f"that no batch can be made for it; legal: initialize(..., example=a batch of the run's size), or "
+                f"'balanced', 'uniform', the counts of all stages"
             )
         queue = WeightQueue()
         defer_weights(self.module, queue)
         try:
-            with self.mesh.ledger.paused():
+            with self.mesh.ledger.paused(), copied_buffers(self.module, self.device):
                 seconds = self._seconds(sections, self._micro_batch(facts), queue)
                 agreed = self.mesh.world.all_reduce(seconds, op="max").tolist()
         finally:
@@ -66,8 +74,11 @@ class Profiler:
             replace(unit, forward=f, input=i, weight=w) for unit, (f, i, w) in zip(units, agreed, strict=True)
         )
 
-    def _micro_batch(self, facts: ModelFacts) -> Batch:
-        """The smallest that the mode can cut, as this rank sees it."""
+    def _micro_batch(self, facts: ModelFacts | None) -> Batch:
+        """The example, or the smallest that the mode can cut, as this rank sees it."""
+        if self.example is not None:
+            return self.parallelized.strategy.local_part(self.example)
+        assert facts is not None
         for samples in range(1, MOST_SAMPLES):
             ids = (
                 torch.arange(samples * facts.sequence, device=self.device).view(samples, -1)
@@ -98,17 +109,16 @@ class Profiler:
         self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightQueue
     ) -> tuple[tuple[float, float, float], Any]:
         """One unit forward and backward: its times, and what it gives to the next."""
-        here = torch.arange(part.inputs.shape[1], device=self.device)
+        here = torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=self.device)
         self.streams.begin(0, part.samples, here if part.positions is None else part.positions)
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
         outputs = sections.run(index, index + 1, came, part)
         if is_last:
-            logits = getattr(outputs, "logits", outputs)
-            logits = logits[0] if isinstance(logits, tuple) else logits
-            outputs, _ = self.parallelized.strategy.cross_entropy(self.parallelized.ops, logits, part.labels)
-        grown = [tensor for tensor in flat(outputs)[1] if tensor.requires_grad]
+            outputs = self._loss(outputs, part.labels)
+        giver = f"unit {sections.parts[index].name!r}"
+        grown = [tensor for tensor in flat(outputs, giver)[1] if tensor.requires_grad]
         forward_s = self._now_s()
         later = []
         if grown:
@@ -123,6 +133,16 @@ class Profiler:
         weight_s = self._now_s()
         return (forward_s - begun_s, input_s - forward_s, weight_s - input_s), outputs
 
+    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        strategy = self.parallelized.strategy
+        logits = getattr(outputs, "logits", outputs)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if self.example is None or self.criterion is None:
+            return strategy.cross_entropy(self.parallelized.ops, logits, labels)[0]
+        found = self.criterion(strategy.whole_vocabulary(logits), labels)
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
     def _now_s(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -133,6 +153,19 @@ def _leaves(carried: Any) -> Any:
     """What a unit gave, as leaves that take gradients where it had any."""
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in flat(carried)[1]]
     return Form.of(carried).packed(tensors)
+
+
+@contextmanager
+def copied_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copies of a model's buffers on `device`, for a while: what a forward changes of them is not kept."""
+    kept = [(owner, key, own) for owner in module.modules() for key, own in owner._buffers.items()]
+    try:
+        for owner, key, own in kept:
+            owner._buffers[key] = None if own is None else to_device(own.clone(), device)
+        yield
+    finally:
+        for owner, key, own in kept:
+            owner._buffers[key] = own
 
 
 @contextmanager

@@ -9,7 +9,7 @@ parameter of another stage is not there.  Every parameter is under a unit, or th
 several units use is tied: it lies on the stage of each of them.
 
 A new kind of model is one class and one line in `SECTIONS`; a model of one's own may bring its own by a method
-`pipeline_sections()`.
+`pipeline_sections()` (docs/pipeline.md).
 """
 
 from __future__ import annotations
@@ -29,11 +29,28 @@ from colossal_lite.kernels import Dropout, Mask
 from colossal_lite.models import GPT
 from colossal_lite.models.gpt import Block
 from colossal_lite.parallel.roles import known_plan
-from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition, transformer_units
+from colossal_lite.parallel.tensor_1d import PositionEmbedding, VocabularyEmbedding
+from colossal_lite.parallel.tensor_2d import Embedding2D
+from colossal_lite.parallel.tensor_3d import Embedding3D
+from colossal_lite.pipeline.partition import (
+    FLOPS_PER_BYTE,
+    Facts,
+    Partition,
+    Unit,
+    held,
+    lookup_costs,
+    partition,
+    transformer_units,
+)
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
 from colossal_lite.recompute import part_of
 from colossal_lite.simulate import simulate
+
+TOKENS = 1024
+"""Of a micro-batch, where a model does not say how long its sequences are."""
+TABLES = (nn.Embedding, nn.EmbeddingBag, VocabularyEmbedding, PositionEmbedding, Embedding2D, Embedding3D)
+"""Modules whose weight is looked up."""
 
 Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 """What passes from one unit to the next: a tensor, or a flat tuple or dict of them."""
@@ -245,6 +262,7 @@ def sections_of(model: nn.Module) -> Sections:
     """The units of a model. Raises ValueError naming the models that have some."""
     if callable(own := getattr(model, "pipeline_sections", None)):
         made: Sections = own()
+        _check_parts(model, made.parts)
         return made
     for kind, make in SECTIONS:
         if isinstance(model, kind):
@@ -269,6 +287,20 @@ def sections_of(model: nn.Module) -> Sections:
     )
 
 
+def _check_parts(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Raises ValueError for units that name no module, or one twice."""
+    known, listed = {name for name, _ in model.named_modules(remove_duplicate=False)} - {""}, set[str]()
+    for name, unit in [(name, part.name) for part in parts for name in part.modules]:
+        twice = next((n for n in listed if f"{n}.".startswith(f"{name}.") or name.startswith(f"{n}.")), None)
+        if name not in known or twice is not None:
+            fault = f"{twice} is in a unit" if twice else f"{type(model).__name__} has no module {name!r}"
+            raise ValueError(
+                f"parallel.pipeline: unit {unit!r} of pipeline_sections() lists {name!r}, and {fault}; legal: "
+                f"each of the names of named_modules() once, children with their parents"
+            )
+        listed.add(name)
+
+
 def _check_forward(module: nn.Module, kind: type[nn.Module], is_kinds: bool, cut: str, legal: str) -> None:
     """Raises ValueError for a module of a kind whose forward, which stages do not run, is not the kind's."""
     if not is_kinds:
@@ -279,7 +311,7 @@ def _check_forward(module: nn.Module, kind: type[nn.Module], is_kinds: bool, cut
 
 
 def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple[Unit, ...]:
-    """What each unit costs, for the partition: by formula for a transformer of ours, else by its parameters."""
+    """What each unit costs, for the partition: by formula for transformers that are known, else by its layers."""
     if isinstance(sections, GPTSections) and facts is not None:
         gated = getattr(model.config, "activation", "") == "swiglu"
         return transformer_units(facts, facts.sequence, gated=gated)
@@ -287,8 +319,24 @@ def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple
         first, *halves, last = transformer_units(facts, facts.sequence, gated=sections.gated)
         blocks = [_joined(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
         return (first, *blocks, last)
-    numels = [float(1 + sum(p.numel() for p in _parameters_of(model, part))) for part in sections.parts]
-    return tuple(Unit(part.name, n, n, n, n) for part, n in zip(sections.parts, numels, strict=True))
+    tokens = facts.sequence if facts is not None else TOKENS
+    return tuple(_by_layers(model, part, tokens) for part in sections.parts)
+
+
+def _by_layers(model: nn.Module, part: Part, tokens: int) -> Unit:
+    """A unit of any layers, each of which sees every token: a matrix (a kernel, too) costs its FLOPs, a table its
+    lookups, and a vector what is moved of its features."""
+    f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing
+    for owner in {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values():
+        for parameter in owner.parameters(recurse=False):
+            n = float(parameter.numel())
+            if isinstance(owner, TABLES):
+                own = lookup_costs(tokens, n, parameter.shape[-1])
+            else:
+                own = (2 * tokens * n if parameter.dim() > 1 else tokens * n * 4 * FLOPS_PER_BYTE,) * 3
+            f, i, w = f + own[0], i + own[1], w + own[2] * parameter.requires_grad
+            numel += parameter.numel()
+    return Unit(part.name, f, i, w, 16.0 * numel)
 
 
 def _joined(a: Unit, b: Unit) -> Unit:
@@ -296,10 +344,6 @@ def _joined(a: Unit, b: Unit) -> Unit:
         a.name.partition(".")[0], a.forward + b.forward, a.input + b.input, a.weight + b.weight,
         a.states_bytes + b.states_bytes, a.saved_bytes + b.saved_bytes,
     )  # fmt: skip
-
-
-def _parameters_of(model: nn.Module, part: Part) -> list[nn.Parameter]:
-    return [p for name in part.modules for p in model.get_submodule(name).parameters()]
 
 
 class Elsewhere(nn.Module):

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.pipeline.partition import Partition, Unit, held, partition, transformer_units
+from colossal_lite.pipeline.partition import (
+    FLOPS_PER_BYTE,
+    Partition,
+    Unit,
+    held,
+    partition,
+    transformer_units,
+)
 from colossal_lite.pipeline.schedule import generate
 from colossal_lite.plan import check
 from colossal_lite.simulate import StageCosts, simulate
@@ -129,6 +136,9 @@ def test_a_transformer_is_counted_as_its_formulas_say() -> None:
     assert attention.weight + mlp.weight == 24 * tokens * h * h
     assert attention.saved_bytes + mlp.saved_bytes == 32 * tokens * h + 4 * a * tokens
     assert parts[-1].cost == 6 * tokens * facts.vocabulary * h
+    rows_bytes, table_bytes = 2 * tokens * h, 2 * facts.vocabulary * h
+    assert parts[0].forward == 2 * rows_bytes * FLOPS_PER_BYTE and parts[0].input == 0
+    assert parts[0].weight == (3 * rows_bytes + 4 * table_bytes) * FLOPS_PER_BYTE
 
 
 def test_grouped_heads_and_a_gated_mlp_are_counted() -> None:

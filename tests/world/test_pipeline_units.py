@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite import planner
 from colossal_lite.comm import CommError
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
+from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.pipeline.partition import FLOPS_PER_BYTE, Unit, partition, transformer_units
+from colossal_lite.pipeline.units import Part, costs_of, sections_of
 from tests.parity import SIZES, Case, assert_parity, start, steps_of
 from tests.pool import RankEnv, run_world
 
@@ -271,3 +278,162 @@ def test_batch_norm_runs_where_the_batch_is_whole() -> None:
     for state in piped:
         assert state.keys() == alone.keys() and int(state["2.num_batches_tracked"]) == case.steps
         assert all(torch.allclose(state[name], alone[name], rtol=1e-5, atol=1e-6) for name in alone)
+
+
+# ---- a model that lists its units ----
+
+
+def documented() -> nn.Module:
+    """The model of docs/pipeline.md."""
+    text = (Path(cl.__file__).parents[1] / "docs" / "pipeline.md").read_text()
+    found: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], found)
+    model: nn.Module = found["Skips"](vocabulary=V, width=D, layers=4)
+    return model
+
+
+LISTED = {
+    "cut behind the embedding, where a tensor is sent twice": case_of(
+        documented, pipeline=dict(partition=(1, 5)), config=dict(clip_grad_norm=0.05)
+    ),
+    "zb-v, data 2, ZeRO 2": case_of(
+        documented, pipeline=dict(schedule="zb-v", chunks=2), world_size=4, config=dict(zero=dict(stage=2))
+    ),
+    "profiled, as an example shows": case_of(documented, pipeline=dict(partition="profiled"), shows=True),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_model_that_lists_its_units_is_cut_between_them(name: str) -> None:
+    assert_parity(LISTED[name])
+
+
+class Lists(nn.Module):
+    """Units of `parts`, none of which is run."""
+
+    def __init__(self, *parts: Part) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Sequential(nn.Embedding(V, D)), nn.Linear(D, V)
+        self.parts = parts
+
+    def pipeline_sections(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((Part("a", ("inner",)), Part("b", ("outer",))), "'b' of .* lists 'outer', and Lists has no module 'outer'"),
+        ((Part("a", ("inner",)), Part("b", ("inner.0", "other"))), "lists 'inner.0', and inner is in a unit"),
+        ((Part("a", ("inner.0",)), Part("b", ("inner", "other"))), "lists 'inner', and inner.0 is in a unit"),
+        ((Part("a", ("other",)), Part("b", ("other",))), "lists 'other', and other is in a unit"),
+    ],
+    ids=["no such module", "a child", "a parent", "twice"],
+)  # fmt: skip
+def test_units_that_list_what_is_not_there_or_is_listed_are_refused(
+    parts: tuple[Part, ...], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        sections_of(Lists(*parts))
+
+
+# ---- what units cost ----
+
+
+def costs(model: nn.Module) -> tuple[Unit, ...]:
+    return costs_of(sections_of(model), model, facts_of(model))
+
+
+def test_a_lookup_costs_what_it_moves_and_a_head_of_its_size_its_flops() -> None:
+    model = nn.Sequential(
+        nn.Embedding(50_000, 64), nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 50_000)
+    )
+    table, square, nothing, head = costs(model)
+    assert table.forward == 1 + FLOPS_PER_BYTE * 2 * 1024 * 64 * 4 and table.input == 1
+    assert table.weight == 1 + FLOPS_PER_BYTE * (3 * 1024 * 64 * 4 + 4 * 50_000 * 64 * 4)
+    assert square.forward == square.input == square.weight == 1 + 2 * 1024 * 64 * 64
+    assert 0 < nothing.cost < square.cost and head.forward > 2 * 1024 * 64 * 50_000
+    assert partition(costs(model), 2).bounds == ((0, 3), (3, 4)), "not the embedding alone"
+    model[0].weight.requires_grad_(False)
+    assert costs(model)[0].weight == 1, "a frozen table makes no gradient"
+
+
+@pytest.mark.parametrize(("name", "matrices"), [("hf-gpt2", 2), ("hf-llama", 3)])
+def test_blocks_of_a_library_cost_the_matrices_that_they_have(name: str, matrices: int) -> None:
+    from tests.hugging_face import MODELS
+
+    model = MODELS[name](0.0, False, True)
+    facts = facts_of(model)
+    assert facts is not None
+    _, *halves, _ = transformer_units(facts, facts.sequence, gated=matrices == 3)
+    blocks = costs(model)[1:-1]
+    assert [b.weight for b in blocks] == [
+        a.weight + m.weight for a, m in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    numel = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name and p.dim() > 1)
+    assert numel == matrices * facts.width * facts.ffn * facts.layers
+
+
+# ---- by the clock ----
+
+SLOW_S = 0.1
+
+
+class Slow(nn.Linear):
+    """Costs what no formula knows, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(V, V)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLOW_S * x.shape[0] / 2)
+        self.get_buffer("seen").add_(0 if self.training else 1)
+        return super().forward(x)
+
+
+def lopsided() -> nn.Module:
+    """Of floats, with a loss of its own: nothing says what its inputs are."""
+    return nn.Sequential(
+        Slow(), Slow(), nn.Linear(V, V), nn.Linear(V, V), nn.Linear(V, V), nn.Linear(V, V)
+    ).eval()
+
+
+def squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    return (outputs[..., 0] - labels).square().sum(), labels.numel()
+
+
+def cut_by_the_clock(env: RankEnv, how: str) -> tuple[tuple[tuple[int, int], ...], float, float]:
+    config = dict(
+        parallel=dict(pipeline=dict(size=2, micro_batches=3, partition=how)), optimizer=dict(type="sgd", lr=0.1),
+        precision="fp32",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    batch = torch.randn(6, 4, V), torch.randn(6, 4)  # no class is a label
+    with env.launch(config) as context:
+        engine = cl.initialize(
+            lopsided(), context=context, criterion=squares, example=batch if how == "profiled" else None
+        )
+        seen = engine.full_state_dict()["0.seen"]
+        return engine._stages.cut.bounds, float(seen), float(engine.train_step(batch).loss)
+
+
+def test_a_model_without_sizes_is_cut_by_the_clock_of_an_example() -> None:
+    by_layers, by_clock = (run_world(cut_by_the_clock, 2, how) for how in ("balanced", "profiled"))
+    for (even, _, loss), (bounds, seen, same) in zip(by_layers, by_clock, strict=True):
+        assert even == ((0, 3), (3, 6)) and bounds == ((0, 1), (1, 6)), "one slow layer on each stage"
+        assert seen == 0, "buffers are as they were before the profile"
+        assert math.isclose(loss, same, rel_tol=1e-6)
+
+
+def test_a_plan_says_in_words_that_it_does_not_know_the_clock() -> None:
+    said = {}
+    for how in ("balanced", "profiled"):
+        config = dict(parallel=dict(pipeline=dict(size=2, micro_batches=2, partition=how)))
+        made = planner.plan(config, GPTConfig(**SIZES), batch=4, sequence=12, world_size=2)
+        said[how] = str(made)
+    assert (
+        "a run is cut by the clock" in said["profiled"]
+        and "this is the cut by the formula" in said["profiled"]
+    )
+    assert "clock" not in said["balanced"]
