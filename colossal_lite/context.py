@@ -5,7 +5,8 @@ A context owns what `launch` made for it, and gives it back once, in reverse ord
 second close does nothing.  Two things it says about ranks that end early:
 - a rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store
   *before* it closes its connections, and never over another rank's words.  The others, whose collective then
-  fails because a connection is closed, read it and raise a `CommError` that begins with it;
+  fails because a connection is closed, read it and raise a `CommError` that begins with it.  So does one whose
+  engine has raised an error that was caught, if it leaves without a call of the engine that went well since;
 - SIGTERM and SIGUSR1 do not end a rank: they are recorded, and whoever runs the steps stops at one that all
   ranks agree on.
 """
@@ -106,6 +107,10 @@ class Context:
         """`rank r stopped: reason` if a rank has left this world by an error, else ""."""
         return self._last_words.heard()
 
+    def stops(self, reason: str) -> None:
+        """Tell the other ranks why this one leaves them, unless one of them was first."""
+        self._last_words.say(reason)
+
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the context is closed, before anything is given back; the last one given is first."""
         self._owned.callback(callback)
@@ -121,7 +126,7 @@ class Context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._last_words.say(error)
+            self.stops(reason_of(error))
         self.close()
 
     def __repr__(self) -> str:
@@ -135,10 +140,8 @@ class LastWords:
     store: Store
     rank: int
 
-    def say(self, error: BaseException) -> None:
+    def say(self, reason: str) -> None:
         """Tell the others, unless one of them was first."""
-        lines = str(error).splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
         try:
             self.store.compare_set("stopped", "", f"rank {self.rank} stopped: {reason}")
         except RuntimeError:  # the store has ended with the rank or the launcher that served it
@@ -150,6 +153,12 @@ class LastWords:
             return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""
         except RuntimeError:
             return "the store is gone: the rank or the launcher that served it has ended"
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line for other ranks."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
 
 
 @dataclass

@@ -25,9 +25,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
-from colossal_lite.context import Context
+from colossal_lite.context import Context, reason_of
 from colossal_lite.data import check_batch
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
@@ -66,6 +66,26 @@ from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def _noting_faults(
+    call: Callable[Concatenate[Engine, Given], Found],
+) -> Callable[Concatenate[Engine, Given], Found]:
+    """Other ranks that wait for this one are told what the call has raised, if they ask or it leaves them."""
+
+    @wraps(call)
+    def noting(self: Engine, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        try:
+            found = call(self, *args, **kwargs)
+        except Exception as error:
+            self.mesh.progress.fault = reason_of(error)
+            raise
+        self.mesh.progress.fault = ""
+        return found
+
+    return noting
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,7 @@ class Engine:
         )
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
+        self._reads_weights = False  # whether one of them may
         self._auxiliary = parallelized.auxiliary
         self._sums = self._no_sums()  # since the last step
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
@@ -185,7 +206,7 @@ class Engine:
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
-        context.on_close(self._optimizer.close)
+        context.on_close(self._end)
         context.on_close(self._checkpoints.settle)
 
     # ---- a step ----
@@ -195,6 +216,7 @@ class Engine:
         self.forward_backward(batch)
         return self.step()
 
+    @_noting_faults
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
         with self._measured():
@@ -210,6 +232,7 @@ class Engine:
         self._settle()
         return self._mean_loss(self._totals)
 
+    @_noting_faults
     def step(self) -> StepResult:
         """Update the parameters from the gradients gathered since the last step."""
         if self._totals is None:
@@ -239,11 +262,14 @@ class Engine:
             self.steps, self._mean_loss(totals), totals.grad_norm, tokens, skipped,
             self._optimizer.peak_lr * factor,
         )  # fmt: skip
+        if self._reads_weights:
+            self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
         return result
 
     @torch.no_grad()
+    @_noting_faults
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         parts = self._read(batch)
@@ -259,6 +285,7 @@ class Engine:
 
     # ---- the Colossal-AI manner: the user's own loop ----
 
+    @_noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
@@ -281,6 +308,7 @@ class Engine:
         outputs.logits = whole
         return outputs
 
+    @_noting_faults
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
         its forward or backward that was caught."""
@@ -291,6 +319,7 @@ class Engine:
             self.mesh.world.barrier()  # a rank that has not given up must not go on with what the others have left
         self._hooks.clear()
 
+    @_noting_faults
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
         """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
         calls.
@@ -462,8 +491,19 @@ class Engine:
             len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
         )
 
-    def on_step(self, callback: Callable[[StepResult], None]) -> None:
-        """Call `callback` with the result of every step from now on."""
+    def on_step(self, callback: Callable[[StepResult], None], *, reads_weights: bool | None = None) -> None:
+        """Call `callback` with the result of every step from now on.
+
+        It finds the model's parameters as new as the step where ranks keep them whole between steps, which waits for
+        updates and gathers that would otherwise run beside the next forward; `reads_weights=False` says that it reads
+        none, and waits for nothing.  At zero.stage=3 parameters have no values between steps (they read as NaN): there
+        a callback reads `full_state_dict()`, on every rank, and True raises ValueError."""
+        if reads_weights and isinstance(self._weights, ShardedWeights):
+            raise ValueError(
+                "on_step: reads_weights=True at zero.stage=3, where a rank has a shard of each weight between steps; "
+                "legal: a callback that reads engine.full_state_dict(), on every rank"
+            )
+        self._reads_weights |= reads_weights is not False
         self._callbacks.append(callback)
 
     @property
@@ -490,6 +530,22 @@ class Engine:
         unbind(self.model)
         self._weights.remove()
         self._optimizer.close()
+
+    def _end(self) -> None:
+        """The context closes: what is owed and on its way comes while there are links and ranks to come from, unless a
+        rank stops by an error. Then what this rank owes is lost, and whoever reads it is told so."""
+        fault = self.mesh.progress.fault
+        if fault:
+            self.context.stops(fault)
+        try:
+            if self.mesh.world_size == 1 or not self.context.heard():
+                self._weights.flush()
+        except DiskError as error:
+            if reason_of(error) != fault:  # else it was told when it came
+                raise
+        finally:
+            self._weights.lose()
+            self._optimizer.close()
 
     # ---- what the actions do ----
 
@@ -719,7 +775,11 @@ class Engine:
         return moves and self.context.config.compile == "none"
 
     def _owed(self, totals: Totals, factor: float) -> Owed:
-        """The updates of a step, every number of which is known."""
+        """The updates of a step, every number of which is known: from now on the weights are others, wherever their
+        updates run."""
+        for chunk in self._chunks:
+            if any(self._used(chunk, totals)):
+                chunk.count_change()
         self._optimizer.changed = False
         scale = totals.weight / self._clip_factor(totals.grad_norm)
 
@@ -745,15 +805,17 @@ class Engine:
 
     def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
         before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
-        first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
-        used = totals.used[first : first + len(chunk.spec.entries)]
+        used = self._used(chunk, totals)
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
-        if any(used):
-            chunk.count_change()
         self._metering.updated(chunk.spec.id)
         chunk.pay()
         self._weights.updated(chunk, changed=any(used))
         self.mesh.progress.phase = before
+
+    def _used(self, chunk: Chunk, totals: Totals) -> tuple[bool, ...]:
+        """Which entries of a chunk some rank has a gradient for."""
+        first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
+        return totals.used[first : first + len(chunk.spec.entries)]
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor

@@ -48,6 +48,8 @@ class Progress:
 
     phase: str = "start"
     step: int = 0
+    fault: str = ""
+    """What the last call of the engine has raised, in one line; empty if it went well."""
     calls: Counter[str] = field(default_factory=Counter)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
 
@@ -183,6 +185,7 @@ class Watch:
             {
                 "phase": seen.phase,
                 "step": seen.step,
+                "fault": seen.fault,
                 "calls": dict(seen.calls),
                 "history": calls,
                 "where": _where(),
@@ -195,6 +198,7 @@ def _standing(rank: int, record: Any) -> str:
     if record is None:
         return f"rank {rank} does not answer and has never been heard"
     at = f"in phase {record['phase']!r} of step {record['step']}"
+    at += f", where it has met {record['fault']}" if record["fault"] else ""
     if record.get("is_silent"):
         return f"rank {rank} does not answer: it has died or is stopped; it was last heard {at}"
     return f"rank {rank} is {at}, at {record['where']}"

@@ -45,6 +45,10 @@ class Owed:
             self._next = len(self._actions) + 1
             self._end()
 
+    def lose(self, why: Exception) -> None:
+        """What is not done will never be: whoever asks for it is told `why`, unless an action has raised before."""
+        self._failure = self._failure or why
+
     def _run(self, stop: int) -> None:
         if self._failure is not None:
             raise self._failure

@@ -126,6 +126,10 @@ class ShardedWeights(Weights):
         self._bring({})
         return True
 
+    def for_readers(self) -> None:
+        """What the next forward begins with is on its way and stays so."""
+        self.pay()
+
     @property
     def _first(self) -> int:
         return max(self.plan.forward[0].resident, default=0) if self.plan and self.plan.forward else 0

@@ -74,6 +74,10 @@ class Weights:
         too. False: there is nothing. Collective where there is."""
         return False
 
+    def for_readers(self) -> None:
+        """Whoever reads the parameters now finds them as new as the last step; not those that are sharded."""
+        self.flush()
+
     @property
     def owes(self) -> bool:
         """Whether updates of the last step have yet to come."""
@@ -85,6 +89,16 @@ class Weights:
             with _disable_current_modes():
                 self._owed.finish()
             self._owed = None
+
+    def lose(self) -> None:
+        """The run is over; updates that it still owes are lost, and who reads the weights is told so."""
+        if self._owed is not None:
+            self._owed.lose(
+                ValueError(
+                    "model: the run has ended by an error before the updates of its last step were made, so its "
+                    "weights are incomplete; continue from the last checkpoint"
+                )
+            )
 
     def _pay_until(self, place: int) -> None:
         """The updates of the chunks up to this place in their order have come."""

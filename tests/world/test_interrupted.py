@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.comm import CommError
 from colossal_lite.engine import Engine
+from colossal_lite.memory import disk
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_tiers import ADAMW, HOST, on_disk
 from tests.world.test_zero import SMALL, start_module
+from tests.world.test_zero3 import Turning
 
 DEVICE: dict[str, Any] = {}
 STATIC = dict(memory=dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.5)))
@@ -226,6 +232,142 @@ def test_a_rank_that_gives_a_step_up_alone_does_not_go_on(number: int) -> None:
     first, second = run_world(alone, 2, number, False)
     assert second[0] == "a fault of the model's own" and len(second) == 2 and "rank 1: " in second[1]
     assert len(first) == 2 and all("rank 0: " in text for text in first), first
+
+
+# ---- one rank's fault is the others' cause ----
+
+
+def on_one_rank(env: RankEnv, case: Case, fault: str) -> str:
+    """Rank 1 alone meets a fault and leaves in peace, as its caller catches it. What each rank is told."""
+    broken = patch.object(disk, "_read_some", side_effect=OSError(errno.EIO, "Input/output error"))
+    with env.launch(case.full_config) as context:
+        if fault == "disk":
+            engine = start(case, context)
+        else:
+            torch.manual_seed(0)
+            engine = start_module(Turning(), context, case)
+        cut = context.local_batch(4)
+        inputs = torch.randint(8, (4, case.tokens), generator=torch.Generator().manual_seed(0))[cut]
+        engine.train_step((inputs, (inputs + 1) % 8))
+        if fault == "order" and env.rank == 1:
+            engine.model.order = "dcba"
+        try:
+            with broken if fault == "disk" and env.rank == 1 else nullcontext():
+                for _ in range(2):
+                    engine.train_step((inputs, (inputs + 1) % 8))
+        except (OSError, ValueError, CommError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "zero", "words"),
+    [
+        ("disk", 1, "DiskError: .* of record . were not read: Input/output error"),
+        ("order", 3, "ValueError: forward: the weights layers.* in the order of its first step"),
+    ],
+)
+def test_what_one_rank_alone_has_met_is_told_by_the_others_too(
+    fault: str, zero: int, words: str, tmp_path: Path
+) -> None:
+    memory = on_disk(tmp_path) if fault == "disk" else {}
+    config = dict(precision="bf16", optimizer=ADAMW, timeout_s=15) | dict(zero=dict(stage=zero)) | memory
+    case = Case(config=config, chunk_bytes=SMALL // 2 if fault == "disk" else 8 * 16, global_batch=4)
+    others, own = run_world(on_one_rank, 2, case, fault)
+    assert re.search(words, own) and own.startswith(words.partition(":")[0]), own
+    assert re.match(f"CommError: rank 1 stopped: {words}", others), others
+
+
+# ---- what callbacks see, and what is left at the end ----
+
+READ = Case(world_size=1, layers=2, chunk_bytes=SMALL // 2, global_batch=4, steps=2)
+
+
+def seen(env: RankEnv, case: Case, where: str) -> list[Weights]:
+    """The parameters after each step as a callback reads them, or the engine tells them; or those that are left when
+    the context has closed, after the last."""
+    states: list[Weights] = []
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+
+        def read(result: Any) -> None:
+            states.append({name: p.detach().clone() for name, p in engine.model.named_parameters()})
+
+        if where == "callback":
+            engine.on_step(read)
+        cut = context.local_batch(case.global_batch)
+        for number in range(case.steps):
+            inputs, labels = (t[cut] for t in case.batch(number))
+            engine.train_step((inputs, labels))
+            if where == "engine":
+                states.append(engine.full_state_dict())
+    return [dict(engine.model.state_dict())] if where == "end" else states
+
+
+READERS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "0, host": (replace(READ, config=stage(0)), HOST),
+    "0, disk": (replace(READ, config=stage(0)), DISK),
+    "1, two ranks": (replace(READ, world_size=2, config=stage(1)), DEVICE),
+    "2, two ranks, host": (replace(READ, world_size=2, config=stage(2)), HOST),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_callback_and_who_reads_after_the_end_find_every_update(name: str, tmp_path: Path) -> None:
+    case, placement = READERS[name]
+    expected = run_world(seen, case.world_size, case, "engine")[0]
+    for where in ("callback", "end"):
+        for states in run_world(seen, case.world_size, placed(case, placement, tmp_path), where):
+            assert len(states) == (case.steps if where == "callback" else 1)
+            for ours, truth in zip(reversed(states), reversed(expected), strict=False):
+                assert [n for n, value in ours.items() if not torch.equal(value, truth[n])] == [], where
+
+
+def logged(env: RankEnv, reads_weights: bool | None) -> bool:
+    case = replace(READ, config=stage(0) | HOST)
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        engine.on_step(lambda result: None, reads_weights=reads_weights)
+        engine.train_step(case.batch(0))
+        return engine._weights.owes
+
+
+def test_a_callback_that_reads_no_weights_waits_for_no_update() -> None:
+    assert run_world(logged, 1, False) == [True] and run_world(logged, 1, None) == [False]
+
+
+def refused(env: RankEnv) -> None:
+    with env.launch(dict(zero=dict(stage=3))) as context:
+        engine = start_module(Breaking(), context, Case(chunk_bytes=8 * 16))
+        engine.on_step(lambda result: None)
+        engine.on_step(lambda result: None, reads_weights=True)
+
+
+def test_weights_that_are_sharded_cannot_be_promised_to_a_callback() -> None:
+    with pytest.raises(
+        WorldError, match=r"on_step: reads_weights=True .* legal: .* engine.full_state_dict\(\)"
+    ):
+        run_world(refused, 2)
+
+
+def leaves_by_an_error(env: RankEnv, case: Case) -> str | Weights:
+    with pytest.raises(KeyError), env.launch(case.full_config) as context:
+        engine = start(case, context)
+        engine.train_step(tuple(t[context.local_batch(case.global_batch)] for t in case.batch(0)))
+        raise KeyError("the caller's own")
+    try:
+        return dict(engine.model.state_dict())
+    except ValueError as error:
+        return str(error)
+
+
+def test_after_an_end_by_an_error_weights_are_right_or_said_to_be_lost() -> None:
+    alone = replace(READ, config=stage(0) | HOST, steps=1)
+    (expected,) = run_world(seen, 1, alone, "engine")[0]
+    (found,) = run_world(leaves_by_an_error, 1, alone)
+    assert isinstance(found, dict) and all(torch.equal(v, found[n]) for n, v in expected.items())
+    for text in run_world(leaves_by_an_error, 2, replace(alone, world_size=2, config=stage(2) | HOST)):
+        assert isinstance(text, str) and "before the updates of its last step were made" in text, text
 
 
 # ---- gradients that come twice ----
