@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import colossal_lite as cl
 from colossal_lite.comm import CommError
 from colossal_lite.engine import Engine
 from colossal_lite.memory import disk
@@ -192,6 +193,31 @@ def test_after_a_step_that_every_rank_gave_up_the_next_has_the_bits_of_a_run_wit
     for bad in PLACES:
         for ours, theirs in zip(run_world(given_up, ranks, config, bad, at), expected, strict=True):
             assert [key for key, value in theirs.items() if not torch.equal(value, ours[key])] == [], bad
+
+
+def loss_breaks(env: RankEnv, breaks: bool) -> Weights:
+    """A step whose loss raises in backward, before any gradient has come, and the next without `zero_grad`."""
+    broken = [breaks]
+
+    def criterion(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        outputs = Fault.apply(outputs, broken[0])
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss, labels.numel()
+
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5))
+    with env.launch(config) as context:
+        engine = cl.initialize(Breaking(), context=context, criterion=criterion)
+        if breaks:
+            with pytest.raises(RuntimeError, match="a fault of the model's own"):
+                engine.train_step(batch_of(7, env))
+        broken[0] = False
+        engine.train_step(batch_of(0, env))
+        return engine.full_state_dict()
+
+
+def test_the_losses_of_a_step_that_was_given_up_do_not_weigh_in_the_next() -> None:
+    ((expected,), (found,)) = run_world(loss_breaks, 1, False), run_world(loss_breaks, 1, True)
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 def alone(env: RankEnv, number: int, leaves: bool) -> list[str]:
