@@ -49,12 +49,12 @@ from colossal_lite.pipeline.footprint import most_arrivals
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
 from colossal_lite.pipeline.units import Stages
-from colossal_lite.plan import Action, Kind, Plan
+from colossal_lite.plan import Action, Kind, Plan, Shape
 from colossal_lite.precision import LossScale
 from colossal_lite.recompute import restore
 from colossal_lite.report import Foretell, LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.rng import DropoutStreams
-from colossal_lite.simulate import Span, Timeline
+from colossal_lite.simulate import ScheduleReport, Span, Timeline
 from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
@@ -490,6 +490,18 @@ class Engine:
         return Timeline(
             len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
         )
+
+    def schedule_report(self) -> ScheduleReport:
+        """The last step or evaluation of this pipeline as its plan foretold it, by the costs that it is cut by, and as
+        it was measured: `.trace()` for Perfetto, `.svg()`. Collective. Raises ValueError before the first step."""
+        plan, stages = self._runtime.plan, self._stages
+        if plan is None:
+            raise ValueError("schedule_report: no step has run; legal: after train_step or eval_step")
+        run = Plan(tuple(tuple(a for a in actions if a.kind is not Kind.UPDATE) for actions in plan))
+        trains = any(a.kind in (Kind.I, Kind.B) for actions in run for a in actions)
+        parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
+        shape = Shape(len(stages.placement), parts, trainable=stages.trainable, backward=trains)
+        return ScheduleReport.of(run, self.timeline(), stages.cut.stage_costs(), shape)
 
     def on_step(self, callback: Callable[[StepResult], None], *, reads_weights: bool | None = None) -> None:
         """Call `callback` with the result of every step from now on.

@@ -407,5 +407,36 @@ def trace(**timelines: Timeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduleReport:
+    """A step as its plan foretold it and as it was measured, both from second 0."""
+
+    predicted: Timeline
+    measured: Timeline
+
+    @classmethod
+    def of(
+        cls, plan: Plan, measured: Timeline, cost: Callable[[Action], float], shape: Shape
+    ) -> ScheduleReport:
+        """cost: of a compute action, in any unit: it is scaled so that all compute takes the seconds that it took."""
+        begin_s = min((span.start_s for span in measured.spans), default=0.0)
+        spans = (
+            span._replace(start_s=span.start_s - begin_s, end_s=span.end_s - begin_s)
+            for span in measured.spans
+        )
+        busy_s = sum(s.end_s - s.start_s for s in measured.spans if s.action.kind in COMPUTE_KINDS)
+        whole = sum(cost(a) for actions in plan for a in actions if a.kind in COMPUTE_KINDS) or 1.0
+        predicted = simulate(plan, lambda action: cost(action) * busy_s / whole, shapes={0: shape})
+        return cls(predicted, Timeline(measured.ranks, tuple(spans)))
+
+    def svg(self, width: int = 960) -> str:
+        """As `svg`: of each rank the predicted and the measured compute, one under the other."""
+        return svg(self.predicted, self.measured, width)
+
+    def trace(self) -> str:
+        """As `trace`: for Perfetto."""
+        return trace(predicted=self.predicted, measured=self.measured)
+
+
 def _meta(name: str, process: int, thread: int, value: str) -> dict[str, object]:
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": {"name": value}}

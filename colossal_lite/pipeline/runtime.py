@@ -164,6 +164,8 @@ class Runtime:
     placement: Mapping[int, int]
     device: torch.device
     progress: Progress
+    plan: Plan | None = None
+    """That of the last run."""
     spans: list[Span] = field(default_factory=list)
     """What ran when in the last run, in seconds of this host's clock."""
     live_peak: int = 0
@@ -187,7 +189,7 @@ class Runtime:
         actions = [action for action in plan[self.comm.coord] if action.kind is not Kind.UPDATE]
         here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
         step = _Step(self, actions, work, shapes, slots, agrees=not self.knows(here))
-        self.spans, self.live_peak = [], 0
+        self.plan, self.spans, self.live_peak = plan, [], 0
         for action in step.actions:
             self.progress.phase = self._phase(action)
             step.start_s = time.perf_counter()

@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.pipeline.schedule import SCHEDULES, add_messages, generate
-from colossal_lite.plan import COMPUTE, CPU, H2D, Action, Kind, Memory, Plan, PlanError, check
-from colossal_lite.simulate import HostBandwidth, Span, StageCosts, Timeline, grid, simulate, svg, trace
+from colossal_lite.plan import COMPUTE, CPU, H2D, Action, Kind, Memory, Plan, PlanError, Shape, check
+from colossal_lite.simulate import (
+    HostBandwidth,
+    ScheduleReport,
+    Span,
+    StageCosts,
+    Timeline,
+    grid,
+    simulate,
+    svg,
+    trace,
+)
 
 
 def seconds(**by_kind: float) -> Callable[[Action], float]:
@@ -255,6 +265,23 @@ def test_the_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
     work = {(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0}
     assert work == {("0FETCH#0", 0, 5e5), ("0F0", 5e5, 1e6), ("0B0", 15e5, 2e6), ("0EVICT#0", 35e5, 25e4)}
     assert len({e["tid"] for e in events if e["ph"] == "X" and e["pid"] == 1}) == 3
+
+
+def test_a_report_scales_what_was_foretold_to_the_seconds_that_compute_took_and_begins_at_0() -> None:
+    plan = generate("1f1b", 2, 2)
+    right = simulate(plan, seconds(F=3, B=6))
+    slow = simulate(plan, lambda a: (4.0 if a.kind is Kind.B else 2.0) * (1 + (a.stage or 0)))
+    measured = Timeline(
+        2, tuple(s._replace(start_s=s.start_s + 100, end_s=s.end_s + 100) for s in slow.spans)
+    )
+    report = ScheduleReport.of(plan, measured, seconds(F=1, B=2), Shape(2, 2))
+    assert report.predicted.makespan_s == pytest.approx(right.makespan_s)
+    assert [s.start_s for s in report.measured.spans] == pytest.approx([s.start_s for s in slow.spans])
+    names = [
+        e["args"]["name"] for e in json.loads(report.trace())["traceEvents"] if e["name"] == "process_name"
+    ]
+    assert names == [f"{name} rank {rank}" for name in ("predicted", "measured") for rank in range(2)]
+    assert len(ElementTree.fromstring(report.svg()).findall("{http://www.w3.org/2000/svg}rect")) == 2 * 8
 
 
 def test_an_empty_timeline_is_idle_for_no_time() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import time
 import weakref
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, cycle, product
@@ -21,12 +23,15 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite import planner
-from colossal_lite.comm import CommError
+from colossal_lite.comm import AxisComm, CommError
 from colossal_lite.engine import Engine
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
-from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, check
+from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, add_messages, compute_plan
+from colossal_lite.pipeline.units import lay_out
+from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan, check
 from colossal_lite.problems import ConfigError
+from colossal_lite.simulate import StageCosts
 from colossal_lite.zero import build
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
@@ -68,14 +73,27 @@ def legal(row: Choice, most_ranks: int = 8) -> bool:
     return stages <= 4 and ranks <= most_ranks
 
 
-def quick(row: Choice) -> bool:
-    return legal(row, 4)
+def quick_or_deep(row: Choice) -> bool:
+    """Four ranks at the most, with two stages on each too."""
+    ranks = row["size"] * row["data"] * (1 if row["tensor"] is None else 2)
+    return ranks <= 4
+
+
+DEEP_FACTORS = FACTORS | dict(schedule=["interleaved", "bfs", "zb-v", "auto"], size=[4], chunks=[2])
+"""Eight stages over four ranks."""
+
+
+def legal_deep(row: Choice) -> bool:
+    return bool(row["data"] * (1 if row["tensor"] is None else 2) <= 2)
+
+
+DEEP_ROWS = covering_array(DEEP_FACTORS, legal_deep, together=3)
 
 
 def case_of(row: Choice) -> Case:
     """Stages are cut within blocks beside dropout; a stage has several chunks where they are reduced by micro-batch;
     blocks of untied models emit auxiliary losses."""
-    chunks = SCHEDULES[row["schedule"]]
+    chunks = row.get("chunks", SCHEDULES[row["schedule"]])
     stages = row["size"] * chunks
     layers = max(stages, 2)
     pipeline = dict(
@@ -121,8 +139,19 @@ def uneven(units: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@pytest.mark.parametrize("row", covering_array(FACTORS, quick), ids=name_of)
+def auto_and_deep() -> list[Choice]:
+    """`auto` with two stages on each of four ranks."""
+    return [row for row in DEEP_ROWS if row["schedule"] == "auto" and quick_or_deep(row)][:1]
+
+
+@pytest.mark.parametrize("row", covering_array(FACTORS, quick_or_deep) + auto_and_deep(), ids=name_of)
 def test_every_gradient_is_the_serial_one(row: Choice) -> None:
+    assert_parity(case_of(row))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", DEEP_ROWS, ids=name_of)
+def test_every_gradient_of_eight_stages_is_the_serial_one_for_each_three_choices(row: Choice) -> None:
     assert_parity(case_of(row))
 
 
@@ -312,6 +341,18 @@ OTHERS = {
     "auto, in a loop": replace(PAIR, layers=4, vocabulary=64, pipeline=AUTO, config=CLIPPED),
     "auto, folded": replace(
         PAIR, layers=4, vocabulary=96, tied=False, pipeline=dict(AUTO, micro_batches=3), config=CLIPPED,
+    ),
+}  # fmt: skip
+
+
+OTHERS |= {
+    "a first stage without gradients, zb-h1": replace(
+        OTHERS["a first stage without gradients"],
+        pipeline=dict(size=2, schedule="zb-h1", micro_batches=3, partition=(3, 3)),
+    ),
+    "a last stage without gradients, zb-v": replace(
+        OTHERS["a last stage without gradients"], layers=4,
+        pipeline=dict(size=2, schedule="zb-v", micro_batches=3, partition=(3, 3, 3, 1)),
     ),
 }  # fmt: skip
 
@@ -524,6 +565,8 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
         patch.setattr(Engine, "_forward", forward)
         engine = start(case, context)
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        with pytest.raises(ValueError, match="schedule_report: no step has run; legal: after train_step"):
+            engine.schedule_report()
         runtime, slots = engine._runtime, list[Any]()
         for _ in range(2):
             engine.train_step((inputs, labels))
@@ -531,8 +574,10 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
                 [(pool.most_taken, pool.bytes, pool.planned_bytes) for pool in runtime._slots.values()]
             )
         rows = [(r.operation, r.axis, r.calls, r.payload_bytes) for r in engine.ledger.rows()]
-        timeline = engine.timeline()
+        timeline, report = engine.timeline(), engine.schedule_report()
         return dict(
+            trace=report.trace(),
+            svg=report.svg(),
             most=most,
             live=runtime.live_peak,
             rows=rows,
@@ -553,22 +598,30 @@ RUNS = {
     "bfs": dict(size=2, schedule="bfs", chunks=2, micro_batches=3),
     "zb-h1": dict(size=4, schedule="zb-h1", micro_batches=5),
     "zb-v": dict(size=2, schedule="zb-v", micro_batches=5),
+    "auto": dict(size=2, schedule="auto", chunks=2, micro_batches=2),
 }
 
 
-def plan_of(pipeline: dict[str, Any]) -> Plan:
-    config = PipelineConfig(**pipeline)
-    return compute_plan(config, StepShape(config.micro_batches or 0))
+def plan_of(case: Case) -> tuple[Plan, StageCosts]:
+    """The compute of a case's step, and the costs that it is cut by."""
+    config, model = PipelineConfig(**case.pipeline), case.model()
+    stages = lay_out(model, facts_of(model), config, 0)
+    placement = tuple(rank for _, rank in sorted(stages.placement.items()))
+    costs = stages.cut.stage_costs()
+    return compute_plan(config, StepShape(config.micro_batches or 0, costs=costs, placement=placement)), costs
+
+
+def run_case(pipeline: dict[str, Any], **changes: Any) -> Case:
+    """Two samples of six tokens in each micro-batch."""
+    ranks = int(pipeline["size"]) * int(changes.get("tensor", 1))
+    parts = 2 * int(pipeline["micro_batches"])
+    return Case(world_size=ranks, layers=4, tokens=6, global_batch=parts, pipeline=pipeline, **changes)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_does_what_its_plan_says(name: str) -> None:
-    pipeline, tokens = RUNS[name], 6
-    plan = plan_of(pipeline)
-    micro_batches = int(pipeline["micro_batches"])
-    case = Case(
-        world_size=len(plan), layers=4, tokens=tokens, global_batch=2 * micro_batches, pipeline=pipeline
-    )
+    case = run_case(RUNS[name])
+    (plan, _), tokens, micro_batches = plan_of(case), case.tokens, case.global_batch // 2
     ranks = run_world(looks, len(plan), case)
     live = check(plan).live
     placement = plan.placement()
@@ -588,6 +641,7 @@ def test_a_run_does_what_its_plan_says(name: str) -> None:
         assert seen["slots"][1] == [(planned // message_bytes, planned, planned)], "each of them was needed"
         assert seen["spans"] == ranks[0]["spans"]
     assert_in_order(ranks[0]["spans"], 2 * len(placement) * micro_batches)
+    assert_reported(ranks[0]["trace"], ranks[0]["svg"], plan, ranks)
     copies = [seen["tied"] for seen in ranks if seen["tied"] is not None]
     assert len(copies) == len(ends)
     whole = {name: p.numel() for name, p in case.model().named_parameters()}
@@ -597,6 +651,28 @@ def test_a_run_does_what_its_plan_says(name: str) -> None:
     extra = (len(copies) - 1) * whole["token.weight"]
     assert sum(held.values()) == sum(whole.values()) + extra, "each parameter on its own stage"
     assert torch.equal(copies[0], copies[-1]), "both copies of the tied table have the same bits"
+
+
+def assert_reported(trace: str, svg: str, plan: Plan, ranks: list[dict[str, Any]]) -> None:
+    """The trace of a run has what each rank did, in its order; the drawing every compute action, twice."""
+    events = json.loads(trace)["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    foretold_s: dict[str, float] = {}
+    for rank, seen in enumerate(ranks):
+        done = [e for e in events if e["ph"] == "X" and e["pid"] == processes[f"measured rank {rank}"]]
+        assert sorted(e["name"] for e in done) == sorted(seen["own"])
+        compute = [e for e in done if Action.parse(e["name"]).kind in COMPUTE_KINDS]
+        assert [e["name"] for e in sorted(compute, key=lambda e: e["ts"])] == [str(a) for a in plan[rank]]
+        foretold = [e for e in events if e["ph"] == "X" and e["pid"] == processes[f"predicted rank {rank}"]]
+        assert sorted(e["name"] for e in foretold) == sorted(seen["own"]), "the plan of that very step"
+        foretold_s |= {e["name"]: e["dur"] for e in foretold}
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0
+    root = ElementTree.fromstring(svg)
+    tips = Counter((tip.text or "").split()[0] for tip in root.iter("{http://www.w3.org/2000/svg}title"))
+    # what is foretold to take no time, the lookup's gradient of nothing, has no width
+    drawn = {str(a): 1 + (foretold_s[str(a)] > 0) for actions in plan for a in actions}
+    assert {word: tips[word] for word in drawn} == drawn, "predicted beside measured"
+    assert 2 in drawn.values()
 
 
 def crosses(action: Any, placement: dict[int, int]) -> bool:
@@ -618,6 +694,83 @@ def assert_in_order(spans: list[tuple[int, str, float, float]], count: int) -> N
             assert ends[before] <= ends[word], (before, word)
         if rest[0] != "F":
             assert ends[f"{stage}F{rest[1:]}"] <= ends[word]
+
+
+def acts(env: RankEnv, case: Case) -> list[str]:
+    """What this rank's second step did, seen from outside of its runtime: calls of the communicator, forwards, when
+    gradients reach what a stage gave, and when they reach its weights."""
+    seen: list[str] = []
+    forward, send, receive = Engine._forward, AxisComm.send_async, AxisComm.receive_async
+
+    def note(word: str) -> None:
+        if not seen or seen[-1] != word:
+            seen.append(word)
+
+    def runs(self: Engine, stage: int, part: Any, carried: Any, sums: Tensor) -> Any:
+        subject = f"{stage}.{int(part.samples[0]) // 2}"
+        note(f"forward {subject}")
+        out = forward(self, stage, part, carried, sums)
+        out.register_hook(lambda _: note(f"backward {subject}"))
+        return out
+
+    def sends(self: AxisComm, tensor: Tensor, to: int, about: str = "") -> Any:
+        if self.axis == "pipeline" and "header" not in about and "TIED" not in about:
+            note(f"send {list(tensor.shape)} to {to}")
+            seen.append("")  # the next may look alike
+        return send(self, tensor, to, about)
+
+    def receives(self: AxisComm, into: Tensor, source: int, about: str = "") -> Any:
+        if self.axis == "pipeline" and "header" not in about and "TIED" not in about:
+            note(f"receive {list(into.shape)} from {source}")
+            seen.append("")
+        return receive(self, into, source, about)
+
+    with pytest.MonkeyPatch.context() as patch, env.launch(case.full_config) as context:
+        patch.setattr(Engine, "_forward", runs)
+        patch.setattr(AxisComm, "send_async", sends)
+        patch.setattr(AxisComm, "receive_async", receives)
+        engine = start(case, context)
+        homes = engine._stages.homes
+        for name, parameter in engine._parameters.items():
+            if len(homes[name]) == 1:
+                word = f"weights {homes[name][0]}"
+                parameter.register_hook(lambda grad, word=word: None if grad is None else note(word))
+        engine.train_step(case.batch(0))
+        seen.clear()
+        engine.train_step(case.batch(0))
+    return [word for word in seen if word]
+
+
+def foretold_acts(plan: Plan, costs: StageCosts, coord: int, tokens: int) -> list[str]:
+    placement, out = plan.placement(), list[str]()
+    for action in add_messages(plan, costs)[coord]:
+        assert action.stage is not None
+        subject, behind = f"{action.stage}.{action.micro_batch}", action.kind in (Kind.SEND_F, Kind.RECV_B)
+        form = [2, tokens, SIZES["width"]]
+        if action.kind is Kind.F:
+            out.append(f"forward {subject}")
+        if action.kind in (Kind.B, Kind.I):
+            out.append(f"backward {subject}")
+        if (
+            action.kind in (Kind.B, Kind.W) and out[-1] != f"weights {action.stage}"
+        ):  # two W in turn look like one
+            out.append(f"weights {action.stage}")
+        if action.kind in MESSAGES:
+            peer = placement[action.stage + (1 if behind else -1)]
+            words = ("send", "to") if action.kind in SENDS else ("receive", "from")
+            out.append(f"{words[0]} {form} {words[1]} {peer}")
+    return out
+
+
+@pytest.mark.parametrize("name", [*RUNS, "zb-h1, tensor 2"])
+def test_the_order_of_a_run_seen_from_outside_is_that_of_its_plan(name: str) -> None:
+    """Messages, forwards and backwards; and weights get their gradients in W, none of them in I."""
+    case = run_case(RUNS[name]) if name in RUNS else run_case(
+        dict(RUNS["zb-h1"], size=2), tensor=2, sequence_parallel=False
+    )  # fmt: skip
+    plan, costs = plan_of(case)
+    for rank, seen in enumerate(run_world(acts, case.world_size, case)):
+        assert seen == foretold_acts(plan, costs, rank // case.tensor, case.tokens), rank
 
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:
@@ -997,3 +1150,38 @@ def test_a_rank_that_dies_is_named_with_stage_micro_batch_and_action(tmp_path: P
     said = (tmp_path / "2").read_text()
     assert "2RECV_F2, stage 2, micro-batch 2, from rank 1" in said and "waiting for ranks 1;" in said, said
     assert "rank 1 does not answer: it has died or is stopped" in said, said
+
+
+RESUMED = replace(
+    PAIR, layers=4, dropout=0.2, pipeline=dict(size=2, schedule="zb-v", micro_batches=3), config=CLIPPED
+)
+
+
+def trains_until(env: RankEnv, folder: str, dies: bool) -> list[float]:
+    """Losses of the steps up to the third, from the newest checkpoint on; one is saved after each. Rank 1 may die in
+    the middle of the second."""
+    original = Engine._forward
+
+    def forward(self: Engine, stage: int, part: Any, carried: Any, sums: Tensor) -> Any:
+        if dies and env.rank == 1 and self.steps == 1 and stage == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, stage, part, carried, sums)
+
+    losses = []
+    with pytest.MonkeyPatch.context() as patch, env.launch(RESUMED.full_config) as context:
+        patch.setattr(Engine, "_forward", forward)
+        engine = start(RESUMED, context)
+        engine.resume(folder)
+        for number in range(engine.steps, 3):
+            losses.append(float(engine.train_step(RESUMED.batch(number)).loss))
+            engine.save(folder).wait()
+    return losses
+
+
+def test_a_run_whose_rank_died_in_mid_step_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    whole = run_world(trains_until, 2, str(tmp_path / "whole"), False)
+    with pytest.raises(WorldError) as caught:
+        run_world(trains_until, 2, str(tmp_path / "killed"), True)
+    assert caught.value.ranks("died") == [1]
+    again = run_world(trains_until, 2, str(tmp_path / "killed"), False)
+    assert len(whole[0]) == 3 and again == [losses[1:] for losses in whole]
