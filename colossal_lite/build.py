@@ -38,9 +38,8 @@ from colossal_lite.pipeline.profile import Profiler
 from colossal_lite.pipeline.units import Sections, Stages, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
-from colossal_lite.problems import refuse
+from colossal_lite.problems import ConfigError, refuse
 from colossal_lite.recompute import blocks_of, recompute
-from colossal_lite.report import Foretell
 from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
@@ -48,6 +47,7 @@ from colossal_lite.whole import Names
 from colossal_lite.zero.build import build_chunks, pack_chunks
 from colossal_lite.zero.order import by_order, notice_order, order_of_use
 from colossal_lite.zero.own import Factory, check_apart
+from colossal_lite.zero.reside import Foretell
 
 
 def initialize(
@@ -194,18 +194,26 @@ def _foretell(
             parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
         return module
 
-    def foretell(samples: int, tokens: int, prefetch: int | None = None) -> Mapping[str, int] | None:
+    def foretell(
+        samples: int, tokens: int, *, changes: Sequence[str] = (), trains: bool = True
+    ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
-        mesh, changes = context.mesh, [] if prefetch is None else ["--zero.prefetch", str(prefetch)]
-        config = Config.load(context.config, changes)
-        made = plan_of(
-            config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
-            world_size=mesh.world_size, rank=mesh.rank, one_host=mesh.shares_memory,
-        )  # fmt: skip
+        mesh = context.mesh
+        try:
+            config = Config.load(context.config, changes)
+            with torch.enable_grad():  # an evaluation may ask
+                made = plan_of(
+                    config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
+                    world_size=mesh.world_size, rank=mesh.rank, one_host=mesh.shares_memory, trains=trains,
+                )  # fmt: skip
+        except ConfigError:
+            if not changes:
+                raise
+            return None
         activations = made.bytes_of("activations") + made.bytes_of("logits")
         beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
-        return {"activations": activations} | beside
+        return {"activations": activations, "device": made.peak_bytes} | beside
 
     return foretell
 

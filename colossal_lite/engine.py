@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -52,7 +52,7 @@ from colossal_lite.pipeline.units import Stages
 from colossal_lite.plan import Action, Kind, Plan, Shape
 from colossal_lite.precision import LossScale
 from colossal_lite.recompute import restore
-from colossal_lite.report import Foretell, LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
+from colossal_lite.report import LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import ScheduleReport, Span, Timeline
 from colossal_lite.whole import Names, WholeState
@@ -62,7 +62,7 @@ from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import Factory, OwnOptimizer
-from colossal_lite.zero.reside import Residence
+from colossal_lite.zero.reside import Foretell, Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
@@ -174,13 +174,13 @@ class Engine:
             self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
         if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
             self._weights.up = self._optimizer.tiers.up
-        frozen_bytes = sum(p.nbytes for p in self._parameters.values() if not p.requires_grad)
+        self._frozen = [p for p in self._parameters.values() if not p.requires_grad]
         self._residence = None
         memory = config.memory
         if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
             self._residence = Residence(
-                config.memory, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
-                accumulation=config.gradient_accumulation, frozen_bytes=frozen_bytes,
+                config, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
+                frozen_bytes=sum(p.nbytes for p in self._frozen),
             )  # fmt: skip
         self._whole = WholeState(
             model,
@@ -273,6 +273,7 @@ class Engine:
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         parts = self._read(batch)
+        self._foresee([part.inputs for part in parts])
         self._weights.flush()
         was_training = self.model.training
         self.model.eval()
@@ -445,12 +446,14 @@ class Engine:
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
         """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
-        to be summed, of those through which state visits the device, and of those for messages of a pipeline. All are
-        allocated once, at the start or in the first step, so that the peak is what they hold now; a model whose
-        backward leaves parameters out may take more slots than were planned. After `metered` steps, what those held
-        beside it."""
+        to be summed, of those through which state visits the device, of those for messages of a pipeline, and of frozen
+        parameters. All are allocated once, at the start or in the first step, so that the peak is what they hold now; a
+        model whose backward leaves parameters out may take more slots than were planned. After `metered` steps, what
+        those held beside it."""
         device = self.context.device.type
-        rows = rows_of_state(self._chunks, self._weights, self._optimizer, self.context.config, device)
+        rows = rows_of_state(
+            self._chunks, self._weights, self._optimizer, self.context.config, device, self._frozen
+        )
         if self._runtime.comm.size > 1:
             held, planned = self._runtime.slot_bytes
             rows = (*rows, MemoryRow("messages", device, held, held, planned))
@@ -851,16 +854,15 @@ class Engine:
         self._settle()
 
     def _foresee(self, inputs: Sequence[Tensor]) -> None:
-        """Before the first micro-batch under a budget, whose step will have such inputs [B, T]: a step that `plan`
-        foretells not to fit is refused. Not for models and losses that `plan` does not know, nor for the kernels of a
-        GPU: these are measured."""
-        if self._residence is None or self._residence.is_foreseen:
+        """Before a batch under a budget, whose micro-batches have such inputs [B, T]: one that `plan` foretells not to
+        fit is refused. Models and losses that `plan` does not know, and the kernels of a GPU, are measured."""
+        if self._residence is None:
             return
-        known = self._foretell is not None and self._facts is not None and self._criterion is None
-        known = known and self.context.device.type == "cpu"
-        samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[-1]
-        foretell: Foretell = self._foretell if known and self._foretell and samples else lambda *_, **__: None
-        self._residence.foresee(partial(foretell, samples, tokens))
+        known = self._facts is not None and self._criterion is None and self.context.device.type == "cpu"
+        samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
+        self._residence.foresee(
+            samples, tokens, self._foretell if known else None, trains=torch.is_grad_enabled()
+        )
 
     def _settle(self) -> None:
         """Before the first update under a budget: where everything rests from now on."""

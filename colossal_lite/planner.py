@@ -209,12 +209,14 @@ def plan(
     layers: Literal["auto"] | Mapping[str, str] = "auto",
     device_bytes: int | None = None,
     one_host: bool = False,
+    trains: bool = True,
 ) -> RunPlan:
     """The step of `rank` in a world of `world_size`, for `batch` samples of `sequence` tokens a step over all ranks.
 
     `model` is a GPTConfig or whatever builds a module that maps ids [B, T] to logits; `layers` its plan, as
     `initialize` takes it; `device_bytes` the memory of a device, if it is known; `one_host`: all ranks are processes
-    of one host's CPUs.  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
+    of one host's CPUs; not `trains`: of what a forward holds beside the state, that of an evaluation (without a
+    pipeline).  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
     cannot do with this world or this model.
     """
     config = Config.load(config)
@@ -227,10 +229,10 @@ def plan(
         _check_sequence(facts, sequence)
         config.check_model(replace(facts, sequence=sequence))
     if config.parallel.pipeline.size > 1:
-        dry = _Dry(config, mesh, sequence, layers)
+        dry = _Dry(config, mesh, sequence, layers, trains)
         return _staged_plan(dry, model, facts, batch, device_bytes)
     pieces = _pieces(config, batch, mesh)
-    dry = _Dry(config, mesh, sequence, layers)
+    dry = _Dry(config, mesh, sequence, layers, trains)
     whole, cost = _measured(dry, model, max(pieces) or 1)
     costs = {max(pieces): cost} | {n: _measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     if not any(pieces):
@@ -315,6 +317,7 @@ class _Dry:
     mesh: Mesh
     sequence: int
     layers: Literal["auto"] | Mapping[str, str]
+    trains: bool = True
 
     def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
         """The specs are in the order in which parameters are used."""
@@ -371,6 +374,8 @@ class _Dry:
         """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
         self.mesh.ledger.clear()
         meter = LiveBytes()
+        if not self.trains:
+            return self._evaluated(module, done, streams, samples, meter)
         until: list[int] = []
         last = next(reversed(blocks_of(module)), "")
         missing = {
@@ -404,6 +409,22 @@ class _Dry:
             {(r.operation, r.axis): r.payload_bytes for r in rows},
             {(r.operation, r.axis): r.calls for r in rows},
             kept, logits_bytes, until[0] if until else after, after,
+        )  # fmt: skip
+
+    def _evaluated(
+        self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int, meter: LiveBytes
+    ) -> Cost:
+        """One micro-batch forward, of which nothing is kept."""
+        with _FlashAttention(), meter, torch.no_grad():
+            part = self.batch(done, streams, samples)
+            logits = _logits_of(module.eval()(*part.args, **part.kwargs))
+            done.strategy.cross_entropy(done.ops, logits, part.labels)
+        module.train()
+        rows = self.mesh.ledger.rows()
+        return Cost(
+            {(r.operation, r.axis): r.payload_bytes for r in rows},
+            {(r.operation, r.axis): r.calls for r in rows},
+            0, 0, meter.peak_bytes, meter.peak_bytes,
         )  # fmt: skip
 
     def trace(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_lite.config import Config
 from colossal_lite.memory.chunk import Chunk
@@ -27,13 +27,10 @@ from colossal_lite.recompute import blocks_of
 from colossal_lite.zero.build import sharding_of, slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
+from colossal_lite.zero.reside import Foretell
 from colossal_lite.zero.sharded import ShardedWeights
 from colossal_lite.zero.stages import Extent, Widths, forecast
 from colossal_lite.zero.weights import Weights
-
-Foretell = Callable[..., Mapping[str, int] | None]
-"""From the samples of a step on this rank, their tokens and, if not the config's, `prefetch=`, to bytes of each kind
-beside the state."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,10 @@ def rows_of_state(
     optimizer: ChunkOptimizer | OwnOptimizer,
     config: Config,
     device: str,
+    frozen: Sequence[Tensor] = (),
 ) -> tuple[MemoryRow, ...]:
     """Weights, masters, gradients and optimizer state of a rank on every tier, the slots in which gradients wait to be
-    summed, those of gathered weights, and those through which state visits the device."""
+    summed, those of gathered weights, those through which state visits the device, and the `frozen` parameters."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     widths = Widths(precision.compute.itemsize, precision.master_copy_bits, precision.gradient.itemsize)
     held: dict[str, Callable[[Chunk], int]] = {
@@ -90,6 +88,9 @@ def rows_of_state(
     if isinstance(weights, ShardedWeights):
         now = weights.arena_bytes
         rows.append(MemoryRow("gathered", device, now, now, weights.forecast_bytes))
+    if frozen:
+        now, numel = sum(p.nbytes for p in frozen), sum(p.numel() for p in frozen)
+        rows.append(MemoryRow("frozen", device, now, now, numel * precision.compute.itemsize))
     visits = optimizer.visits
     return (*rows, *(MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes) for v in visits))
 

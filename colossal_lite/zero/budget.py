@@ -8,8 +8,10 @@ update; records are read and written there.  Across the boundary between two pha
 capacity, and what it does not keep must come again, whatever the policy: that is `link_bound`, which Belady's rule
 (farthest next use first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update
 goes the way of the next forward, so every piece is used once in a phase and each boundary costs the same whoever is
-kept: keeping the same pieces for good meets the bound of each phase, and leaves nothing to decide in a step.  Which
-pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.
+kept: keeping the same pieces for good meets the bound of each phase, and leaves nothing to decide in a step.  With
+several micro-batches a sum that stays takes room in the forwards, where nobody uses it: there the plan is up to a fifth
+above the bound.  Which pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones
+counted both ways.
 
 A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
 over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.

@@ -9,9 +9,14 @@ tensor that the model makes is counted while it lives (memory/tracer.py).  Befor
 the worst peak, measured or foretold, the plan is made (zero/budget.py), and what has room goes to the device, once;
 from then on nothing is decided in a step.  Fractions of a user's (`static`) are a plan that is known before, and are
 put in force at the same moment.  What cannot fit whatever the batch is refused when the engine is made; `plan` says all
-of it without a run.  A later batch that holds more than the first is not foreseen.  With one rank a shard that rests on
-the device is copied to its slot for a use, as with several.  Cost: the run without tensors; counting makes the first
-step slower.
+of it without a run.  With one rank a shard that rests on the device is copied to its slot for a use, as with several.
+
+A later batch with more samples or longer ones than any before, to train on or to evaluate, is foretold in the same way
+before it runs: it is let in where it fits beside what has been settled, and else refused with the bytes that it needs.
+Where nobody can foretell it, it is taken to need no more than in proportion to the largest that was measured, by the
+square of the length.  So ranks tell each other the shape of every batch.  An evaluation before the first step of such a
+model is not measured.  What is advised where nothing fits has been planned as it is told.  Cost: the run without
+tensors, one exchange of two numbers a batch; counting makes the first step slower.
 
 A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
 of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
@@ -23,7 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +47,13 @@ from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, units_of
 from colossal_lite.zero.unshard import GatherPlan
 from colossal_lite.zero.weights import Weights
+
+if TYPE_CHECKING:
+    from colossal_lite.config import Config
+
+Foretell = Callable[..., Mapping[str, int] | None]
+"""From the samples of a step on this rank, their tokens and, if others than the config's, `changes=` of it as a command
+line has them, or `trains=False`, to bytes of each kind beside the state, and to those of the whole `device`."""
 
 
 def pieces_of(
@@ -91,23 +106,27 @@ class Residence:
     """Measures the first step, decides where everything rests, and takes it there."""
 
     def __init__(
-        self, memory: MemoryConfig, chunks: Sequence[Chunk], weights: Weights,
-        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device, accumulation: int,
-        frozen_bytes: int,
+        self, config: Config, chunks: Sequence[Chunk], weights: Weights,
+        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device, frozen_bytes: int,
     ) -> None:  # fmt: skip
         """Raises ConfigError for a budget that is too small for any batch."""
-        self._memory, self._chunks, self._weights, self._optimizer = memory, tuple(chunks), weights, optimizer
-        self._world, self._accumulation, self._frozen_bytes = world, accumulation, frozen_bytes
+        self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
+        self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
+        self._world, self._frozen_bytes = world, frozen_bytes
         self._device = device
         self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: Placement | None = None
         """Where everything rests; None before the first update."""
-        self.is_foreseen = False
-        """Whether a first step's batch has been looked at."""
         self.activations_bytes = 0
-        """The most that the model holds in the first step, on any rank, foretold or measured."""
-        self._gathered_bytes: Callable[[int], int | None] = lambda prefetch: None
-        """Foretold, of slots of gathered weights with so many units ahead."""
+        """The most that the model holds in a step of what has been let in, on any rank, foretold or measured."""
+        self._let_in: set[tuple[bool, int, int]] = set()
+        """Whether they train, samples of a step of a rank and their tokens, of the batches that fit."""
+        self._measured_by: float | None = None
+        """How much more the first step has held than was foretold, as a factor; None: nobody could."""
+        self._tell: Callable[[Sequence[str]], Mapping[str, int] | None] = lambda changes: None
+        """Of the batch that was looked at last, with such changes of the config."""
+        self._samples = 0
+        """Of that batch."""
         self._refuse(self._placed(self._gathered(None), 0))
 
     @contextmanager
@@ -130,22 +149,56 @@ class Residence:
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
 
-    def foresee(self, foretell: Callable[..., Mapping[str, int] | None]) -> None:
-        """Before the first micro-batch: what does not fit by what `foretell` says this rank will hold (`prefetch=`:
-        with so many units ahead; None: nobody knows) is refused. Collective; raises ConfigError on every rank."""
-        self.is_foreseen = True
+    def foresee(self, samples: int, tokens: int, foretell: Foretell | None, *, trains: bool = True) -> None:
+        """Before a batch of which this rank has so many samples: what does not fit by what `foretell` says (None:
+        nobody knows) is refused. Collective; raises ConfigError on every rank."""
         if self._memory.device_budget is None:
             return
-        found = foretell()
+        with self._world.ledger.paused():
+            rows = self._world.gather_json([samples, tokens])
+        samples, tokens = (max(row[i] for row in rows) for i in (0, 1))
+        if self._is_known(trains, samples, tokens):
+            return
+        self._samples = samples if trains else 0
+        found = None if foretell is None else foretell(samples, tokens, trains=trains)
         mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
         with self._world.ledger.paused():
-            rows = [row for row in self._world.gather_json(mine) if row is not None]
-        if not rows:
-            return
-        self.activations_bytes = max(activations for activations, _ in rows)
-        if found is not None:
-            self._gathered_bytes = lambda prefetch: (foretell(prefetch=prefetch) or {}).get("gathered")
-        self._refuse(self._placed(max(gathered for _, gathered in rows), self.activations_bytes))
+            told = [row for row in self._world.gather_json(mine) if row is not None]
+        self._tell = lambda changes: None
+        if foretell is not None and found is not None and trains:
+            self._tell = partial(_changed, foretell, samples, tokens)
+        if self.placement is not None:
+            self._let(trains, samples, tokens, max((activations for activations, _ in told), default=None))
+        elif told:
+            activations = max(activations for activations, _ in told)
+            self._refuse(self._placed(max(gathered for _, gathered in told), activations))
+            self.activations_bytes = max(self.activations_bytes, activations)
+        self._let_in.add((trains, samples, tokens))
+
+    def _is_known(self, trains: bool, samples: int, tokens: int) -> bool:
+        """Whether as many samples as long have fitted before; a step of training holds all that an evaluation does."""
+        return any(samples <= s and tokens <= t and trained >= trains for trained, s, t in self._let_in)
+
+    def _let(self, trains: bool, samples: int, tokens: int, foretold: int | None) -> None:
+        """After everything rests for good: refuse a batch that does not fit beside it."""
+        assert self.placement is not None
+        activations = 0 if foretold is None else ceil(foretold * (self._measured_by or 1.0))
+        if foretold is None:
+            largest = [(s, t) for trained, s, t in self._let_in if trained]
+            activations = min(
+                ceil(self.activations_bytes * max(1, samples / s) * max(1, tokens / t) ** 2)
+                for s, t in largest
+            )
+        fixed = dict(self.placement.fixed)
+        placed = replace(
+            self.placement,
+            fixed=tuple((fixed | {"activations": max(fixed["activations"], activations)}).items()),
+        )
+        what = (
+            f"{'a step' if trains else 'an evaluation'} of {samples} samples of {tokens} tokens on a rank: "
+        )
+        refuse(_device_problems(self._memory, placed, self._smaller(placed), what))
+        self.placement, self.activations_bytes = placed, max(self.activations_bytes, activations)
 
     def settle(self) -> None:
         """Before the first update: where everything rests from now on. Collective; raises ConfigError on every rank."""
@@ -156,6 +209,7 @@ class Residence:
             slots.shrink()
         with self._world.ledger.paused():
             measured = max(self._world.gather_json(self._meter.peak_bytes if self._meter else 0))
+        self._measured_by = max(1.0, measured / self.activations_bytes) if self.activations_bytes else None
         self.activations_bytes = max(measured, self.activations_bytes)
         plan = self._weights.plan if isinstance(self._weights, ShardedWeights) else None
         placed = self._placed(self._gathered(plan), self.activations_bytes, plan)
@@ -220,23 +274,63 @@ class Residence:
             yield Problem("memory.host_budget", budget, rule, f"{held:,} or more, {other}, more ranks")
 
     def _smaller(self, placed: Placement) -> Iterator[tuple[str, int]]:
-        """Single changes, and what the device would then hold."""
+        """Changes, the least first, and what the device would then hold: as `plan` has it, if it knows the model."""
         need, of = placed.device_bytes, dict(placed.fixed)
-        if isinstance(self._weights, ShardedWeights):
-            for prefetch in range(self._weights.prefetch - 1, -1, -1):
-                plan = self._weights.planned(prefetch)
-                gathered = self._gathered_bytes(prefetch) if plan is None else self._gathered(plan)
-                if gathered is not None:
-                    yield f"zero.prefetch={prefetch}", need - of["gathered"] + gathered
-        budget, activations = self._memory.device_budget or 0, of.get("activations", 0)
-        if self.activations_bytes and need - activations < budget:
-            parts = self._accumulation * ceil(activations / (budget - need + activations))
-            about = need - activations + ceil(activations * self._accumulation / parts)
-            yield f"gradient_accumulation={parts}, if the batch has as many samples", about
+        plan = self._weights.planned if isinstance(self._weights, ShardedWeights) else lambda prefetch: None
+        is_told = self._tell(()) is not None
+        by_step = self._config.zero.stage == 2 and self._config.zero.reduce == "step"
+        for changes in _changes(self._config, self._samples):
+            if is_told:
+                told = self._tell(
+                    [word for path, value in changes.items() for word in (f"--{path}", str(value))]
+                )
+                if told is not None:
+                    yield _in_words(changes), told["device"]
+            elif changes.keys() == {"zero.prefetch"} and (gathers := plan(int(changes["zero.prefetch"]))):
+                yield _in_words(changes), need - of["gathered"] + self._gathered(gathers)
+            elif changes.keys() == {"gradient_accumulation"} and (self._accumulation > 1 or not by_step):
+                share = self._accumulation / int(changes["gradient_accumulation"])
+                about = need - of["activations"] + ceil(of["activations"] * share)
+                yield _in_words(changes), about
+
+
+def _changed(
+    foretell: Foretell, samples: int, tokens: int, changes: Sequence[str]
+) -> Mapping[str, int] | None:
+    return foretell(samples, tokens, changes=changes)
+
+
+def _changes(config: Config, samples: int) -> Iterator[Mapping[str, str | int]]:
+    """What may make a step of so many samples of a rank smaller, the least change first."""
+    zero, now = config.zero, config.gradient_accumulation
+    parts = [now * 2**n for n in range(1, samples.bit_length()) if now * 2**n < samples]
+    parts += [samples] * (samples > now)
+    if zero.stage == 3:
+        yield from ({"zero.prefetch": prefetch} for prefetch in range(zero.prefetch - 1, -1, -1))
+    by_step = zero.stage == 2 and zero.reduce == "step"
+    if by_step and now > 1:
+        yield {"zero.reduce": "micro_batch"}
+    yield from ({"gradient_accumulation": k} for k in parts)
+    if by_step:  # more micro-batches than one would keep gradients whole
+        yield from ({"gradient_accumulation": k, "zero.reduce": "micro_batch"} for k in parts)
+    if config.activation_checkpoint != "full":
+        yield {"activation_checkpoint": "full"}
+    if config.memory.placement != "auto":
+        yield {"memory.placement": "auto"}
+    most: dict[str, str | int] = {"activation_checkpoint": "full"}
+    most |= {"gradient_accumulation": samples} if parts else {}
+    most |= {"zero.prefetch": 0} if zero.stage == 3 else {}
+    most |= {"zero.reduce": "micro_batch"} if by_step else {}
+    yield most
+    yield most | {"memory.placement": "auto"}
+
+
+def _in_words(changes: Mapping[str, str | int]) -> str:
+    return " with ".join(f"{path}={value!r}" for path, value in changes.items())
 
 
 def _device_problems(
-    memory: MemoryConfig, placed: Placement, smaller: Iterator[tuple[str, int]]
+    memory: MemoryConfig, placed: Placement, smaller: Iterator[tuple[str, int]], whose: str = ""
 ) -> Iterator[Problem]:
     budget, need = memory.device_budget, placed.device_bytes
     if budget is None or need <= budget:
@@ -245,6 +339,9 @@ def _device_problems(
     is_least = memory.placement == "auto" and memory.moves
     what = "at the least " if is_least else ""
     change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
+    largest = "; or begin with the largest batch, beside which state is then placed" if whose else ""
     others = "" if is_least else ", or memory.placement='auto', or a higher zero.stage"
-    legal = f"{need:,} or more{f'; or {change}' if change else others}"
-    yield Problem("memory.device_budget", budget, f"the device needs {need:,} bytes {what}({rows})", legal)
+    legal = f"{need:,} or more{f'; or {change}' if change else others}{largest}"
+    yield Problem(
+        "memory.device_budget", budget, f"{whose}the device needs {need:,} bytes {what}({rows})", legal
+    )

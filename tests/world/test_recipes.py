@@ -59,3 +59,21 @@ def test_other_recipes_run_on_two_ranks_as_on_one(name: str) -> None:
     (alone,) = run_world(losses, 1, recipe)
     for found in run_world(losses, 2, recipe):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def rests_on_the_host(env: RankEnv, recipe: dict[str, Any]) -> tuple[list[float], int]:
+    with env.launch(recipe["config"]) as context:
+        model = GPTConfig(**recipe["model"])
+        engine = cl.initialize(lambda: GPT(model), context=context)
+        tokens = torch.randint(256, (recipe["global_batch"], 129), generator=torch.Generator().manual_seed(0))
+        tokens = tokens[context.local_batch(recipe["global_batch"])]
+        losses = [float(engine.train_step((tokens[:, :-1], tokens[:, 1:])).loss) for _ in range(2)]
+        return losses, sum(row.now_bytes for row in engine.memory_report() if row.tier == "host")
+
+
+def test_of_gemini_a_part_rests_on_the_host_and_changes_nothing() -> None:
+    """At the length of its sequences, with two ranks."""
+    found = run_world(rests_on_the_host, 2, CONFIGS["gemini"](STEPS))
+    on_device = run_world(rests_on_the_host, 2, CONFIGS["zero3"](STEPS))
+    assert all(host_bytes > 10**6 for _, host_bytes in found) and all(not there for _, there in on_device)
+    assert [losses for losses, _ in found] == [losses for losses, _ in on_device]
