@@ -25,7 +25,7 @@ from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.mover import Link, Outbox
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.optim import LAMB, Muon
-from colossal_lite.parallel import blockwise, grid, parallelize, tensor_1d
+from colossal_lite.parallel import blockwise, grid, parallelize, sequence, tensor_1d
 from colossal_lite.parallel.blockwise import Gather, Ring
 from colossal_lite.parallel.grid import Along
 from colossal_lite.parallel.sequence import SequenceParallel
@@ -512,7 +512,7 @@ def _shards_rolled(original: Any, self: Chunk, slot: torch.Tensor) -> None:
 
 def _view_kept(original: Any, self: ShardedWeights, tensor: torch.Tensor) -> Any:
     original(self, tensor)
-    return tensor
+    return tensor, tensor._version
 
 
 def _view_from_the_start(original: Any, self: Chunk, tensor: torch.Tensor) -> Any:
@@ -696,7 +696,7 @@ BUDGET = replace(
     layers=3,
     config=HOST.config
     | dict(
-        zero=dict(stage=3), memory=dict(placement="auto", device_budget=720_000), activation_checkpoint="none"
+        zero=dict(stage=3), memory=dict(placement="auto", device_budget=560_000), activation_checkpoint="none"
     ),
 )
 FAULTS_BUDGET: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
@@ -779,8 +779,11 @@ def _own_gradient_forgotten(original: Any, self: Any) -> torch.Tensor:
     return original(self)
 
 
-def _blocks_not_merged_by_weight(original: Any, out: torch.Tensor, lse: torch.Tensor, *part: Any) -> None:
-    out.lerp_(part[0].to(out.dtype), 0.5)
+def _blocks_not_merged_by_weight(original: Any, *args: Any, ops: kernels.Ops, **more: Any) -> Any:
+    def halves(out: torch.Tensor, lse: torch.Tensor, *part: Any) -> None:
+        out.lerp_(part[0].to(out.dtype), 0.5)
+
+    return original(*args, ops=replace(ops, attend_merge_=halves), **more)
 
 
 def _heads_of_the_next_rank(original: Any, tensors: Any, comm: AxisComm) -> Any:
@@ -821,7 +824,7 @@ FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "own keys for those of all ranks": (GATHERED, Gather, "blocks", _own_keys_in_every_step),
     "gradients of keys do not travel": (RING, blockwise._Returning, "home", _gradients_stay),
     "own gradient of keys forgotten": (USP, blockwise._Returning, "home", _own_gradient_forgotten),
-    "blocks merged without weights": (RING, blockwise, "merge_", _blocks_not_merged_by_weight),
+    "blocks merged without weights": (RING, sequence, "attend_blocks", _blocks_not_merged_by_weight),
     "own keys in every step of a full ring": (FULL, Ring, "blocks", _own_keys_in_every_step),
     "gradients of keys of a full ring do not travel": (FULL, blockwise._Returning, "home", _gradients_stay),
     "heads of the next rank": (USP, conjugate, "_to_heads", _heads_of_the_next_rank),
