@@ -241,7 +241,7 @@ class PlanCommand:
     def run(self) -> int:
         from rich.console import Console
 
-        from colossal_lite import planner
+        from colossal_lite import planner, run_plan
 
         config = Config.load(self.path, self.overrides)
         model = planner.parse_model(self.model)
@@ -254,7 +254,7 @@ class PlanCommand:
         )  # fmt: skip
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
-        Console().print(planner.table(plan))
+        Console().print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
         return 1 if plan.fits is False else 0

@@ -28,8 +28,9 @@ from colossal_lite.parallel.roles import ModelFacts, TensorConfig
 from colossal_lite.parallel.tensor_1d import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
-from colossal_lite.planner import facts_of_config, plan, size
+from colossal_lite.planner import facts_of_config, plan
 from colossal_lite.precision import Precision
+from colossal_lite.run_plan import size
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ import colossal_lite as cl
 from colossal_lite.memory.placement import parse_bytes
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import RunPlan, plan
+from colossal_lite.planner import plan
+from colossal_lite.run_plan import RunPlan
 
 MODEL = GPTConfig(
     vocabulary=1024,

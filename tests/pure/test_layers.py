@@ -67,8 +67,9 @@ LEVELS: tuple[set[str], ...] = (
     },
     {"compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"pipeline.units"},
-    {"pipeline.profile", "report", "whole"},
-    {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner"},
+    {"dry_run", "pipeline.profile", "report", "run_plan", "whole"},
+    {"planned_step"},
+    {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner", "staged_plan"},
     {"build"},
     {"__init__", "launcher"},
     {"cli"},
@@ -81,6 +82,7 @@ NEIGHBOURS = {
     ("mesh", "comm"): "a mesh is a set of communicators, one per group",
     ("tokens", "data"): "windows and batches of the ids that it reads",
     ("compare", "planner"): "a comparison is a plan for each mode",
+    ("planner", "staged_plan"): "a plan of a run with a pipeline",
     ("context", "data"): "a context knows which part of a batch its rank loads",
 }
 ONLY = {"models": {"kernels"}}

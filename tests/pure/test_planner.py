@@ -17,8 +17,9 @@ from torch import nn
 from colossal_lite import cli
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import RunPlan, parse_model, plan
+from colossal_lite.planner import parse_model, plan
 from colossal_lite.problems import ConfigError
+from colossal_lite.run_plan import RunPlan
 
 ROOT = Path(__file__).parents[2]
 DEEP = GPTConfig(vocabulary=96, layers=7, heads=4, width=32, sequence=24, dropout=0.1)

@@ -19,7 +19,8 @@ import colossal_lite as cl
 from colossal_lite.batch import Batch
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPTConfig
-from colossal_lite.planner import LIBRARIES_BYTES, RunPlan, plan
+from colossal_lite.planner import plan
+from colossal_lite.run_plan import LIBRARIES_BYTES, RunPlan
 from tests.parity import FAMILIES, Case
 from tests.pool import RankEnv, run_world
 

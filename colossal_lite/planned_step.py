@@ -1,0 +1,158 @@
+"""The rest of a planned step, beside its micro-batches: state and its tiers, reductions, agreement, batch arithmetic.
+
+Note: bytes of state are those of the real chunks and the real optimizer, made on the meta device; collectives are those
+that the chunks make on a communicator that counts.  What the pieces of an exchange land in is part of `temporaries`, as
+on gloo (native collectives take as much or less); what a transport buffers itself is not.  On CPUs of one host pieces
+land nowhere: they are read where they were posted, in shared memory of the host, the row `exchange`: what two
+exchanges, one after the other, post.  A rank far ahead of the others may have posted more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from colossal_lite.config import Config
+from colossal_lite.data import cut
+from colossal_lite.dry_run import META, Cost, Whole, bytes_of
+from colossal_lite.exchange import ALIGN_BYTES
+from colossal_lite.kernels import TORCH
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.mesh import Mesh
+from colossal_lite.optim import groups_of
+from colossal_lite.precision import Precision
+from colossal_lite.run_plan import Held, Term
+from colossal_lite.zero.budget import Placement
+from colossal_lite.zero.build import sharding_of, slots_of
+from colossal_lite.zero.norm import in_order, ordered_squares
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by
+from colossal_lite.zero.stages import Sharding
+from colossal_lite.zero.unshard import GatherPlan
+
+BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
+
+
+def record_step(
+    chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole
+) -> None:
+    """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
+    if whole.told:
+        mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
+    sharding = sharding_of(config)
+    for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
+        for chunk in reversed(chunks):
+            chunk.start_reduce()
+            chunk.finish_reduce()
+    for chunk in chunks:
+        chunk.conclude()
+    record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
+    for near in (False, True):
+        for index, times in gathers.gathers(near=near).items():
+            chunk = chunks[index]
+            comm = chunk.groups.near if near else chunk.shards
+            part = chunk.own_value.new_empty(chunk.spec.numel // comm.size)
+            for _ in range(times * config.gradient_accumulation):
+                comm.all_gather(part)
+
+
+def record_agreement(
+    chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
+) -> None:
+    """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
+    whole pipeline."""
+    # Loss, weight, stop, apart; what was used; squares.
+    numel = 4 + sum(len(spec.entries) for spec in packed) + 1
+    if sharding.ordered:
+        numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
+    mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))
+    for chunk in chunks:
+        chunk.start_gather()
+
+
+def memory_rows(
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost
+) -> tuple[tuple[Held, ...], Placement | None]:
+    """What is held, and under a budget what rests where."""
+    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    placement = config.memory.records_tier
+    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
+    rests = optimizer.tiers.tier if optimizer.tiers else "device"
+    update = max((chunk.update_bytes for chunk in chunks), default=0)
+    peak = max(cost.until, cost.after, update)
+    kept = min(cost.kept, peak)
+    compute, gradient = (str(t).removeprefix("torch.") for t in (precision.compute, precision.gradient))
+    master = (
+        "what float32 has beyond bfloat16"
+        if precision.split
+        else str(precision.master).removeprefix("torch.")
+    )
+    numel = sum(chunk.spec.numel for chunk in chunks)
+    used = sum(chunk.spec.used_numel for chunk in chunks)
+    rows = (
+        Held("weights", sum(c.resting_bytes for c in chunks),
+             f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
+        Held("gathered", gathers.arena_numel * precision.compute.itemsize,
+             f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
+        Held("masters", sum(chunk.master_bytes for chunk in chunks), master, rests),
+        Held("gradients", sum(bytes_of(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
+        Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
+        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),
+        *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
+        Held("frozen", sum(whole.frozen.values()) * precision.compute.itemsize, compute),
+        Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
+        Held("logits", cost.logits, compute),
+        Held("temporaries", peak - kept, "on top at the worst moment"),
+    )  # fmt: skip
+    placed = None
+    if config.memory.moves:
+        plan = gathers if any(chunk.is_sharded for chunk in chunks) else None
+        fixed = fixed_of(chunks, optimizer) | {
+            row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
+        }
+        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation)
+        placed = placed_by(config.memory, pieces, fixed)
+        told = {row.kind: row.origin for row in rows} | {
+            "optimizer": f"{config.optimizer.type}, with its masters"
+        }
+        on_disk = [row for row in rows if row.tier != "device"] if rests == "disk" else []
+        rows = (*(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows), *on_disk)
+    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:
+    """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
+    lines of the cache."""
+    posted = mesh.ledger.shared_bytes + unread
+    posted += -posted % ALIGN_BYTES
+    return (Held("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
+
+
+def samples_of(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:
+    """Samples of this rank's micro-batches, larger ones first."""
+    start, stop = cut(batch, mesh.size("data"), mesh.coord("data"))
+    parts = config.gradient_accumulation
+    bounds = [cut(stop - start, parts, part) for part in range(parts)]
+    return tuple(last - first for first, last in bounds)
+
+
+def batch_terms(
+    config: Config, batch: int, sequence: int, mesh: Mesh, pieces: tuple[int, ...]
+) -> tuple[Term, ...]:
+    origins = {row.path: row.origin for row in config.resolved()}
+    data = mesh.size("data")
+    return (
+        Term("global batch", batch, "given: samples a step"),
+        Term("sequence", sequence, "given: tokens a sample"),
+        Term("tokens a step", batch * sequence, "global batch x sequence"),
+        Term("data", data, f"parallel.data, {origins['parallel.data']}"),
+        Term("local batch", sum(pieces), f"this rank's part of {batch} over {data}"),
+        Term(
+            "accumulation",
+            config.gradient_accumulation,
+            f"gradient_accumulation, {origins['gradient_accumulation']}",
+        ),
+        Term("micro-batch", max(pieces), "the largest of " + ", ".join(map(str, sorted(set(pieces))))),
+    )

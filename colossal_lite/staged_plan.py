@@ -1,0 +1,217 @@
+"""The plan of a run with a pipeline: its stages are measured one by one, and a rank's list of actions is walked.
+
+Note: what lives at the fullest moment of the list is what a step holds; what is sent is what the list sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from colossal_lite.config import Config
+from colossal_lite.data import cut
+from colossal_lite.dry_run import META, Builder, Cost, DryRun, Whole, bytes_of
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.mesh import Mesh
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.roles import ModelFacts
+from colossal_lite.pipeline.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
+from colossal_lite.pipeline.schedule import (
+    PipelineConfig,
+    StepShape,
+    compute_plan,
+    step_plan,
+)
+from colossal_lite.pipeline.units import Stages, lay_out
+from colossal_lite.plan import SENDS, Action, Kind, Plan, check
+from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_agreement
+from colossal_lite.problems import ConfigError, Problem
+from colossal_lite.run_plan import Held, RunPlan, Term
+from colossal_lite.simulate import grid, simulate
+from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of
+from colossal_lite.zero.unshard import Trace, gather_plan
+
+BY_THE_CLOCK = (
+    "partition 'profiled': a run is cut by the clock, perhaps otherwise; this is the cut by the formula"
+)
+
+
+def staged_plan(
+    dry: DryRun, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
+) -> RunPlan:
+    """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
+    config, mesh = dry.config, dry.mesh
+    pipeline, turns, data = config.parallel.pipeline, config.gradient_accumulation, mesh.size("data")
+    bounds = [cut(batch, data, part) for part in range(data)]
+    sizes = [stop - start for start, stop in bounds]
+    try:
+        count = pipeline.parts(
+            -(-max(sizes) // turns) if pipeline.micro_batches is None else min(sizes) // turns
+        )
+    except ValueError as error:
+        raise ConfigError(
+            [Problem("parallel.pipeline.micro_batches", pipeline.micro_batches, str(error), "fewer")]
+        ) from error
+    own = [_part(sizes[mesh.coord("data")], turns, turn) for turn in range(turns)]
+    pieces = tuple(_part(size, count, i) for size in own for i in range(count))
+    module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
+    # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
+    whole = dry.whole(module, done)
+    packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, stages.homes, whole.blocks)
+    mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
+    chunks = build_chunks(
+        whole.trainable, mine, whole.specs, config, mesh, META,
+        lambda spec: stages.is_first_holder(stages_of(spec)),
+    )  # fmt: skip
+    numbers = tuple(
+        tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage in sorted(stages.placement)
+    )
+    reduce: Any = "micro_batch" if sharding_of(config).by_micro_batch else "step"
+    shape = StepShape(
+        count, turns, numbers, stages.trainable, reduce, costs=stages.cut.stage_costs(),
+        placement=tuple(rank for _, rank in sorted(stages.placement.items())),
+    )  # fmt: skip
+    made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
+    slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
+    costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
+    unread = 0
+    if mesh.shares_memory:
+        unread = max(
+            _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
+            _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
+        )
+    mesh.ledger.clear()
+    _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
+    local = Whole(
+        {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
+        whole.specs, whole.names, whole.blocks, whole.told,
+    )  # fmt: skip
+    rows = mesh.ledger.rows()
+    return RunPlan(
+        layout=mesh.layout.describe(),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        parameters=sum(whole.specs[name].numel for name in whole.names),
+        local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
+        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
+        + exchange_rows(mesh, unread),
+        traffic=rows,
+        batch=(
+            *batch_terms(config, batch, dry.sequence, mesh, pieces),
+            Term("micro-batches", count, "of each accumulated part"),
+        ),
+        micro_batches=pieces,
+        device_bytes=device_bytes,
+        schedule=_drawn(pipeline, shape, stages),
+    )
+
+
+def _part(size: int, parts: int, part: int) -> int:
+    start, stop = cut(size, parts, part)
+    return stop - start
+
+
+def _record_pipeline(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], packed: Sequence[ChunkSpec], config: Config, mesh: Mesh,
+    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
+) -> None:  # fmt: skip
+    """What the list of one rank communicates, and a step beside it."""
+    if mesh.size("data") > 1:
+        mesh.axis("data").all_gather(torch.empty(1, max(1, whole.told), dtype=torch.int64, device=META))
+    of = {chunk.spec.id: chunk for chunk in chunks}
+    axis = mesh.axis("pipeline").axis
+    for action in actions:
+        size = 0 if action.micro_batch is None else pieces[action.micro_batch]
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            for _ in range(len(_holders(chunk, stages)) - 1):
+                mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
+        elif action.kind is Kind.REDUCE:
+            of[action.chunk or 0].start_reduce()
+            of[action.chunk or 0].finish_reduce()
+        elif size and action.kind in SENDS:
+            assert action.stage is not None
+            source = action.stage if action.kind is Kind.SEND_F else action.stage - 1
+            mesh.ledger.add("send", axis, costs[size][source].sent)
+        elif size and action.kind is Kind.F:
+            cost = costs[size][action.stage or 0]
+            for key, total in cost.payload.items():
+                mesh.ledger.add(*key, total, calls=cost.calls[key])
+    for chunk in chunks:
+        chunk.conclude()
+    record_agreement(chunks, packed, sharding_of(config), mesh, whole)
+
+
+def _pipeline_memory(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
+) -> tuple[Held, ...]:  # fmt: skip
+    """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
+    # What the others have of a tied chunk comes beside it, and the sum is made apart.
+    tied = {chunk.spec.id: len(_holders(chunk, stages)) * _whole_bytes(chunk) for chunk in chunks}
+    walk = Walk(
+        actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
+    )
+    worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
+    rows, _ = memory_rows(
+        config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst
+    )
+    largest = 0
+    for action in actions:
+        if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
+            source = (action.stage or 0) - (action.kind is Kind.RECV_F)
+            largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
+    return (*rows, Held("messages", slots * largest, "slots of what comes from other stages"))
+
+
+def _holders(chunk: Chunk, stages: Stages) -> set[int]:
+    """Pipeline coordinates that have a chunk."""
+    return {stages.placement[stage] for stage in stages_of(chunk.spec)}
+
+
+def _whole_bytes(chunk: Chunk) -> int:
+    """Of all gradients of a chunk."""
+    return chunk.spec.numel * chunk.gradient.element_size()
+
+
+def _unread(
+    made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
+    pieces: Sequence[int], header_bytes: int, *, blocks: bool,
+) -> int:  # fmt: skip
+    """The most that the messages of this rank take of its host's memory, if they go that way."""
+    of = {chunk.spec.id: chunk for chunk in chunks}
+
+    def sent_bytes(action: Action) -> int:
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            return (len(_holders(chunk, stages)) - 1) * _whole_bytes(chunk)
+        if not pieces[action.micro_batch or 0]:
+            return 0
+        source = (action.stage or 0) - (action.kind is Kind.SEND_B)
+        return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
+
+    return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
+
+
+def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
+    """The schedule by the costs of its stages, its bubble, and what its ranks hold."""
+    assert step.costs is not None
+    made = compute_plan(pipeline, step)
+    timeline = simulate(made, step.costs)
+    live = ", ".join(map(str, check(made).live))
+    return "\n".join(
+        [
+            f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
+            *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
+            *str(stages.cut).splitlines(),
+            grid(timeline, columns=120),
+            f"bubble {timeline.idle_share():.1%}; activations held at most, of one stage and micro-batch: {live}",
+        ]
+    )
