@@ -35,7 +35,7 @@ from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.parallel.swap import cut_values
 from colossal_lite.pipeline.partition import Unit
 from colossal_lite.pipeline.profile import Profiler
-from colossal_lite.pipeline.units import Sections, Stages, keep_own, lay_out, one_stage
+from colossal_lite.pipeline.units import Sections, Stages, check_hooks, keep_own, lay_out, one_stage
 from colossal_lite.planner import plan as plan_of
 from colossal_lite.precision import Precision
 from colossal_lite.problems import ConfigError, refuse
@@ -77,6 +77,8 @@ def initialize(
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
     check_batchwide(module, _cuts(config, context))
+    if context.mesh.size("pipeline") > 1:
+        check_hooks(module)
     streams = DropoutStreams(config.seed)
     foretell = _foretell(model, context, plan)
     originals = dict(module.named_parameters())

@@ -73,6 +73,7 @@ class ParallelConfig(Section):
         if self.pipeline.size == 1:
             yield Unread("pipeline.schedule", "pipeline.size is 1")
             yield Unread("pipeline.partition", "pipeline.size is 1")
+            yield Unread("pipeline.activation_cap", "pipeline.size is 1")
 
 
 class Config(Section):

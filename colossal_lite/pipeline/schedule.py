@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from colossal_lite.plan import COMPUTE_KINDS, SENDS, Action, Kind, Plan, Reading, Shape, check
+from colossal_lite.plan import COMPUTE_KINDS, SENDS, Action, Kind, Plan, PlanError, Reading, Shape, check
 from colossal_lite.simulate import StageCosts, grid, simulate
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]
@@ -42,7 +42,7 @@ class PipelineConfig(BaseModel):
     size: Annotated[int, Field(ge=1)] = 1
     """Ranks on the `pipeline` axis."""
     schedule: ScheduleName = "1f1b"
-    """Order of the work; `colossal-lite schedule` draws it. `auto` searches within the memory of 1f1b."""
+    """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
     """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
     chunks: Annotated[int, Field(ge=1)] = 1
@@ -52,6 +52,9 @@ class PipelineConfig(BaseModel):
     )
     """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal counts, or the
     counts of all size x chunks stages."""
+    activation_cap: Annotated[int, Field(ge=1)] | None = None
+    """Most activations, of one stage and micro-batch each, that a rank may hold: `auto` searches within it, any other
+    schedule that holds more is refused. None: what the schedule holds, and for auto size x chunks, as 1f1b does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -444,16 +447,53 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
 
 
 def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
-    """The compute of one turn, before any pass."""
-    name, ranks, chunks = pipeline.schedule, pipeline.size, pipeline.chunks
+    """The compute of one turn, before any pass. Raises ValueError, drawn, for one that holds more than the cap."""
+    name, ranks, chunks, cap = pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.activation_cap
     if ranks == 1:
         plan = one_stage(step.micro_batches)
     elif name == "auto":
-        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs, placement=step.placement)
+        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs, cap=cap, placement=step.placement)
     else:
         plan = generate(name, ranks, step.micro_batches, chunks)
+        if cap is not None and step.backward:
+            _refuse_over(cap, plan, name)
     assert step.placement is None or ranks_of(plan) == step.placement, "stages lie elsewhere"
     return plan if step.backward else plan.only(Kind.F)
+
+
+def plans_by_placement(pipeline: PipelineConfig, step: StepShape) -> tuple[Plan, ...]:
+    """The compute of one turn for each way in which stages may lie on ranks: two for `auto` with several stages on a
+    rank, one for any other. Raises ValueError if no way has a plan."""
+    if pipeline.schedule != "auto" or pipeline.chunks == 1:
+        return (compute_plan(pipeline, step),)
+    found, why = list[Plan](), ValueError()
+    for placement in _placements(pipeline.size, pipeline.chunks):
+        try:
+            found.append(compute_plan(pipeline, replace(step, placement=placement)))
+        except ValueError as error:  # within the cap there may be one of them only
+            why = error
+    if not found:
+        raise why
+    return tuple(found)
+
+
+def _placements(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """The rank of each stage, in a loop and folded, which are the same for one stage on a rank."""
+    loop = tuple(stage % ranks for stage in range(ranks * chunks))
+    there_and_back = (*range(ranks), *reversed(range(ranks)))
+    folded = tuple(there_and_back[stage % (2 * ranks)] for stage in range(ranks * chunks))
+    return (loop, folded) if chunks > 1 else (loop,)
+
+
+def _refuse_over(cap: int, plan: Plan, name: str) -> None:
+    """Raises ValueError if a rank holds more activations than `cap`, with the plan drawn."""
+    try:
+        check(plan, cap=cap)
+    except PlanError as error:
+        raise ValueError(
+            f"parallel.pipeline.activation_cap={cap}: {name} holds more; legal: {max(check(plan).live)} or more, "
+            f"fewer micro_batches where all are held, or schedule='auto', which searches within the cap\n{error}"
+        ) from error
 
 
 def ranks_of(plan: Plan) -> tuple[int, ...]:
@@ -492,10 +532,7 @@ def auto(
         makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
-    loop = [stage % ranks for stage in range(ranks * chunks)]
-    folded = [min(s % (2 * ranks), 2 * ranks - 1 - s % (2 * ranks)) for s in range(ranks * chunks)]
-    places = [loop, folded] if chunks > 1 else [loop]
-    for place in places if placement is None else [list(placement)]:
+    for place in _placements(ranks, chunks) if placement is None else [placement]:
         for deep, fill in product((True, False), (None, 0.0, 0.5, 1.0)):
             search = _Greedy(place, micro_batches, costs, costs.message_s + latency_s, cap, deep, fill)
             best = search.plan(best[0] if best else inf) or best
@@ -527,7 +564,7 @@ class _Greedy:
 
     def __init__(
         self,
-        place: list[int],
+        place: Sequence[int],
         micro_batches: int,
         costs: StageCosts,
         hop_s: float,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,14 @@ from colossal_lite.pipeline.partition import (
     transformer_units,
 )
 from colossal_lite.pipeline.runtime import flat
-from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
+from colossal_lite.pipeline.schedule import (
+    PipelineConfig,
+    StepShape,
+    compute_plan,
+    plans_by_placement,
+    ranks_of,
+)
+from colossal_lite.plan import Plan
 from colossal_lite.recompute import part_of
 from colossal_lite.simulate import simulate
 
@@ -420,12 +427,7 @@ def lay_out(
     units = costs_of(sections, model, facts)
     if measure is not None:
         units = tuple(measure(sections, units))
-    plan = compute_plan(pipeline, StepShape(pipeline.micro_batches or 4 * pipeline.size))
-    placement = plan.placement()
-    cut = partition(
-        units, len(placement), "balanced" if pipeline.partition == "profiled" else pipeline.partition,
-        live=held(plan), placement=placement, makespan=lambda costs: simulate(plan, costs).makespan_s,
-    )  # fmt: skip
+    cut, placement = _fastest(units, pipeline)
     stage_of = {
         name: stage
         for stage, (start, stop) in enumerate(cut.bounds)
@@ -452,6 +454,45 @@ def lay_out(
     trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))
     used = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     return Stages(sections, cut, dict(placement), coord, used, trainable)
+
+
+def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition, Mapping[int, int]]:
+    """The cut into stages, and the rank of each of them: of the ways in which a schedule's stages may lie, that whose
+    step is done first by the costs of its cut."""
+    step = StepShape(pipeline.micro_batches or 4 * pipeline.size)
+    how = "balanced" if pipeline.partition == "profiled" else pipeline.partition
+
+    def cut_by(plan: Plan) -> Partition:
+        return partition(
+            units, pipeline.stages, how, live=held(plan), placement=plan.placement(),
+            makespan=lambda costs: simulate(plan, costs).makespan_s,
+        )  # fmt: skip
+
+    def makespan(cut: Partition, plan: Plan) -> float:
+        costs = cut.stage_costs()
+        return simulate(
+            compute_plan(pipeline, replace(step, costs=costs, placement=ranks_of(plan))), costs
+        ).makespan_s
+
+    ways = [(cut_by(plan), plan) for plan in plans_by_placement(pipeline, step)]
+    cut, plan = ways[0] if len(ways) == 1 else min(ways, key=lambda way: makespan(*way))
+    return cut, plan.placement()
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises ValueError for hooks on what stages pass over: on the model itself, whose forward none of them runs as a
+    whole, and on blocks of ours, which may be cut between their halves."""
+    blocks = model.blocks if isinstance(model, GPT) else ()
+    for module in (model, *blocks):
+        kinds = (
+            "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+        )  # fmt: skip
+        if any(getattr(module, kind) for kind in kinds):
+            name = next(name for name, each in model.named_modules() if each is module) or "the model itself"
+            raise ValueError(
+                f"parallel.pipeline: a forward or backward hook on {name} ({type(module).__name__}) is not run, or "
+                f"on a part of its work; legal: hooks on modules within its units, such as a block's norm or linears"
+            )
 
 
 def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:

@@ -47,6 +47,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "parallel.pipeline.schedule": choice("1f2b", "zb-h2", "gpipes"),
     "parallel.pipeline.micro_batches": COUNT_OR_NONE,
     "parallel.pipeline.chunks": COUNT,
+    "parallel.pipeline.activation_cap": COUNT_OR_NONE,
     "parallel.pipeline.partition": ("even", (1, "2"), (0,), (1, 2, 3), 2, None),
     "parallel.tensor.size": COUNT,
     "parallel.tensor.mode": ("4d", "2D", "2.5", "column", 7, True),  # None was Colossal-AI's for no mode

@@ -26,6 +26,7 @@ from colossal_lite.pipeline.schedule import (
     freeze,
     generate,
     one_stage,
+    plans_by_placement,
     ranks_of,
     repeat,
     step_plan,
@@ -279,6 +280,31 @@ def test_auto_says_how_few_activations_are_enough_where_stages_lie_as_they_are_t
     assert ranks_of(auto(2, 4, 2, placement=(0, 1, 1, 0))) == (0, 1, 1, 0)
     with pytest.raises(ValueError, match="holds at most 1 activations on each rank; 4 are enough"):
         auto(2, 4, 2, cap=1, placement=(0, 1, 1, 0))
+
+
+def test_a_cap_of_the_config_is_what_auto_searches_within_and_what_the_others_are_held_to() -> None:
+    within = compute_plan(PipelineConfig(size=4, schedule="auto", activation_cap=3), StepShape(8))
+    assert max(check(within).live) == 3 < max(check(generate("1f1b", 4, 8)).live)
+    free = compute_plan(PipelineConfig(size=4, schedule="auto", activation_cap=8), StepShape(8))
+    costs = StageCosts.uniform(4)
+    assert simulate(free, costs).makespan_s < simulate(within, costs).makespan_s
+    with pytest.raises(
+        ValueError,
+        match=r"activation_cap=3: 1f1b holds more; legal: 4 or more(.|\n)*rank 0 holds 4(.|\n)*0F3",
+    ):
+        compute_plan(PipelineConfig(size=4, schedule="1f1b", activation_cap=3), StepShape(8))
+    compute_plan(PipelineConfig(size=4, schedule="1f1b", activation_cap=4), StepShape(8))
+    evaluation = StepShape(8, backward=False)
+    compute_plan(PipelineConfig(size=4, schedule="1f1b", activation_cap=1), evaluation)  # nothing is kept
+
+
+def test_only_auto_has_a_choice_of_where_several_stages_lie() -> None:
+    several = PipelineConfig(size=2, schedule="auto", chunks=2)
+    assert [ranks_of(p) for p in plans_by_placement(several, StepShape(3))] == [(0, 1, 0, 1), (0, 1, 1, 0)]
+    for config in (PipelineConfig(size=2, schedule="auto"), PipelineConfig(size=2, schedule="zb-v")):
+        assert plans_by_placement(config, StepShape(3)) == (compute_plan(config, StepShape(3)),)
+    with pytest.raises(ValueError, match="at most 1 activations on each rank"):
+        plans_by_placement(PipelineConfig(size=2, schedule="auto", chunks=2, activation_cap=1), StepShape(3))
 
 
 # Passes -------------------------------------------------------------------------------------------

@@ -20,8 +20,17 @@ from colossal_lite.comm import CommError
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
 from colossal_lite.parallel.parallelize import facts_of
-from colossal_lite.pipeline.partition import FLOPS_PER_BYTE, Unit, partition, transformer_units
-from colossal_lite.pipeline.units import Part, costs_of, sections_of
+from colossal_lite.pipeline.partition import (
+    FLOPS_PER_BYTE,
+    Partition,
+    Unit,
+    held,
+    partition,
+    transformer_units,
+)
+from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
+from colossal_lite.pipeline.units import Part, costs_of, lay_out, sections_of
+from colossal_lite.simulate import simulate
 from tests.parity import SIZES, Case, assert_parity, start, steps_of
 from tests.pool import RankEnv, run_world
 
@@ -44,6 +53,39 @@ def case_of(make: Callable[[], nn.Module], **changes: Any) -> ModelCase:
     return ModelCase(
         make=make, build="module", tokens=6, steps=2, ragged=True, pipeline=pipeline, **changes,
     )  # fmt: skip
+
+
+# ---- how auto lies on its ranks ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocabulary", "micro_batches"),
+    [(4, 64, 2), (4, 64, 8), (4, 512, 3), (4, 2048, 3), (6, 4096, 8)],
+)
+def test_auto_lies_in_a_loop_or_folded_by_the_costs_of_its_own_cut(
+    layers: int, vocabulary: int, micro_batches: int
+) -> None:
+    """By uniform costs four of these five would lie the other way, and a step of the last take 1.28 times as long."""
+    model = GPT(GPTConfig(**SIZES | dict(layers=layers, vocabulary=vocabulary, sequence=32, tied=False)))
+    config = PipelineConfig(size=2, schedule="auto", chunks=2, micro_batches=micro_batches)
+    units = costs_of(sections_of(model), model, facts_of(model))
+
+    def makespan(cut: Partition, placement: tuple[int, ...]) -> float:
+        costs = cut.stage_costs()
+        shape = StepShape(micro_batches, costs=costs, placement=placement)
+        return simulate(compute_plan(config, shape), costs).makespan_s
+
+    def takes(placement: tuple[int, ...]) -> float:
+        plan = compute_plan(config, StepShape(micro_batches, placement=placement))
+        cut = partition(
+            units, 4, live=held(plan), placement=plan.placement(),
+            makespan=lambda costs: simulate(plan, costs).makespan_s,
+        )  # fmt: skip
+        return makespan(cut, placement)
+
+    laid = lay_out(model, facts_of(model), config, 0)
+    chosen = tuple(rank for _, rank in sorted(laid.placement.items()))
+    assert makespan(laid.cut, chosen) == takes(chosen) == min(takes((0, 1, 0, 1)), takes((0, 1, 1, 0)))
 
 
 # ---- a module in several places ----
@@ -178,6 +220,17 @@ def makes_numbers(x: Tensor) -> Any:
     return {0: x}
 
 
+def hooked(of: Callable[[nn.Module], nn.Module], register: str) -> Callable[[], nn.Module]:
+    """A model with a hook that does nothing on one of its modules."""
+
+    def make() -> nn.Module:
+        model = gpt()
+        getattr(of(model), register)(lambda *_: None)
+        return model
+
+    return make
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "sequential": repeats_an_activation,
     "half": half,
@@ -192,6 +245,9 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "namespace": giving(makes_a_namespace),
     "gap": giving(makes_a_gap),
     "numbers": giving(makes_numbers),
+    "hook on the model": hooked(lambda model: model, "register_forward_hook"),
+    "hook before the model": hooked(lambda model: model, "register_forward_pre_hook"),
+    "hook on a block's backward": hooked(lambda model: model.blocks[1], "register_full_backward_hook"),  # type: ignore[index, union-attr]
 }
 ALONE: dict[str, Any] = {}
 """Without a pipeline."""
@@ -204,6 +260,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "a block with a forward of its own": ("doubled", {}, ("Doubled has a forward of its own", "mix and feed")),
     "a model with a forward set on it": ("patched", {}, ("Sequential has a forward of its own",)),
+    "a hook on the model": ("hook on the model", {}, ("hook on the model itself (GPT)", "within its units")),
+    "a hook before the model": ("hook before the model", {}, ("hook on the model itself (GPT)",)),
+    "a hook on a block": ("hook on a block's backward", {}, ("hook on blocks.1 (Block)",)),
+    "a schedule that holds more than it may": (
+        "sequential", dict(pipeline=dict(schedule="gpipe", activation_cap=2)),
+        ("activation_cap=2: gpipe holds more; legal: 3 or more", "rank 0 holds 3 activations where 2 are allowed"),
+    ),
     "a module with dropout on two stages": (
         "drops twice", dict(pipeline=dict(partition=(3, 2))), ("1.1 and 3.1 are one module on stages 0, 1",),
     ),
