@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from colossal_lite.memory import chunk, host, mover
+from colossal_lite.memory import host, mover, weight_chunk
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import StreamLane
 from colossal_lite.zero import sharded, tiers, visits, weights
@@ -216,7 +216,7 @@ class Recorder:
                 (tiers, "host_room", self.room),
                 (tiers, "host_pages", self.pages),
                 (visits, "host_room", self.room),
-                (chunk, "host_room", self.room),
+                (weight_chunk, "host_room", self.room),
                 (weights, "_disable_current_modes", nullcontext),
                 (sharded, "_disable_current_modes", nullcontext),
                 (DiskFile, "read", file_read),

@@ -17,7 +17,7 @@ from colossal_lite.comm import AxisComm
 from colossal_lite.kernels import Ops
 from colossal_lite.layout import MeshLayout
 from colossal_lite.memory.arena import Slots
-from colossal_lite.memory.chunk import Chunk, Groups
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.memory.lane import LinkSpeed
 from colossal_lite.memory.pack import (
@@ -30,6 +30,7 @@ from colossal_lite.memory.pack import (
     pack,
     stages_of,
 )
+from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision

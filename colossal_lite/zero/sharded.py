@@ -33,9 +33,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.comm import AxisComm
-from colossal_lite.memory.chunk import Chunk, SavedView, WeightState
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import Link
 from colossal_lite.memory.pack import ChunkKey
+from colossal_lite.memory.weight_chunk import SavedView, WeightState
 from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
 from colossal_lite.zero.build import slots_of

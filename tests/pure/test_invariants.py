@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colossal_lite.config import Config
-from colossal_lite.memory.chunk import Chunk, Groups
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.pack import ChunkSpec, Item, pack
+from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.plan import Kind

@@ -62,6 +62,7 @@ LEVELS: tuple[set[str], ...] = (
         "data",
         "deferral",
         "memory.chunk",
+        "memory.weight_chunk",
         "optim",
         "tokens",
     },

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colossal_lite.config import Config
-from colossal_lite.memory.chunk import LEGAL, Chunk, GradientState, Groups
+from colossal_lite.memory.chunk import LEGAL, Chunk, GradientState
 from colossal_lite.memory.pack import (
     ENTRY_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
@@ -23,6 +23,7 @@ from colossal_lite.memory.pack import (
     Item,
     pack,
 )
+from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import parallelize

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.engine import Totals
-from colossal_lite.memory.chunk import Chunk, Groups
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import Item, pack
+from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
 from colossal_lite.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, LossScale
 from colossal_lite.settings import PrecisionConfig

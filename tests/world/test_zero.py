@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.memory.chunk import LEGAL_WEIGHT, WeightState
+from colossal_lite.memory.weight_chunk import LEGAL_WEIGHT, WeightState
 from colossal_lite.zero import build
 from tests.parity import (
     Case,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.comm import AxisComm
-from colossal_lite.memory.chunk import Chunk, WeightState
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.weight_chunk import WeightState
 from colossal_lite.plan import Kind
 from colossal_lite.zero import sharded as product
 from colossal_lite.zero.sharded import Phase, ShardedWeights

@@ -1,0 +1,339 @@
+"""The weights of one chunk: the flat buffers of a run of parameters, and the life of these weights within a step.
+
+Note: tensors of weights.
+`value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
+            Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
+`own_value` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
+Gaps between entries are zero.  Weights walk WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin
+and rest as SHARDED) and, where a step owes their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a
+programming error and stops at once.  A parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it
+past the gates gets no stale number.  Parameters never change their shape, dtype or identity.
+
+Weights that do not train are all that their chunk has: it is gathered, dropped and kept elsewhere like any other, and
+never written.  What a step needs to train some is added in memory/chunk.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from colossal_lite.comm import AxisComm, Pending
+from colossal_lite.memory.host import host_room
+from colossal_lite.memory.mover import Link, Transfer, copied_to
+from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Entry
+
+
+class WeightState(StrEnum):
+    WHOLE = "whole"  # parameters are views of all elements, as new as the masters
+    SHARDED = "sharded"  # this rank has the newest of its own shard only
+    FETCHING = "fetching"  # its own shard is on its way from the host
+    GATHERING = "gathering"  # the shards of the others are on their way
+    OWED = "owed"  # the update of the last step has yet to come
+
+
+LEGAL_WEIGHT = {
+    (WeightState.WHOLE, WeightState.SHARDED),
+    (WeightState.SHARDED, WeightState.GATHERING),
+    (WeightState.SHARDED, WeightState.FETCHING),
+    (WeightState.FETCHING, WeightState.GATHERING),
+    (WeightState.FETCHING, WeightState.SHARDED),  # dropped before it was gathered
+    (WeightState.GATHERING, WeightState.WHOLE),
+    (WeightState.WHOLE, WeightState.OWED),
+    (WeightState.OWED, WeightState.WHOLE),
+}
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """Where a tensor lies in the weights of a chunk, so that it can be had again wherever these are then.
+
+    `offset` in elements of `dtype` from the start of the chunk; `version` of the weights it was a view of."""
+
+    chunk: WeightChunk
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+    def rebuilt(self) -> Tensor:
+        """The view in the slot where the weights are now. Raises ValueError if they have changed since."""
+        if self.version != self.chunk.version:
+            names = ", ".join(entry.name for entry in self.chunk.spec.entries[:3])
+            raise ValueError(
+                f"backward: the weights {names} have been updated since the forward that it belongs to; call backward "
+                f"before step"
+            )
+        value = self.chunk.value
+        value = value if value.dtype == self.dtype else value.view(self.dtype)
+        return value.as_strided(self.shape, self.stride, value.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that sum the gradient of a chunk (`all`), those of them over which this rank's copy of it is sharded
+    (`shards`), and those that hold the same shard (`copies`).  One copy is the rule, more are hybrid sharding
+    (arXiv 2304.11277, section 3.2.2).  `near`: those of `shards` that may keep the weights between them for a while."""
+
+    all: AxisComm
+    shards: AxisComm
+    copies: AxisComm
+    near: AxisComm
+
+    def scatterers(self, *, ordered: bool) -> AxisComm:
+        """Those that scatter a sum among themselves: all, if it is one sum in rank order, or first those of a copy."""
+        return self.all if ordered else self.shards
+
+
+class WeightChunk:
+    """The weights of one `ChunkSpec` on this rank."""
+
+    def __init__(
+        self, spec: ChunkSpec, groups: Groups, *, value_dtype: torch.dtype, device: torch.device,
+        shard_state: bool = False, shard_value: bool = False, on_host: bool = False,
+    ) -> None:  # fmt: skip
+        """`groups`: the ranks that have the same values.  `on_host`: what of its shards can rest on the host does
+        (zero/visits.py)."""
+        self.spec, self.groups, self.shards = spec, groups, groups.shards
+        self.shard = spec.shard(self.shards.size, self.shards.coord)
+        self.owned = self.shard if shard_state else (0, spec.numel)
+        self.on_host = on_host
+        self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
+        self.is_sharded = shard_value and (self.shards.size > 1 or on_host)
+        length = self.owned[1] - self.owned[0]
+        kept = (
+            self._room(length, value_dtype) if self.is_sharded else zeros_on(device, spec.numel, value_dtype)
+        )
+        self.weights_at_rest = kept if self.is_sharded and on_host else None
+        """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
+        self._value = None if self.is_sharded else kept
+        self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
+        self._parameters: list[nn.Parameter] = []
+        self._placeholders: list[Tensor] = []
+        self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
+        self.version = 0
+        """How often the weights have changed."""
+        self._gathering: Pending | None = None
+        self._incoming: Transfer | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with."""
+        return self._nowhere.device
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros where rests what can rest on the host."""
+        return host_room(numel, dtype, self.device) if self.on_host else zeros_on(self.device, numel, dtype)
+
+    # ---- weights ----
+
+    @property
+    def value(self) -> Tensor:
+        """The weights [numel]; only while they are here."""
+        assert self._value is not None, f"chunk {self.spec.id}: its weights are not gathered"
+        return self._value
+
+    @property
+    def resting_bytes(self) -> int:
+        """Of weights between steps."""
+        kept = self.own_value if self.is_sharded else self.value
+        return kept.numel() * kept.element_size()
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
+        """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
+
+        `initial` holds each entry's value in the master dtype or any other, of the parameter's shape.
+        """
+        self._parameters = [parameters[entry.name] for entry in self.spec.entries]
+        self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
+        for entry in self.spec.entries:
+            self.load(entry, initial[entry.name])
+        (self._hide if self.is_sharded else self._show)()
+
+    def load(self, entry: Entry, value: Tensor) -> None:
+        """Set one entry's weight, and its master, from all its elements."""
+        assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
+        flat = value.reshape(-1)
+        if not self.is_sharded:
+            self.value[entry.start : entry.stop].copy_(flat)
+        if part := self.part_of(entry):
+            local, start = part
+            self._load_own(local, flat[start : start + local.stop - local.start])
+        self.count_change()
+
+    def _load_own(self, local: slice, own: Tensor) -> None:
+        """Set what this rank has of an entry: elements `local` of `own_value`."""
+        if self.is_sharded:
+            self.own_value[local].copy_(own)
+
+    def count_change(self) -> None:
+        """Some of the weights are others now, of this rank's shard or not: who has saved some is told so when it wants
+        them. Autograd itself would not know, of views that parameters were given as their `data`."""
+        self.version += 1
+        increment_version(self._parameters)
+
+    def owe(self) -> None:
+        """Nobody may read the weights until their update, which has yet to come."""
+        if not self.is_sharded:  # else nobody can
+            self.finish_gather()
+            self.move_weights(WeightState.OWED)
+            self._hide()
+
+    def pay(self) -> None:
+        """The update that was owed has come."""
+        if self.weights is WeightState.OWED:
+            self._show()
+            self.move_weights(WeightState.WHOLE)
+
+    def start_gather(self) -> None:
+        """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.
+        Collective."""
+        if self.is_sharded or self.owned == (0, self.spec.numel):
+            return
+        self.move_weights(WeightState.SHARDED)
+        self._hide()
+        self.move_weights(WeightState.GATHERING)
+        self._gathering = self.shards.all_gather_async(self.own_value, self.value)
+
+    def unshard(self, slot: Tensor) -> None:
+        """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective."""
+        assert self.is_sharded and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.GATHERING)
+        self._value = slot
+        self._gathering = self.shards.all_gather_async(self.own_value, slot)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of the weights that this rank keeps from forward to backward; 0: no more than its shard."""
+        near = self.groups.near.size
+        return self.spec.numel // near if self.is_sharded and near < self.shards.size else 0
+
+    def keep_part(self, part: Tensor) -> None:
+        """Copy this rank's part [part_numel] of the gathered weights for `unshard_near`."""
+        self.finish_gather()
+        part.copy_(self.value[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
+
+    def unshard_near(self, slot: Tensor, part: Tensor) -> None:
+        """As `unshard`, from the parts that the neighbours have kept since. Collective among them."""
+        assert self.is_sharded and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.GATHERING)
+        self._value = slot
+        self._gathering = self.groups.near.all_gather_async(part, slot)
+
+    def fetch(self, slot: Tensor, up: Link) -> None:
+        """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent
+        until `reshard`; what is on the device for its update is taken from there."""
+        assert self.is_sharded and self.weights_at_rest is not None and slot.numel() == self.spec.numel
+        self.move_weights(WeightState.FETCHING)
+        self._value = slot
+        if self.own_value is self.weights_at_rest:
+            self._incoming = up.copy(slot[slice(*self.shard)], self.own_value)
+        else:
+            slot[slice(*self.shard)].copy_(self.own_value)
+
+    def gather_fetched(self) -> None:
+        """Begin to gather the shards of the others beside the one that was fetched. Collective."""
+        if self.shards.size > 1:
+            self._finish_fetch()
+        self.move_weights(WeightState.GATHERING)
+        self._gathering = self.shards.all_gather_async(self.value[slice(*self.shard)], self.value)
+
+    def _finish_fetch(self) -> None:
+        if self._incoming is not None:
+            self._incoming.wait()
+            self._incoming = None
+
+    def reshard(self) -> None:
+        """Hand the slot back. Nothing may read the weights any more."""
+        self._finish_fetch()
+        self.finish_gather()
+        self.move_weights(WeightState.SHARDED)
+        self._hide()
+        self._value = None
+
+    def finish_gather(self) -> None:
+        """Wait for the weights to be WHOLE; at once if none are on their way."""
+        if self._gathering is None:
+            return
+        self._finish_fetch()
+        self._gathering.wait()
+        self._gathering = None
+        self._show()
+        self.move_weights(WeightState.WHOLE)
+
+    def keep(self) -> None:
+        """Weights that were gathered stay for good: the run is over."""
+        self.is_sharded = False
+
+    def saved(self, tensor: Tensor) -> SavedView | None:
+        """A note of where `tensor` lies in the weights, if it does."""
+        storage = tensor.untyped_storage()._cdata
+        if self._value is None or storage != self._value.untyped_storage()._cdata:
+            return None
+        start_bytes = (
+            tensor.storage_offset() * tensor.itemsize - self._value.storage_offset() * self._value.itemsize
+        )
+        if not 0 <= start_bytes < self._value.numel() * self._value.itemsize:
+            return None
+        offset = start_bytes // tensor.itemsize
+        return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)
+
+    @property
+    def placeholder(self) -> int:
+        """Identity of the storage that parameters show while the weights are not here."""
+        return int(self._nowhere.untyped_storage()._cdata)
+
+    def _show(self) -> None:
+        for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
+            parameter.data = self.value[entry.start : entry.stop].view(parameter.shape)
+
+    def _hide(self) -> None:
+        for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
+
+    def move_weights(self, state: WeightState) -> None:
+        assert (self.weights, state) in LEGAL_WEIGHT, (
+            f"chunk {self.spec.id}: weights may not go {self.weights} -> {state}"
+        )
+        self.weights = state
+
+    def keep_weights_on_device(self) -> None:
+        """This rank's shard rests on the device from now on."""
+        assert self.weights_at_rest is not None and self.own_value is self.weights_at_rest
+        self.own_value, self.weights_at_rest = copied_to(self.own_value, self.device), None
+
+    # ---- shards ----
+
+    @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        """Leaf axes whose ranks own other elements of this chunk."""
+        if self.owned == (0, self.spec.numel):
+            return ()
+        assert isinstance(self.spec.key, ChunkKey)
+        return self.spec.key.shard_axes
+
+    def part_of(self, entry: Entry) -> tuple[slice, int] | None:
+        """This rank's part of an entry: where it lies in `master`, `gradient` and optimizer state, and which element of
+        the parameter it begins with. None if it has none (an entry without elements belongs to no rank)."""
+        first, last = max(entry.start, self.owned[0]), min(entry.stop, self.owned[1])
+        if first >= last:
+            return None
+        return slice(first - self.owned[0], last - self.owned[0]), first - entry.start
+
+    def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
+        """One entry's part of a whole flat buffer [numel], in the parameter's shape."""
+        return buffer[entry.start : entry.stop].view(shape)
+
+    def whole(self, owned: Tensor) -> Tensor:
+        """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is sharded."""
+        return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
+
+
+def zeros_on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
