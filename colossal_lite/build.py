@@ -27,7 +27,8 @@ from colossal_lite.data import check_batch
 from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
-from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.memory.pack import ChunkSpec, stages_of, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT
 from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
@@ -44,7 +45,7 @@ from colossal_lite.rng import DropoutStreams, Recipe, build_on_meta, on_meta, re
 from colossal_lite.settings import OptimizerConfig
 from colossal_lite.shard import ShardSpec
 from colossal_lite.whole import Names
-from colossal_lite.zero.build import build_chunks, pack_chunks
+from colossal_lite.zero.build import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.order import by_order, notice_order, order_of_use
 from colossal_lite.zero.own import Factory, check_apart
 from colossal_lite.zero.reside import Foretell
@@ -111,18 +112,20 @@ def initialize(
         of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
         check_apart(optimizer, trainable, of_stages, context.device)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
-    numels = by_order({name: shape.numel() for name, shape in trainable.items()}, order)
-    packed = pack_chunks(
-        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module))
-    )
+    numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
+    all_packed = pack_chunks(
+        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
+        numels.keys() - trainable.keys(),
+    )  # fmt: skip
+    packed = tuple(spec for spec in all_packed if trains(spec))
     keep_own(module, stages)
-    chunks = _build_chunks(
-        module, names, originals, recipes, parallelized.specs, packed, stages, context, tuple(numels)
+    chunks, frozen = _build_chunks(
+        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels)
     )
     if order is None and context.is_main and config.compile == "none":
         notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
     buffers_to_device(module, context.device)
-    built = Built(module, names, stages, parallelized, streams, packed, chunks, trainable)
+    built = Built(module, names, stages, parallelized, streams, packed, chunks, frozen, trainable)
     return Engine(built, context, criterion, optimizer, foretell)
 
 
@@ -254,9 +257,9 @@ def _build_chunks(
     module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str],
-) -> tuple[Chunk, ...]:  # fmt: skip
-    """Allocate the chunks of this rank's trainable parameters, of which all are named in `order` of use, and fill them;
-    frozen ones are converted where they are."""
+) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
+    """Allocate the chunks of this rank's parameters, of which all are named in `order` of use, and fill them: those
+    that train, and frozen ones; of these, what is in no chunk is converted where it is."""
     config, device = context.config, context.device
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     layout, coords = context.mesh.layout, context.mesh.coords
@@ -271,18 +274,19 @@ def _build_chunks(
 
         return to_device(cut_values(specs[name], layout, coords, fetch), device)
 
-    trainable = {name: named[name] for name in order if name in named}
+    in_turn = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
     chunks = build_chunks(
-        trainable, mine, specs, config, context.mesh, device,
+        in_turn, mine, specs, config, context.mesh, device,
         lambda spec: stages.is_first_holder(stages_of(spec)),
     )  # fmt: skip
-    for chunk in chunks:
-        chunk.adopt(trainable, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
-    for name, parameter in named.items():
-        if not parameter.requires_grad:
-            parameter.data = initial(name).to(precision.compute)
-    return chunks
+    frozen = build_frozen(mine, config, context.mesh, device)
+    for chunk in (*chunks, *frozen):
+        chunk.adopt(named, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
+    packed_names = {entry.name for spec in packed for entry in spec.entries}
+    for name in named.keys() - packed_names:
+        named[name].data = initial(name).to(precision.compute)
+    return chunks, frozen
 
 
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

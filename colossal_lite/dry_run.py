@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from colossal_lite.batch import Batch
 from colossal_lite.config import Config
 from colossal_lite.deferral import Later, Root, WeightQueue, defer_weights, restore_weights
-from colossal_lite.memory.chunk import Chunk
+from colossal_lite.layout import MeshLayout
+from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
@@ -37,7 +39,7 @@ from colossal_lite.precision import Precision
 from colossal_lite.recompute import blocks_of, recompute
 from colossal_lite.rng import DropoutStreams, on_meta
 from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.build import build_chunks, pack_chunks
+from colossal_lite.zero.build import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.hooks import GradientHooks
 from colossal_lite.zero.order import by_order, order_of_use
 from colossal_lite.zero.sharded import ShardedWeights, contexts_of, plan_of, units_of
@@ -89,6 +91,14 @@ class Whole:
     blocks: tuple[str, ...]
     told: int
     """Numbers that each data rank tells the others of its batch."""
+
+    def packed(
+        self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[ChunkSpec, ...]:
+        """The chunks of its parameters, those that do not train last."""
+        both = {**self.trainable, **self.frozen}
+        numels = {name: both[name] for name in self.specs}
+        return pack_chunks(numels, self.specs, config, layout, homes, self.blocks, self.frozen)
 
 
 @dataclass(frozen=True)
@@ -211,15 +221,16 @@ class DryRun:
 
     def trace(
         self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
-    ) -> tuple[Trace, tuple[Chunk, ...]]:
+    ) -> tuple[Trace, tuple[WeightChunk, ...]]:
         """The order in which one micro-batch reads weights, and the chunks of this module that it speaks of."""
         whole, named = self.whole(module, done), dict(module.named_parameters())
-        packed = pack_chunks(whole.trainable, whole.specs, self.config, self.mesh.layout, blocks=whole.blocks)
+        packed = whole.packed(self.config, self.mesh.layout)
         chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
-        for chunk in chunks:
+        frozen = build_frozen(packed, self.config, self.mesh, META)
+        for chunk in (*chunks, *frozen):
             chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
         hooks = GradientHooks(chunks, named)
-        weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world)
+        weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention():
             part = self.batch(done, streams, samples)
             with weights.forward():
@@ -229,7 +240,7 @@ class DryRun:
             with weights.backward():
                 loss.backward()
         assert weights.trace is not None
-        return weights.trace, chunks
+        return weights.trace, (*chunks, *frozen)
 
     def stages(
         self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
@@ -359,7 +370,7 @@ def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
 
 
 def gathers_of(
-    dry: DryRun, model: GPTConfig | Builder, samples: int, whole: Whole, chunks: tuple[Chunk, ...]
+    dry: DryRun, model: GPTConfig | Builder, samples: int, whole: Whole, chunks: tuple[WeightChunk, ...]
 ) -> GatherPlan:
     """How these chunks are gathered in a micro-batch: the real gates of the measured model, in its order."""
     if not any(chunk.is_sharded for chunk in chunks):

@@ -43,6 +43,7 @@ from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.timeline import MemoryTimeline
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
 from colossal_lite.pipeline.footprint import most_arrivals
@@ -129,9 +130,11 @@ class Built:
     parallelized: Parallelized
     streams: DropoutStreams
     packed: tuple[ChunkSpec, ...]
-    """Chunks of the whole pipeline."""
+    """Chunks of the whole pipeline that train."""
     chunks: tuple[Chunk, ...]
     """Those of this rank."""
+    frozen: tuple[WeightChunk, ...]
+    """This rank's chunks that do not train; none where frozen parameters are whole."""
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
 
@@ -149,13 +152,16 @@ class Engine:
         self.stop_agreed = False
         self._parallelized, self._streams = parallelized, built.streams
         self._stages, self._packed, self._chunks = built.stages, built.packed, chunks
+        self._frozen = built.frozen
         self._criterion = criterion
         self._facts = facts_of(model)
         self._parameters = built.names.parameters(model)
         self._sharding = sharding_of(config)
         self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
         self._hooks = StageHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
-        self._weights = weights_of(model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero)
+        self._weights = weights_of(
+            model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero, built.frozen
+        )
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
         self._tells_loss = parallelized.strategy.tells_loss and self._stages.last in self._stages.here
         self._runtime = Runtime(
@@ -174,13 +180,14 @@ class Engine:
             self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
         if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
             self._weights.up = self._optimizer.tiers.up
-        self._frozen = [p for p in self._parameters.values() if not p.requires_grad]
+        in_chunks = {entry.name for chunk in (*chunks, *built.frozen) for entry in chunk.spec.entries}
+        self._apart = [p for name, p in self._parameters.items() if name not in in_chunks]  # frozen and whole
         self._residence = None
         memory = config.memory
         if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
             self._residence = Residence(
                 config, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
-                frozen_bytes=sum(p.nbytes for p in self._frozen),
+                frozen=built.frozen, apart_bytes=sum(p.nbytes for p in self._apart),
             )  # fmt: skip
         self._whole = WholeState(
             model,
@@ -191,6 +198,7 @@ class Engine:
             chunks,
             self._weights,
             self._optimizer,
+            built.frozen,
         )
         self._loss_scale = LossScale.of(config.precision)
         self._callbacks: list[Callable[[StepResult], None]] = []
@@ -426,6 +434,8 @@ class Engine:
                 with self._optimizer.at_hand(chunk):
                     chunk.publish(0, chunk.owned[1] - chunk.owned[0])
                 chunk.start_gather()
+            for kept in self._frozen:
+                kept.count_change()
             self._optimizer.settle()
             self._weights.flush()
             self._forget()
@@ -452,7 +462,13 @@ class Engine:
         those held beside it."""
         device = self.context.device.type
         rows = rows_of_state(
-            self._chunks, self._weights, self._optimizer, self.context.config, device, self._frozen
+            self._chunks,
+            self._weights,
+            self._optimizer,
+            self.context.config,
+            device,
+            self._frozen,
+            self._apart,
         )
         if self._runtime.comm.size > 1:
             held, planned = self._runtime.slot_bytes

@@ -20,10 +20,12 @@ from colossal_lite.exchange import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import groups_of
 from colossal_lite.precision import Precision
 from colossal_lite.run_plan import Held, Term
+from colossal_lite.zero.budget import Kind as Part
 from colossal_lite.zero.budget import Placement
 from colossal_lite.zero.build import sharding_of, slots_of
 from colossal_lite.zero.norm import in_order, ordered_squares
@@ -36,8 +38,9 @@ BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
 
 
 def record_step(
-    chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole
-) -> None:
+    chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole,
+    frozen: tuple[WeightChunk, ...],
+) -> None:  # fmt: skip
     """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
     if whole.told:
         mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
@@ -51,9 +54,9 @@ def record_step(
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
         for index, times in gathers.gathers(near=near).items():
-            chunk = chunks[index]
-            comm = chunk.groups.near if near else chunk.shards
-            part = chunk.own_value.new_empty(chunk.spec.numel // comm.size)
+            gathered = (*chunks, *frozen)[index]
+            comm = gathered.groups.near if near else gathered.shards
+            part = gathered.own_value.new_empty(gathered.spec.numel // comm.size)
             for _ in range(times * config.gradient_accumulation):
                 comm.all_gather(part)
 
@@ -73,8 +76,9 @@ def record_agreement(
 
 
 def memory_rows(
-    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost
-) -> tuple[tuple[Held, ...], Placement | None]:
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
+    frozen: tuple[WeightChunk, ...] = (),
+) -> tuple[tuple[Held, ...], Placement | None]:  # fmt: skip
     """What is held, and under a budget what rests where."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     placement = config.memory.records_tier
@@ -101,18 +105,19 @@ def memory_rows(
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
         Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),
         *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
-        Held("frozen", sum(whole.frozen.values()) * precision.compute.itemsize, compute),
+        Held("frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"),
         Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
         Held("logits", cost.logits, compute),
         Held("temporaries", peak - kept, "on top at the worst moment"),
     )  # fmt: skip
     placed = None
     if config.memory.moves:
-        plan = gathers if any(chunk.is_sharded for chunk in chunks) else None
+        plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
         fixed = fixed_of(chunks, optimizer) | {
             row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
         }
-        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation)
+        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
+        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
         placed = placed_by(config.memory, pieces, fixed)
         told = {row.kind: row.origin for row in rows} | {
             "optimizer": f"{config.optimizer.type}, with its masters"
@@ -120,6 +125,13 @@ def memory_rows(
         on_disk = [row for row in rows if row.tier != "device"] if rests == "disk" else []
         rows = (*(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows), *on_disk)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:
+    """Of the chunks that do not train, or of what is in none."""
+    in_chunks = {entry.name for chunk in frozen for entry in chunk.spec.entries}
+    apart = sum(numel for name, numel in whole.frozen.items() if name not in in_chunks)
+    return sum(chunk.resting_bytes for chunk in frozen) + apart * precision.compute.itemsize
 
 
 def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:

@@ -29,7 +29,7 @@ from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, 
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.run_plan import RunPlan
 from colossal_lite.staged_plan import staged_plan
-from colossal_lite.zero.build import build_chunks, pack_chunks
+from colossal_lite.zero.build import build_chunks, build_frozen
 
 
 def plan(
@@ -71,12 +71,13 @@ def plan(
     costs = {max(pieces): cost} | {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     if not any(pieces):
         cost = Cost({}, {}, 0, 0, 0, 0)
-    packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, blocks=whole.blocks)
+    packed = whole.packed(config, mesh.layout)
     chunks = build_chunks(whole.trainable, packed, whole.specs, config, mesh, META)
-    gathers = gathers_of(dry, model, max(pieces) or 1, whole, chunks)
+    frozen = build_frozen(packed, config, mesh, META)
+    gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
-    memory, placed = memory_rows(config, chunks, gathers, whole, cost)
-    record_step(chunks, gathers, config, mesh, whole)
+    memory, placed = memory_rows(config, chunks, gathers, whole, cost, frozen)
+    record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = Counter({(r.operation, r.axis): r.payload_bytes for r in mesh.ledger.rows()})
     calls = Counter({(r.operation, r.axis): r.calls for r in mesh.ledger.rows()})
     for samples in filter(None, pieces):

@@ -33,7 +33,7 @@ from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, 
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.run_plan import Held, RunPlan, Term
 from colossal_lite.simulate import grid, simulate
-from colossal_lite.zero.build import build_chunks, pack_chunks, sharding_of
+from colossal_lite.zero.build import build_chunks, sharding_of
 from colossal_lite.zero.unshard import Trace, gather_plan
 
 BY_THE_CLOCK = (
@@ -63,7 +63,7 @@ def staged_plan(
     # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
     whole = dry.whole(module, done)
-    packed = pack_chunks(whole.trainable, whole.specs, config, mesh.layout, stages.homes, whole.blocks)
+    packed = whole.packed(config, mesh.layout, stages.homes)
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
     chunks = build_chunks(
         whole.trainable, mine, whole.specs, config, mesh, META,

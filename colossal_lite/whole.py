@@ -22,6 +22,7 @@ from colossal_lite.checkpoint import Held
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import to_device, to_host
 from colossal_lite.memory.pack import stages_of
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.swap import cut_values
 from colossal_lite.pipeline.units import Stages
@@ -62,10 +63,13 @@ class WholeState:
     def __init__(
         self, model: nn.Module, mesh: Mesh, names: Names, stages: Stages, specs: Mapping[str, ShardSpec],
         chunks: Sequence[Chunk], weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+        frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
+        """`frozen`: the chunks that do not train."""
         self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
         self._specs = specs
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
+        self._frozen = tuple(frozen)
         self._parameters = names.parameters(model)
 
     def gradients(self, weight: float) -> dict[str, Tensor]:
@@ -75,13 +79,19 @@ class WholeState:
             return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype. Collective."""
+        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in the
+        dtype that they are kept in. Collective."""
         first = self._names.first
         with self._mesh.ledger.paused():
             mine = dict(self._tensors("master"))
-            trained = set(mine)
+            for chunk in self._frozen:
+                flat = chunk.whole(chunk.own_value)
+                for entry in chunk.spec.entries:
+                    local = chunk.of(flat, entry, self._parameters[entry.name].shape)
+                    mine[entry.name] = self._whole(entry.name, local)
+            in_chunks = set(mine)
             for name, parameter in self._parameters.items():
-                if name not in trained:
+                if name not in in_chunks:
                     mine[name] = self._whole(name, parameter.detach())
             for name, value in self._weights.state_dict().items():
                 if name not in first:
@@ -118,6 +128,7 @@ class WholeState:
         self._weights.flush()
         layout, coords = self._mesh.layout, self._mesh.coords
         chunked = {entry.name: (chunk, entry) for chunk in self._chunks for entry in chunk.spec.entries}
+        kept = {entry.name: (chunk, entry) for chunk in self._frozen for entry in chunk.spec.entries}
         with torch.no_grad():
             for name, target in self._weights.state_dict().items():
                 value = to_device(state[name], target.device)
@@ -127,23 +138,28 @@ class WholeState:
                     chunk, entry = chunked[first[name]]
                     with self._optimizer.at_hand(chunk, write=True):
                         chunk.load(entry, value)
+                elif first.get(name) in kept:
+                    frozen, entry = kept[first[name]]
+                    frozen.load(entry, value)
                 else:
                     target.copy_(value)
         self._optimizer.settle()
 
     def held(self) -> Iterator[Held]:
         """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
-        for chunk in self._chunks:
-            buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
+        for chunk in (*self._chunks, *self._frozen):
+            buffers: Mapping[str, Tensor] = {"model": chunk.own_value}
+            if isinstance(chunk, Chunk):
+                buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
             flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(stages_of(chunk.spec))
             for entry in chunk.spec.entries:
                 local, start = chunk.part_of(entry) or (slice(0, 0), 0)
                 for kind, flat in buffers.items():
                     spec, fetch = self._specs[entry.name], None
-                    if flat.is_meta:
+                    if flat.is_meta and isinstance(chunk, Chunk):
                         fetch = partial(self._fetched, chunk, kind, local)
                     yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch)
-        seen = {entry.name for chunk in self._chunks for entry in chunk.spec.entries}
+        seen = {entry.name for chunk in (*self._chunks, *self._frozen) for entry in chunk.spec.entries}
         for name, value in self._weights.state_dict(keep_vars=True).items():
             name = self._names.first.get(name, name)
             if name not in seen:

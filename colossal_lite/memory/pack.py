@@ -1,13 +1,13 @@
 """Parameters into chunks: which parameter lies where in which flat buffer.
 
 Note: packing.
-A chunk is one contiguous run of parameters that share a packing key (optimizer group, dtype, axes that the gradient is
-summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward is.  Every
-entry starts on an aligned element: one of a block or more on a block, a smaller one lies within one.  A chunk's length
-is a multiple of `parts * shard_numel`, so that it cuts into equal shards for any part count that divides `parts`, the
-ranks that sum its gradient.  `shard_numel` is `SHARD_ALIGN_NUMEL`, and where a sum over blocks must have the same bits
-however the chunks are cut (`ordered`) `SHARD_BLOCK_NUMEL`: then no shard cuts a block of an entry.  Plain data: the
-same on every rank, and nothing here moves a byte.
+A chunk is one contiguous run of parameters that share a packing key (whether they train, optimizer group, axes that the
+gradient is summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward
+is.  Every entry starts on an aligned element: one of a block or more on a block, a smaller one lies within one.  A
+chunk's length is a multiple of `parts * shard_numel`, so that it cuts into equal shards for any part count that divides
+`parts`, the ranks that sum its gradient.  `shard_numel` is `SHARD_ALIGN_NUMEL`, and where a sum over blocks must have
+the same bits however the chunks are cut (`ordered`) `SHARD_BLOCK_NUMEL`: then no shard cuts a block of an entry.  Plain
+data: the same on every rank, and nothing here moves a byte.
 
 Waste is alignment only.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up to 512
 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on the average: under 1 % up
@@ -32,13 +32,15 @@ class ChunkKey:
     the ranks of the other axes hold the same values too (then only the first of them counts in a norm).
 
     `unit`: where weights are gathered block by block, what is gathered together: odd for a block of the model, even for
-    what lies before, between and behind the blocks.  `stages`: the pipeline stages that use them; several: tied."""
+    what lies before, between and behind the blocks.  `stages`: the pipeline stages that use them; several: tied.
+    `trains`: False for frozen parameters, of which there is no gradient; the axes are then those of equal values."""
 
     group: int
     sync_axes: tuple[str, ...] = ()
     replicated: bool = False
     unit: int = 0
     stages: tuple[int, ...] = (0,)
+    trains: bool = True
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ class ChunkKey:
 
 @dataclass(frozen=True)
 class Item:
-    """One trainable parameter to place: its name, elements on this rank, and its packing key."""
+    """One parameter to place: its name, elements on this rank, and its packing key."""
 
     name: str
     numel: int
@@ -75,12 +77,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """One flat buffer: `numel` elements (alignment included), its entries in order of use."""
+    """One flat buffer: `numel` elements (alignment included), its entries in order of use.
+
+    `place`: among all chunks of a model by the forward position of their first entries."""
 
     id: int
     key: Hashable
     numel: int
     entries: tuple[Entry, ...]
+    place: int = 0
 
     @property
     def used_numel(self) -> int:
@@ -97,6 +102,12 @@ def stages_of(spec: ChunkSpec) -> tuple[int, ...]:
     """The pipeline stages that use a chunk; its gradient is summed over them."""
     assert isinstance(spec.key, ChunkKey)
     return spec.key.stages
+
+
+def trains(spec: ChunkSpec) -> bool:
+    """Whether the parameters of a chunk are trained, and not frozen."""
+    assert isinstance(spec.key, ChunkKey)
+    return spec.key.trains
 
 
 def _up(numel: int, multiple: int) -> int:
@@ -144,7 +155,7 @@ def pack(
         close(key)
     closed.sort(key=lambda found: found[0])
     return tuple(
-        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries))
+        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries), i)
         for i, (_, key, entries) in enumerate(closed)
     )
 

@@ -4,14 +4,14 @@ Note: why what stays, stays for good.
 What may move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and its
 optimizer record (states, and the master where that is apart).  A step uses them in phases: the weights in every forward
 and every backward and, if they are their own master, in the update; gradients come in each backward and are read in the
-update; records are read and written there.  Across the boundary between two phases the device keeps at most its
-capacity, and what it does not keep must come again, whatever the policy: that is `link_bound`, which Belady's rule
-(farthest next use first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update
-goes the way of the next forward, so every piece is used once in a phase and each boundary costs the same whoever is
-kept: keeping the same pieces for good meets the bound of each phase, and leaves nothing to decide in a step.  With
-several micro-batches a sum that stays takes room in the forwards, where nobody uses it: there the plan is up to a fifth
-above the bound.  Which pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones
-counted both ways.
+update; records are read and written there.  Frozen weights are read in forwards and backwards, and written never.
+Across the boundary between two phases the device keeps at most its capacity, and what it does not keep must come again,
+whatever the policy: that is `link_bound`, which Belady's rule (farthest next use first; 10.1147/sj.52.0078) cannot
+beat.  A forward and a backward are a palindrome, and an update goes the way of the next forward, so every piece is used
+once in a phase and each boundary costs the same whoever is kept: keeping the same pieces for good meets the bound of
+each phase, and leaves nothing to decide in a step.  With several micro-batches a sum that stays takes room in the
+forwards, where nobody uses it: there the plan is up to a fifth above the bound.  Which pieces: those used most often in
+a step, by bytes over the link per byte kept, dirty ones counted both ways.
 
 A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
 over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
@@ -34,13 +34,20 @@ class Kind(StrEnum):
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
+    FROZEN = "frozen"
+    """Weights that do not train."""
 
 
 # One is updated, one comes, one goes.
 VISITORS = 3
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
-SLOTS = {Kind.WEIGHTS: VISITORS, Kind.GRADIENTS: VISITORS + OUTGOING, Kind.OPTIMIZER: VISITORS}
+SLOTS = {
+    Kind.WEIGHTS: VISITORS,
+    Kind.GRADIENTS: VISITORS + OUTGOING,
+    Kind.OPTIMIZER: VISITORS,
+    Kind.FROZEN: 0,
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -115,6 +122,8 @@ class Placement:
         of = "" if self.budget is None else f" of {self.budget:,}"
         lines.append(f"{'device':<19} {self.device_bytes:>14,}{of}")
         for kind in Kind:
+            if kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces):
+                continue
             chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
             lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
         lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")
@@ -159,14 +168,15 @@ def divide(
     fractions: Mapping[str, float],
     budget: int | None = None,
 ) -> Placement:
-    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece: after
-    every chunk as near to the share as whole pieces allow, at most half of the largest piece off."""
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
+    weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
+    largest piece off."""
     on_host = set[Name]()
     for kind in Kind:
         seen = away = 0
         for piece in sorted((p for p in pieces if p.name.kind is kind), key=lambda p: p.name):
             seen += piece.bytes
-            if away + piece.bytes / 2 <= fractions[kind] * seen:
+            if away + piece.bytes / 2 <= fractions[Kind.WEIGHTS if kind is Kind.FROZEN else kind] * seen:
                 away += piece.bytes
                 on_host.add(piece.name)
     return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget)

@@ -5,7 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,9 @@ from colossal_lite.memory.pack import (
     Item,
     pack,
     stages_of,
+    trains,
 )
-from colossal_lite.memory.weight_chunk import Groups
+from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import Precision
@@ -61,9 +62,11 @@ def pack_chunks(
     layout: MeshLayout,
     homes: Mapping[str, tuple[int, ...]] | None = None,
     blocks: Sequence[str] = (),
+    frozen: Collection[str] = (),
 ) -> tuple[ChunkSpec, ...]:
-    """The chunks of the whole pipeline: of the trainable parameters, `numels` elements each on the ranks that hold
-    them, in forward order. The same on every rank.
+    """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
+    order. The same on every rank. Those of `frozen` are in chunks of their own, numbered behind all others, where
+    weights are sharded, and in none where each rank keeps them whole.
 
     `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
     blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
@@ -72,18 +75,24 @@ def pack_chunks(
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     settings = groups_of(config.optimizer)
     alike = [replace(group, match="") for group in settings]
-    groups = {name: alike.index(alike[i]) for name, i in assign_groups(numels, settings).items()}
+    trained = [name for name in numels if name not in frozen]
+    groups = {name: alike.index(alike[i]) for name, i in assign_groups(trained, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
-    return pack(
+    packed = pack(
         [
-            Item(n, numel, _key(groups[n], specs[n], layout, units[n], stages[n]))
+            Item(n, numel, _key(groups.get(n), specs[n], layout, units[n], stages[n]))
             for n, numel in numels.items()
+            if n in groups or sharding.weight
         ],
         target_numel=CHUNK_BYTES // precision.gradient.itemsize,
         parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
+    )
+    return tuple(
+        replace(spec, id=i)
+        for i, spec in enumerate(sorted(packed, key=lambda spec: (not trains(spec), spec.id)))
     )
 
 
@@ -96,10 +105,11 @@ def build_chunks(
     device: torch.device,
     counts: Callable[[ChunkSpec], bool] = lambda spec: True,
 ) -> tuple[Chunk, ...]:
-    """This rank's chunks, without values.
+    """This rank's chunks that train, without values.
 
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
     with a chunk this one adds to the norm."""
+    packed = [spec for spec in packed if trains(spec)]
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     sharding = sharding_of(config)
     groups = [_groups(spec, mesh) for spec in packed]
@@ -127,6 +137,24 @@ def build_chunks(
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
     )
+
+
+def build_frozen(
+    packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, device: torch.device
+) -> tuple[WeightChunk, ...]:
+    """This rank's chunks that do not train, without values."""
+    precision, sharding = (
+        Precision.of(config.precision.dtype, config.precision.master_dtype),
+        sharding_of(config),
+    )
+    return tuple(
+        WeightChunk(
+            spec, _groups(spec, mesh), value_dtype=precision.compute, device=device, shard_state=sharding.state,
+            shard_value=sharding.weight, on_host=config.memory.moves,
+        )
+        for spec in packed
+        if not trains(spec)
+    )  # fmt: skip
 
 
 def chunk_optimizer(
@@ -230,10 +258,13 @@ def _units(names: Iterable[str], blocks: Sequence[str]) -> dict[str, int]:
     return units
 
 
-def _key(group: int, spec: ShardSpec, layout: MeshLayout, unit: int, stages: tuple[int, ...]) -> ChunkKey:
+def _key(
+    group: int | None, spec: ShardSpec, layout: MeshLayout, unit: int, stages: tuple[int, ...]
+) -> ChunkKey:
+    """`group`: None for a frozen parameter."""
     cut_or_summed = {*spec.sharding_axes, *spec.sync_axes(layout), PIPELINE}
     replicated = any(leaf.size > 1 and leaf.name not in cut_or_summed for leaf in layout.leaves)
-    return ChunkKey(group, spec.sync_axes(layout), replicated, unit, stages)
+    return ChunkKey(group or 0, spec.sync_axes(layout), replicated, unit, stages, group is not None)
 
 
 def _counted(chunk: ChunkSpec, specs: Mapping[str, ShardSpec], mesh: Mesh) -> list[tuple[int, int]] | None:

@@ -39,6 +39,7 @@ from colossal_lite.comm import AxisComm
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.placement import MemoryConfig
 from colossal_lite.memory.tracer import AllocatedBytes, LiveBytes
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.problems import Problem, refuse
 from colossal_lite.zero.budget import Kind, Name, Piece, Placement, divide, place, visiting_bytes
 from colossal_lite.zero.build import slots_of
@@ -57,10 +58,11 @@ line has them, or `trains=False`, to bytes of each kind beside the state, and to
 
 
 def pieces_of(
-    chunks: Sequence[Chunk], optimizer: ChunkOptimizer, gathers: GatherPlan | None, accumulation: int
-) -> tuple[Piece, ...]:
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer, gathers: GatherPlan | None, accumulation: int,
+    frozen: Sequence[WeightChunk] = (),
+) -> tuple[Piece, ...]:  # fmt: skip
     """What may rest on either tier, while all of it rests on the host. The weights that a step begins with are taken
-    from the slots of the update before."""
+    from the slots of the update before, if they are updated."""
     stays = gathers.stays() if gathers else {}
     begins = gathers.forward[0].resident if gathers and gathers.forward else {}
     out = []
@@ -76,6 +78,10 @@ def pieces_of(
         record_bytes = 0 if optimizer.tier_of(chunk) == "disk" else optimizer.record_bytes(index)
         if record_bytes:
             out.append(Piece(Name(index, Kind.OPTIMIZER), record_bytes, 1, 1))
+    for kept in frozen:
+        if kept.weights_at_rest is not None:
+            ups = accumulation * stays.get(kept.spec.id, 0)
+            out.append(Piece(Name(kept.spec.id, Kind.FROZEN), kept.resting_bytes, ups, 0))
     return tuple(out)
 
 
@@ -107,12 +113,14 @@ class Residence:
 
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: Weights,
-        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device, frozen_bytes: int,
+        optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device,
+        frozen: Sequence[WeightChunk], apart_bytes: int,
     ) -> None:  # fmt: skip
-        """Raises ConfigError for a budget that is too small for any batch."""
+        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none. Raises
+        ConfigError for a budget that is too small for any batch."""
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
-        self._world, self._frozen_bytes = world, frozen_bytes
+        self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
         self._device = device
         self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: Placement | None = None
@@ -148,6 +156,12 @@ class Residence:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
+
+    @property
+    def _frozen_bytes(self) -> int:
+        """Of frozen parameters that are on the device and stay there."""
+        kept = sum(chunk.resting_bytes for chunk in self._frozen if chunk.weights_at_rest is None)
+        return self._apart_bytes + kept
 
     def foresee(self, samples: int, tokens: int, foretell: Foretell | None, *, trains: bool = True) -> None:
         """Before a batch of which this rank has so many samples: what does not fit by what `foretell` says (None:
@@ -228,6 +242,9 @@ class Residence:
                 chunk.keep_weights_on_device()
             if Name(index, Kind.GRADIENTS) in stays:
                 chunk.keep_gradient_on_device()
+        for kept in self._frozen:
+            if Name(kept.spec.id, Kind.FROZEN) in stays:
+                kept.keep_weights_on_device()
         self._optimizer.settle_on_device(
             {index for index in range(len(self._chunks)) if Name(index, Kind.OPTIMIZER) not in placed.on_host}
         )
@@ -249,14 +266,15 @@ class Residence:
         if not self._memory.moves:
             return ()
         assert isinstance(self._optimizer, ChunkOptimizer)
-        return pieces_of(self._chunks, self._optimizer, plan, self._accumulation)
+        return pieces_of(self._chunks, self._optimizer, plan, self._accumulation, self._frozen)
 
     def _gathered(self, plan: GatherPlan | None) -> int:
         """Bytes of the slots of gathered weights; without a plan the least that any has."""
-        widths = {c.spec.id: c.spec.numel * c.own_value.element_size() for c in self._chunks}
+        chunks: tuple[WeightChunk, ...] = (*self._chunks, *self._frozen)
+        widths = {c.spec.id: c.spec.numel * c.own_value.element_size() for c in chunks}
         if plan is not None:
-            return plan.arena_numel * self._chunks[0].own_value.element_size()
-        return max((sum(widths[c] for c in unit) for unit in units_of(self._chunks).values()), default=0)
+            return plan.arena_numel * chunks[0].own_value.element_size()
+        return max((sum(widths[c] for c in unit) for unit in units_of(chunks).values()), default=0)
 
     def _refuse(self, placed: Placement) -> None:
         refuse([*_device_problems(self._memory, placed, self._smaller(placed)), *self._host_problems(placed)])

@@ -16,12 +16,13 @@ tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on u
 real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
 unit before.  Of a tensor that a hook packs torch does not ask whether it has changed when it is used: so this one does.
 Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
-Frozen parameters are in no chunk and stay whole.
+Frozen weights are gathered and dropped with their unit like the others, in chunks that have nothing else; backward asks
+for them where an input gradient needs them, so a stretch in front of the first that trains is gathered once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
@@ -35,8 +36,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from colossal_lite.comm import AxisComm
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import Link
-from colossal_lite.memory.pack import ChunkKey
-from colossal_lite.memory.weight_chunk import SavedView, WeightState
+from colossal_lite.memory.pack import ChunkKey, trains
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
 from colossal_lite.plan import Kind
 from colossal_lite.settings import ZeroConfig
 from colossal_lite.zero.build import slots_of
@@ -58,13 +59,15 @@ class ShardedWeights(Weights):
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
-        hooks: GradientHooks, world: AxisComm, *,
+        hooks: GradientHooks, world: AxisComm, *, frozen: Sequence[WeightChunk] = (),
         prefetch: int = 1, reshard_after_forward: bool | int = True,
     ) -> None:  # fmt: skip
+        """`frozen`: the chunks that do not train, numbered behind `chunks`."""
         self._hooks, self._world = hooks, world
         self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
-        self._units = units_of(chunks)
-        self._placeholders = {chunk.placeholder: chunk for chunk in chunks if chunk.is_sharded}
+        self._all: tuple[WeightChunk, ...] = (*chunks, *frozen)
+        self._units = units_of(self._all)
+        self._placeholders = {chunk.placeholder: chunk for chunk in self._all if chunk.is_sharded}
         self.trace: Trace | None = None
         """The order in which the first micro-batch read the weights; None until its end."""
         self.plan: GatherPlan | None = None
@@ -83,7 +86,7 @@ class ShardedWeights(Weights):
         self._forward_seen: tuple[Moment, ...] = ()
         self._learnt = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
-        super().__init__(module, parameters, chunks)
+        super().__init__(module, parameters, chunks, frozen)
 
     @property
     def arena_bytes(self) -> int:
@@ -91,7 +94,7 @@ class ShardedWeights(Weights):
 
     @property
     def forecast_bytes(self) -> int:
-        return 0 if self.plan is None else self.plan.arena_numel * self._chunks[0].own_value.element_size()
+        return 0 if self.plan is None else self.plan.arena_numel * self._all[0].own_value.element_size()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -133,7 +136,7 @@ class ShardedWeights(Weights):
 
     @property
     def _first(self) -> int:
-        return max(self.plan.forward[0].resident, default=0) if self.plan and self.plan.forward else 0
+        return self._last_trained(self.plan.forward[0].resident) if self.plan and self.plan.forward else 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
         """The chunks that the next forward begins with are gathered while the others are updated."""
@@ -144,7 +147,7 @@ class ShardedWeights(Weights):
     def remove(self) -> None:
         """Take the gates away, and leave the model whole on every rank. Collective."""
         self.flush()
-        for chunk in self._chunks:
+        for chunk in self._all:
             if chunk.is_sharded:
                 self._fetch(chunk.spec.id, None)
                 self._gather(chunk.spec.id)
@@ -155,7 +158,7 @@ class ShardedWeights(Weights):
 
     # ---- who asks ----
 
-    def _gates(self, owner: nn.Module, needed: Sequence[Chunk]) -> Iterator[Any]:
+    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
         if not needs:
             return
@@ -181,7 +184,7 @@ class ShardedWeights(Weights):
         storage = tensor.untyped_storage()._cdata
         if self._arena is None or storage == self._arena.untyped_storage()._cdata:
             for index in self._resident:
-                if (view := self._chunks[index].saved(tensor)) is not None:
+                if (view := self._all[index].saved(tensor)) is not None:
                     return view
         if (chunk := self._placeholders.get(storage)) is not None:
             names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
@@ -239,7 +242,7 @@ class ShardedWeights(Weights):
         self._wait(self._steps[found].needs)
 
     def _out_of_order(self, needs: Needs) -> str:
-        names = [entry.name for c in sorted(needs) for entry in self._chunks[c].spec.entries]
+        names = [entry.name for c in sorted(needs) for entry in self._all[c].spec.entries]
         return (
             f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
             f"plan of zero.stage=3 has dropped them; a model may leave modules out, but must use them in the order of "
@@ -294,7 +297,7 @@ class ShardedWeights(Weights):
         for action in step.actions:
             assert action.chunk is not None
             if action.kind in (Kind.FETCH, Kind.UNSHARD):
-                self._pay_until(action.chunk)
+                self._pay_until(self._last_trained([action.chunk]))
             if action.kind is Kind.RESHARD:
                 self._keep_part(action.chunk)
                 self._drop(action.chunk)
@@ -319,16 +322,16 @@ class ShardedWeights(Weights):
 
     def _wait(self, needs: Needs) -> None:
         for index in needs:
-            self._chunks[index].finish_gather()
+            self._all[index].finish_gather()
         self._current = needs
 
     def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
         """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do, or what
         the neighbours have kept."""
-        chunk = self._chunks[index]
+        chunk = self._all[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:
-            slot = torch.empty(numel, dtype=chunk.own_value.dtype, device=self._chunks[0].device)
+            slot = torch.empty(numel, dtype=chunk.own_value.dtype, device=chunk.device)
         else:
             slot = self._arena[offset : offset + numel]
         if near:
@@ -341,28 +344,28 @@ class ShardedWeights(Weights):
 
     def _gather(self, index: int) -> None:
         """The shards of the others set out, if they have not."""
-        if self._chunks[index].weights is WeightState.FETCHING:
-            self._chunks[index].gather_fetched()
+        if self._all[index].weights is WeightState.FETCHING:
+            self._all[index].gather_fetched()
 
     def _part(self, index: int) -> Tensor:
         assert self.plan is not None and self._arena is not None
         start = self.plan.kept[index]
-        return self._arena[start : start + self._chunks[index].part_numel]
+        return self._arena[start : start + self._all[index].part_numel]
 
     def _keep_part(self, index: int) -> None:
         """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
         if self.plan is not None and index in self.plan.kept and index not in self._kept:
-            self._chunks[index].keep_part(self._part(index))
+            self._all[index].keep_part(self._part(index))
             self._kept.add(index)
 
     def _drop(self, index: int) -> None:
-        self._chunks[index].reshard()
+        self._all[index].reshard()
         del self._resident[index]
 
     def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
         """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
         `gathers`."""
-        self._pay_until(max(resident, default=-1))
+        self._pay_until(self._last_trained(resident))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
         coming = {index: offset for index, offset in resident.items() if index not in self._resident}
@@ -370,6 +373,10 @@ class ShardedWeights(Weights):
             self._fetch(index, offset)
         for index in coming if gathers else ():
             self._gather(index)
+
+    def _last_trained(self, indices: Iterable[int]) -> int:
+        """The last of these chunks that has updates; -1: none."""
+        return max((index for index in indices if index < len(self._chunks)), default=-1)
 
     # ---- the first micro-batch ----
 
@@ -405,8 +412,8 @@ class ShardedWeights(Weights):
             with _disable_current_modes():  # what the model keeps is measured, not this
                 self._arena = torch.zeros(
                     self.plan.arena_numel,
-                    dtype=self._chunks[0].own_value.dtype,
-                    device=self._chunks[0].device,
+                    dtype=self._all[0].own_value.dtype,
+                    device=self._all[0].device,
                 )
 
     def planned(self, prefetch: int) -> GatherPlan | None:
@@ -414,8 +421,8 @@ class ShardedWeights(Weights):
         if self.trace is None:
             return None
         return plan_of(
-            self.trace.covering(contexts_of(self._chunks), self._units),
-            self._chunks,
+            self.trace.covering(contexts_of(self._all), self._units),
+            self._all,
             prefetch=prefetch,
             reshard_after_forward=self._reshard_after_forward,
         )
@@ -431,12 +438,13 @@ class ShardedWeights(Weights):
             )
 
 
-def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
-    """For each sharded chunk what is gathered with it: the chunks of its block, or those that hold a part of a module
-    of which it holds a part. One operation reads the weights of one module, and they are to come and go together."""
+def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk, in forward order, what is gathered with it: the chunks of its block, or those that hold a
+    part of a module of which it holds a part. One operation reads the weights of one module, and they are to come and
+    go together."""
     units: dict[int, set[int]] = {}
     first: dict[int | str, int] = {}
-    for chunk in chunks:
+    for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
         key, own = chunk.spec.key, chunk.spec.id
         assert isinstance(key, ChunkKey)
         if not chunk.is_sharded:
@@ -449,7 +457,7 @@ def units_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
     return {index: frozenset(unit) for index, unit in units.items()}
 
 
-def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
+def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
     """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
     the modules around them own."""
     units = units_of(chunks)
@@ -470,13 +478,14 @@ def contexts_of(chunks: Sequence[Chunk]) -> dict[int, Needs]:
 
 
 def plan_of(
-    trace: Trace, chunks: Sequence[Chunk], *, prefetch: int, reshard_after_forward: bool | int
+    trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
 ) -> GatherPlan:
     """The plan of these chunks by this trace."""
+    num_trained = sum(trains(chunk.spec) for chunk in chunks)
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
     on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
     return gather_plan(
-        trace, numels, num_chunks=len(chunks), prefetch=prefetch,
+        trace, numels, num_chunks=num_trained, prefetch=prefetch,
         reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
         parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
     )  # fmt: skip
@@ -484,12 +493,12 @@ def plan_of(
 
 def weights_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
-    world: AxisComm, zero: ZeroConfig,
+    world: AxisComm, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
 ) -> Weights:  # fmt: skip
     """The gates that these chunks need; `parameters` by the names that the chunks have for them."""
-    if not any(chunk.is_sharded for chunk in chunks):
+    if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
         return Weights(module, parameters, chunks)
     return ShardedWeights(
-        module, parameters, chunks, hooks.only, world,
+        module, parameters, chunks, hooks.only, world, frozen=frozen,
         prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
     )  # fmt: skip

@@ -53,17 +53,18 @@ class Trace:
     def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
         """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
         before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
-        modules need in forward, `units` what is gathered with it in backward."""
+        modules need in forward, `units`, in that order, what is gathered with it in backward."""
         forward, backward = list(self.forward), list(self.backward)
         seen: Needs = frozenset(chunk for moment in self.forward for chunk in moment.needs)
-        for chunk in sorted(units.keys() - seen):
+        place = {chunk: number for number, chunk in enumerate(units)}
+        for chunk in (chunk for chunk in units if chunk not in seen):
             first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
             if chunk not in first:
-                at = 1 + max((i for c, i in first.items() if c < chunk), default=-1)
+                at = 1 + max((i for c, i in first.items() if place[c] < place[chunk]), default=-1)
                 forward.insert(at, Moment(contexts[chunk]))
             last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
             if chunk not in last:
-                at = 1 + max((i for c, i in last.items() if c > chunk), default=-1)
+                at = 1 + max((i for c, i in last.items() if place[c] > place[chunk]), default=-1)
                 backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
         return Trace(tuple(forward), tuple(backward))
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.zero.owed import Owed
 
 
@@ -27,15 +28,17 @@ class Weights:
     """Gates before the modules of one model, whose weights are whole between steps."""
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk]
-    ) -> None:
-        """`parameters`: those of `module` by the names that the chunks have for them."""
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        frozen: Sequence[WeightChunk] = (),
+    ) -> None:  # fmt: skip
+        """`parameters`: those of `module` by the names that the chunks have for them; `frozen`: the chunks that never
+        change, where they need gates."""
         self._module, self._chunks = module, tuple(chunks)
         self._names_only = False
         self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
         self._owed: Owed | None = None
         names = {id(parameter): name for name, parameter in parameters.items()}
-        chunk_of = {entry.name: chunk for chunk in chunks for entry in chunk.spec.entries}
+        chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
         self._handles: list[Any] = []
         for owner in module.modules():
             own = [names[id(p)] for p in owner.parameters(recurse=False)]
@@ -131,14 +134,14 @@ class Weights:
         for handle in self._handles:
             handle.remove()
 
-    def _gates(self, owner: nn.Module, needed: Sequence[Chunk]) -> Iterator[Any]:
+    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         yield owner.register_forward_pre_hook(partial(self._enter, needed))
 
     def _before_state_dict(self) -> None:
         if not self._names_only:
             self.flush()
 
-    def _enter(self, needed: Sequence[Chunk], module: nn.Module, args: Any) -> None:
+    def _enter(self, needed: Sequence[WeightChunk], module: nn.Module, args: Any) -> None:
         if self._owed is not None:
             is_gathered = any(chunk.sharding_axes for chunk in needed)
             self._pay_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)

@@ -23,7 +23,7 @@ from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.pack import ChunkSpec, Item, pack
-from colossal_lite.memory.weight_chunk import Groups
+from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.plan import Kind
@@ -79,44 +79,55 @@ drawn_parameters = st.builds(Drawn, st.sampled_from(SHAPES), st.booleans(), st.b
 models = st.lists(drawn_parameters, min_size=1, max_size=10).filter(lambda ps: not all(p.frozen for p in ps))
 
 
-def chunks_of(module: nn.Module, cut: Cut, rank: int) -> tuple[Chunk, ...]:
-    """This rank's chunks of a model, as `initialize` makes them."""
+def chunks_of(module: nn.Module, cut: Cut, rank: int) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:
+    """This rank's chunks of a model, as `initialize` makes them: those that train, and those that do not."""
     zero = dict(stage=cut.stage, reduce="micro_batch") | ({} if cut.shard is None else dict(shard=cut.shard))
     if cut.stage != 2:
         zero.pop("reduce")
     config = Config.load(dict(zero=zero, precision="fp32", parallel={cut.by: cut.ranks}))
     mesh = Mesh.recording(config.check_world(cut.ranks).layout(), rank)
     specs = parallelize(module, Mesh.serial()).specs
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    named = dict(module.named_parameters())
     numels = {name: p.numel() for name, p in named.items()}
+    still = [name for name, p in named.items() if not p.requires_grad]
     blocks = [f"blocks.{i}" for i in range(len(module.blocks))]
     with patch.object(build, "CHUNK_BYTES", 4 * 3000):
-        packed = build.pack_chunks(numels, specs, config, mesh.layout, blocks=blocks)
-    return build.build_chunks(named, packed, specs, config, mesh, torch.device("cpu"))
+        packed = build.pack_chunks(numels, specs, config, mesh.layout, None, blocks, still)
+    chunks = build.build_chunks(named, packed, specs, config, mesh, torch.device("cpu"))
+    return chunks, build.build_frozen(packed, config, mesh, torch.device("cpu"))
 
 
 def assert_each_element_has_one_owner(module: nn.Module, cut: Cut) -> None:
-    ranks = [chunks_of(module, cut, rank) for rank in range(cut.ranks)]
+    trained, still = zip(*(chunks_of(module, cut, rank) for rank in range(cut.ranks)), strict=True)
     trainable = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+    frozen = {name: p.numel() for name, p in module.named_parameters() if not p.requires_grad}
+    assert_parts_cover(trained, cut, trainable)
+    assert_parts_cover(still, cut, frozen if cut.stage == 3 else {})
+    squares = sum(_squares_of_ones(chunk, trainable) for chunks in trained for chunk in chunks)
+    assert squares == pytest.approx(sum(trainable.values()), abs=0.25), "what lies between counts in the norm"
+
+
+def assert_parts_cover(ranks: Sequence[Sequence[WeightChunk]], cut: Cut, numels: Mapping[str, int]) -> None:
+    """The chunks of all ranks have each element of these parameters in one shard, and nothing else."""
     assert all([c.spec for c in chunks] == [c.spec for c in ranks[0]] for chunks in ranks)
-    assert sorted(e.name for c in ranks[0] for e in c.spec.entries) == sorted(trainable)
+    assert sorted(e.name for c in ranks[0] for e in c.spec.entries) == sorted(numels)
     copies = 1 if not cut.stage else cut.ranks // (cut.shard or cut.ranks)
     expected = cut.ranks if not cut.stage else copies  # how many ranks own each element
     for same in zip(*ranks, strict=True):
         owners, shares = torch.zeros(2, same[0].spec.numel, dtype=torch.int64)
         for chunk in same:
             owners[slice(*chunk.owned)] += 1
-            shares[slice(*chunk.share)] += 1
-        assert (owners == expected).all() and (shares == 1).all()
+            if isinstance(chunk, Chunk):
+                shares[slice(*chunk.share)] += 1
+        assert (owners == expected).all()
+        assert (shares == 1).all() or not isinstance(same[0], Chunk)
         for entry in same[0].spec.entries:
-            seen = torch.zeros(trainable[entry.name], dtype=torch.int64)
+            seen = torch.zeros(numels[entry.name], dtype=torch.int64)
             for chunk in same:
                 if part := chunk.part_of(entry):
                     local, start = part
                     seen[start : start + local.stop - local.start] += 1
             assert (seen == expected).all(), entry
-    squares = sum(_squares_of_ones(chunk, trainable) for chunks in ranks for chunk in chunks)
-    assert squares == pytest.approx(sum(trainable.values()), abs=0.25), "what lies between counts in the norm"
 
 
 def _squares_of_ones(chunk: Chunk, numels: Mapping[str, int]) -> float:

@@ -551,10 +551,13 @@ def one_grows(env: RankEnv, case: Case) -> str:
 
 
 def frozen_rows(env: RankEnv, case: Case) -> tuple[int, int, int, int]:
-    """Bytes of frozen parameters: as they are, by the report now and foretold, and by the plan."""
+    """Bytes of frozen parameters: as they are (at stage 3 this rank's half), by the report now and foretold, and by the
+    plan."""
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         held = sum(p.nbytes for p in engine.model.parameters() if not p.requires_grad)
+        if engine._frozen:
+            held = sum(chunk.spec.numel // 2 * chunk.own_value.itemsize for chunk in engine._frozen)
         (row,) = [row for row in engine.memory_report() if row.kind == "frozen"]
         assert row.tier == "cpu" and row.peak_bytes == row.now_bytes
         made = planner.plan(

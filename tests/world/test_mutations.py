@@ -24,6 +24,7 @@ from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.mover import Link, Outbox
 from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
 from colossal_lite.optim import LAMB, Muon
 from colossal_lite.parallel import blockwise, grid, parallelize, sequence, tensor_1d
 from colossal_lite.parallel.blockwise import Gather, Ring
@@ -503,7 +504,7 @@ ALL |= FAULTS_ZERO
 # ---- sharded weights ----
 
 
-def _shards_rolled(original: Any, self: Chunk, slot: torch.Tensor) -> None:
+def _shards_rolled(original: Any, self: WeightChunk, slot: torch.Tensor) -> None:
     original(self, slot)
     assert self._gathering is not None
     self._gathering.wait()
@@ -555,6 +556,38 @@ FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "sharded weights, a parameter left out": (WEIGHTS, ChunkOptimizer, "update", _one_step_count),
 }
 ALL |= FAULTS_WEIGHTS
+
+
+# ---- sharded weights that do not train ----
+
+
+def _shards_of_frozen_rolled(original: Any, self: WeightChunk, slot: torch.Tensor) -> None:
+    if isinstance(self, Chunk):
+        original(self, slot)
+    else:
+        _shards_rolled(original, self, slot)
+
+
+def _frozen_dropped_at_once(original: Any, self: ShardedWeights, needs: Any) -> None:
+    original(self, needs)
+    for index in needs:
+        if index >= len(self._chunks):
+            self._all[index]._hide()
+
+
+def _frozen_not_asked_for_in_backward(original: Any, self: SavedView) -> Any:
+    view = original(self)
+    return view if isinstance(self.chunk, Chunk) else torch.full_like(view, 0.1)
+
+
+FROZEN = replace(WEIGHTS, adapters=2)
+FAULTS_FROZEN: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "frozen weights of the neighbour's shard": (FROZEN, WeightChunk, "unshard", _shards_of_frozen_rolled),
+    "frozen weights dropped too early": (FROZEN, ShardedWeights, "_wait", _frozen_dropped_at_once),
+    "frozen weights of others in backward": (FROZEN, SavedView, "rebuilt", _frozen_not_asked_for_in_backward),
+    "a frozen shard from the parameter's beginning": (FROZEN, WeightChunk, "part_of", _wrong_offset),
+}
+ALL |= FAULTS_FROZEN
 
 
 # ---- hybrid sharding ----

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import colossal_lite as cl
-from colossal_lite import planner
+from colossal_lite import dry_run, planner
 from colossal_lite.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
@@ -292,13 +292,13 @@ def test_where_the_order_cannot_be_known_beforehand_the_first_forward_tells_it()
 def test_the_plan_packs_in_the_order_of_use_too() -> None:
     config = dict(precision="fp32", optimizer=ADAMW)
     orders = []
-    pack_chunks = planner.pack_chunks
+    pack_chunks = dry_run.pack_chunks
 
     def noted(numels: Any, *args: Any, **options: Any) -> Any:
         orders.append(list(numels))
         return pack_chunks(numels, *args, **options)
 
-    with patch.object(planner, "pack_chunks", noted):
+    with patch.object(dry_run, "pack_chunks", noted):
         planner.plan(config, Backwards, batch=2, sequence=8, world_size=2)
     assert orders and all(order[0] == "token.weight" and order[-1] == "head.bias" for order in orders)
 
