@@ -32,6 +32,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.agreement import Sums, Totals, agree
 from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch, read_batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
@@ -40,7 +41,6 @@ from colossal_lite.data import check_batch
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
-from colossal_lite.memory.mover import to_device
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.timeline import MemoryTimeline
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -99,25 +99,6 @@ class StepResult:
     tokens: int
     skipped: bool
     lr: float
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What the ranks have agreed on at the end of a backward: sums over the world."""
-
-    loss: float
-    weight: float
-    squares: float
-    stop: bool
-    used: tuple[bool, ...]
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.squares)
-
-    @property
-    def grad_norm(self) -> float:
-        return math.sqrt(self.squares) / self.weight if self.weight else 0.0
 
 
 @dataclass(frozen=True)
@@ -204,7 +185,7 @@ class Engine:
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
         self._auxiliary = parallelized.auxiliary
-        self._sums = self._no_sums()  # since the last step
+        self._sums = Sums(self.context.device)  # since the last step
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._totals: Totals | None = None
         self._has_checked_generator = False
@@ -238,7 +219,7 @@ class Engine:
             self._totals = self._agree()
             self._auxiliary.check_count(self._totals.weight)
         self._settle()
-        return self._mean_loss(self._totals)
+        return self._totals.mean_loss
 
     @_noting_faults
     def step(self) -> StepResult:
@@ -267,7 +248,7 @@ class Engine:
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         self.stop_agreed = totals.stop
         result = StepResult(
-            self.steps, self._mean_loss(totals), totals.grad_norm, tokens, skipped,
+            self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped,
             self._optimizer.peak_lr * factor,
         )  # fmt: skip
         if self._reads_weights:
@@ -285,10 +266,10 @@ class Engine:
         self._weights.flush()
         was_training = self.model.training
         self.model.eval()
-        sums = self._no_sums()
+        sums = Sums(self.context.device)
         self._run(parts, sums)
         self.model.train(was_training)
-        loss_sum, count = self.mesh.world.all_reduce(_told(sums, self._tells_loss)).tolist()
+        loss_sum, count = self.mesh.world.all_reduce(sums.told(self._tells_loss)).tolist()
         self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
@@ -352,7 +333,7 @@ class Engine:
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
-        self._add(self._sums, total.detach(), 0 if count is None else count)
+        self._sums.add(total.detach(), 0 if count is None else count)
 
     # ---- whole tensors ----
 
@@ -643,7 +624,7 @@ class Engine:
         most = max(1, *(-(-size // self.context.config.gradient_accumulation) for size in sizes))
         return min(pipeline.micro_batches or 4 * pipeline.size, most) if pipeline.size > 1 else 1
 
-    def _run(self, parts: tuple[Batch, ...], sums: Tensor) -> None:
+    def _run(self, parts: tuple[Batch, ...], sums: Sums) -> None:
         """Execute the plan of a step on its micro-batches; loss and weight are added to `sums`."""
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
@@ -703,11 +684,11 @@ class Engine:
             self._plans[shape] = step_plan(config.parallel.pipeline, shape)
         return self._plans[shape]
 
-    def _forward(self, stage: int, part: Batch, carried: Any, sums: Tensor) -> Any:
+    def _forward(self, stage: int, part: Batch, carried: Any, sums: Sums) -> Any:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, _positions(local))
-        heard = self._auxiliary.heard(sums[2], len(local.samples))
+        heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
         with self._weights.forward(), self._only_counted_randomness(), heard:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
@@ -720,7 +701,7 @@ class Engine:
             )
         outputs = getattr(outputs, "logits", outputs)
         loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
-        self._add(sums, loss.detach(), count)
+        sums.add(loss.detach(), count)
         seed = self._seed(part)
         # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy
         return loss if seed == 1.0 else loss * seed
@@ -766,9 +747,8 @@ class Engine:
         )
 
     def _agree(self) -> Totals:
-        """One all-reduce over the world: every rank knows the same sums afterwards.
-
-        The ranks that hold one sum of a chunk add the squares of a share each, so that no element counts twice."""
+        """Every rank knows the same sums afterwards. The ranks that hold one sum of a chunk add the squares of a share
+        each, so that no element counts twice."""
         self.mesh.progress.phase = "agreement"
         if self._sharding.ordered:
             squares = ordered_squares(self._chunks, self._in_order, self.mesh, self.context.device)
@@ -782,20 +762,14 @@ class Engine:
             if self._by_count is None
             else self.mesh.coord("pipeline", "sequence", "tensor") == 0
         )
-        sums = _told(self._sums, tells)
-        here = {chunk.spec.id: chunk.used for chunk in self._chunks}
-        used_of = [here.get(spec.id, [False] * len(spec.entries)) for spec in self._packed]
-        flags = [
-            self.context.stop_requested,
-            self.mesh.apart,
-            *(used for used_here in used_of for used in used_here),
-        ]
-        marks = to_device(torch.tensor(flags, dtype=torch.float64), self.context.device)
-        row = self.mesh.world.all_reduce(torch.cat([sums, marks, squares]))
-        total = row[2 + len(flags) :].sum().item()
-        loss, weight, stop, apart, *used = row[: 2 + len(flags)].tolist()
-        self.mesh.check_together(apart)
-        return Totals(loss, weight, total, stop > 0, tuple(flag > 0 for flag in used))
+        return agree(
+            self.mesh,
+            self._sums.told(tells),
+            squares,
+            self._chunks,
+            self._packed,
+            stop=self.context.stop_requested,
+        )
 
     @property
     def _defers(self) -> bool:
@@ -809,10 +783,10 @@ class Engine:
         """The updates of a step, every number of which is known: from now on the weights are others, wherever their
         updates run."""
         for chunk in self._chunks:
-            if any(self._used(chunk, totals)):
+            if any(totals.used[chunk.spec.id]):
                 chunk.count_change()
         self._optimizer.changed = False
-        scale = totals.weight / self._clip_factor(totals.grad_norm)
+        scale = totals.weight / totals.clip_factor(self.context.config.clip_grad_norm)
 
         def end() -> None:
             self._optimizer.finish(factor)
@@ -836,17 +810,12 @@ class Engine:
 
     def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
         before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
-        used = self._used(chunk, totals)
+        used = totals.used[chunk.spec.id]
         self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
         self._metering.updated(chunk.spec.id)
         chunk.pay()
         self._weights.updated(chunk, changed=any(used))
         self.mesh.progress.phase = before
-
-    def _used(self, chunk: Chunk, totals: Totals) -> tuple[bool, ...]:
-        """Which entries of a chunk some rank has a gradient for."""
-        first = sum(len(spec.entries) for spec in self._packed if spec.id < chunk.spec.id)
-        return totals.used[first : first + len(chunk.spec.entries)]
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor
@@ -861,7 +830,7 @@ class Engine:
         if self._by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
         if not self._by_count:
-            self._sums[1] = 1.0  # this rank's weight, however many calls
+            self._sums.weigh_alike()  # however many calls
         if not self._sharding.by_micro_batch:
             self._reduce_all()
         with self._measured():
@@ -894,22 +863,7 @@ class Engine:
 
     def _forget(self) -> None:
         self._totals, self._by_count = None, None
-        self._sums.zero_()
-
-    def _add(self, sums: Tensor, loss: Tensor, weight: Tensor | int | float) -> None:
-        sums[0] += loss
-        sums[1] += weight
-
-    def _no_sums(self) -> Tensor:
-        """Of the losses of labels and of their weights, and of what auxiliary losses add to the first."""
-        return torch.zeros(3, dtype=torch.float64, device=self.context.device)
-
-    def _clip_factor(self, norm: float) -> float:
-        limit = self.context.config.clip_grad_norm
-        return min(1.0, limit / (norm + 1e-6)) if limit is not None else 1.0
-
-    def _mean_loss(self, totals: Totals) -> Tensor:
-        return torch.tensor(totals.loss / totals.weight if totals.weight else math.nan, dtype=torch.float64)
+        self._sums.clear()
 
     @contextmanager
     def _only_counted_randomness(self) -> Iterator[None]:
@@ -940,12 +894,6 @@ def _positions(part: Batch) -> Tensor:
     if part.positions is not None:
         return part.positions
     return torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=part.inputs.device)
-
-
-def _told(sums: Tensor, tells: bool) -> Tensor:
-    """(loss, weight) of this rank: auxiliary losses are told where they are emitted, labels where `tells`."""
-    loss, weight, auxiliary = sums
-    return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
 
 
 def _chunk_of(action: Action) -> int:

@@ -66,7 +66,7 @@ LEVELS: tuple[set[str], ...] = (
         "optim",
         "tokens",
     },
-    {"compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
+    {"agreement", "compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"pipeline.units"},
     {"dry_run", "pipeline.profile", "report", "run_plan", "whole"},
     {"planned_step"},
