@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from colossal_lite import conjugate, deferral, engine, kernels, zero
+from colossal_lite.agreement import Sums
 from colossal_lite.auxiliary import AuxiliaryLosses, Share
 from colossal_lite.comm import AxisComm
 from colossal_lite.engine import Engine
@@ -119,8 +120,8 @@ def _labels_shifted(original: Any, given: Any, **kwargs: Any) -> Any:
     return original((inputs, labels.roll(1, dims=1)), **kwargs)
 
 
-def _mean_of_means(original: Any, self: Engine, sums: Any, loss: torch.Tensor, weight: Any) -> None:
-    original(self, sums, loss / max(float(weight), 1.0), 1.0)
+def _mean_of_means(original: Any, self: Sums, loss: torch.Tensor, weight: Any) -> None:
+    original(self, loss / max(float(weight), 1.0), 1.0)
 
 
 def _one_step_count(original: Any, self: ChunkOptimizer, chunk: Chunk, used: Any, **kwargs: Any) -> None:
@@ -144,7 +145,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "norm over one share only": (ChunkSpec, "shard", _norm_of_one_share),
     "norm counts replicas": (ChunkSpec, "shard", _norm_counts_replicas),
     "labels shifted": (engine, "read_batch", _labels_shifted),
-    "mean of the ranks' means": (Engine, "_add", _mean_of_means),
+    "mean of the ranks' means": (Sums, "add", _mean_of_means),
     "a parameter left out of the update": (ChunkOptimizer, "update", _one_step_count),
     "reduced before the last micro-batch": (GradientHooks, "begin", _late_gradient),
 }

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import colossal_lite as cl
+from colossal_lite.agreement import Sums
 from colossal_lite.batch import Batch
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.models import GPTConfig
@@ -182,7 +183,7 @@ def held(env: RankEnv, case: Case) -> tuple[int, int]:
         engine.train_step((inputs, labels))  # what is made once and stays
         with LiveBytes() as meter:
             part = Batch((inputs,), {}, labels, torch.arange(len(inputs)))
-            loss = engine._forward(0, part, None, engine._no_sums())
+            loss = engine._forward(0, part, None, Sums(context.device))
         kept = meter.now_bytes
         assert loss.requires_grad
         del loss
