@@ -375,3 +375,12 @@ def unbuilt_problems(config: Config) -> Iterator[Problem]:
             told.add(row.path)
             legal = ", ".join(map(repr, row.built))
             yield Problem(row.path, value, f"is not built yet ({row.missing})", legal)
+    given = {"": config.optimizer.moments} | {
+        f"groups.{i}.": g.moments for i, g in enumerate(config.optimizer.groups)
+    }
+    if config.precision.dtype == "fp64":
+        for prefix, moments in given.items():
+            if moments == "bf16":
+                yield Problem(
+                    f"optimizer.{prefix}moments", moments, "is not built beside float64 weights", "'auto'"
+                )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from colossal_lite.kernels import Ops
+    from colossal_lite.kernels import Draws, Ops
     from colossal_lite.settings import LRSchedulerConfig, OptimizerConfig
 
 
@@ -37,6 +37,7 @@ class Group:
     weight_decay: float
     momentum: float
     nesterov: bool
+    moments: str = "auto"
 
 
 def groups_of(config: OptimizerConfig) -> tuple[Group, ...]:
@@ -97,6 +98,10 @@ class Rule(Protocol):
     is_elementwise: ClassVar[bool]
 
     @property
+    def narrow(self) -> torch.dtype | None:
+        """Of its states, where that is not the gradient's dtype: it is then handed one parameter at a time."""
+
+    @property
     def states(self) -> tuple[str, ...]:
         """Names of the state tensors it keeps, each of the shape of what it updates."""
 
@@ -114,10 +119,12 @@ class Rule(Protocol):
         low: Tensor | None = None,
         residual: Tensor | None = None,
         ties: Tensor | None = None,
+        draws: Draws | None = None,
     ) -> None:
-        """Update `weight` and `state` in place; all are of one shape and dtype; `step` counts from 1; the
-        gradient is consumed.  `low` takes the new weights in its own dtype.  With `residual` and `ties`, which no rule
-        gets that `joins`, `weight` is the upper half of masters (kernels/split.py)."""
+        """Update `weight` and `state` in place; all are of one shape and dtype, but for states of `narrow` dtype, which
+        `draws` round; `step` counts from 1; the gradient is consumed.  `low` takes the new weights in its own dtype.
+        With `residual` and `ties`, which no rule gets that `joins`, `weight` is the upper half of masters
+        (kernels/split.py)."""
 
     def joins(self, group: Group) -> bool:
         """Whether it needs masters whole, where they are split."""
@@ -130,11 +137,12 @@ class AdamW:
     is_elementwise: ClassVar[bool] = True
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     is_decoupled: bool = True
+    narrow: torch.dtype | None = None
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
         *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
-        ties: Tensor | None = None,
+        ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
         decay = group.weight_decay
         if decay and not self.is_decoupled:
@@ -155,6 +163,7 @@ class AdamW:
             low=low,
             residual=residual,
             ties=ties,
+            **({} if draws is None else {"draws": draws}),
         )
 
     def joins(self, group: Group) -> bool:
@@ -167,12 +176,13 @@ class SGD:
     gradient."""
 
     is_elementwise: ClassVar[bool] = True
+    narrow: ClassVar[torch.dtype | None] = None
     states: tuple[str, ...] = ("momentum_buffer",)
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
         *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
-        ties: Tensor | None = None,
+        ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
         ops.sgd_(
             weight,
@@ -198,12 +208,13 @@ class Lion:
     """arXiv 2302.06675, algorithm 2: the sign of one average, another kept; weight decay decoupled."""
 
     is_elementwise: ClassVar[bool] = True
+    narrow: ClassVar[torch.dtype | None] = None
     states: tuple[str, ...] = ("exp_avg",)
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
         *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
-        ties: Tensor | None = None,
+        ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
         ops.lion_(
             weight,
@@ -229,12 +240,13 @@ class LAMB:
     (a length of zero counts as one ratio of 1)."""
 
     is_elementwise: ClassVar[bool] = False
+    narrow: ClassVar[torch.dtype | None] = None
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
         *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
-        ties: Tensor | None = None,
+        ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
         (beta1, beta2), mean, square = group.betas, state["exp_avg"], state["exp_avg_sq"]
         gradient.div_(grad_scale)
@@ -267,13 +279,14 @@ class Muon:
     """
 
     is_elementwise: ClassVar[bool] = False
+    narrow: ClassVar[torch.dtype | None] = None
     states: tuple[str, ...] = ("momentum_buffer",)
     half: bool = False
 
     def update(
         self, ops: Ops, group: Group, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor],
         *, step: int, lr: float, grad_scale: float, low: Tensor | None = None, residual: Tensor | None = None,
-        ties: Tensor | None = None,
+        ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
         buffer = state["momentum_buffer"]
         gradient.div_(grad_scale)
@@ -319,6 +332,8 @@ def rule_of(group: Group, compute: torch.dtype = torch.float32) -> Rule:
         return SGD(states=())
     if group.type == "muon" and compute.itemsize == 2:
         return Muon(half=True)
+    if group.type in ("adamw", "adam") and group.moments == "bf16":
+        return AdamW(is_decoupled=group.type == "adamw", narrow=torch.bfloat16)
     return OPTIMIZERS[group.type]
 
 

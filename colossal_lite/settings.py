@@ -62,8 +62,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 # What each optimizer reads besides lr.
 OPTIMIZER_READS: Mapping[str, frozenset[str]] = {
-    "adamw": frozenset({"betas", "eps", "weight_decay"}),
-    "adam": frozenset({"betas", "eps", "weight_decay"}),
+    "adamw": frozenset({"betas", "eps", "moments", "weight_decay"}),
+    "adam": frozenset({"betas", "eps", "moments", "weight_decay"}),
     "sgd": frozenset({"momentum", "nesterov", "weight_decay"}),
     "lamb": frozenset({"betas", "eps", "weight_decay"}),
     "lion": frozenset({"betas", "weight_decay"}),
@@ -80,6 +80,7 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+Moments = Literal["auto", "bf16"]
 OptimizerType = Literal["adamw", "adam", "sgd", "lamb", "lion", "muon"]
 
 
@@ -102,6 +103,8 @@ class ParamGroup(Section):
     """Momentum; None: the optimizer's."""
     nesterov: bool | None = None
     """Nesterov momentum; None: the optimizer's."""
+    moments: Moments | None = None
+    """How both averages are kept; None: the optimizer's."""
 
 
 class OptimizerConfig(Section):
@@ -121,6 +124,10 @@ class OptimizerConfig(Section):
     """Momentum of sgd and muon."""
     nesterov: bool = False
     """Nesterov momentum in sgd and muon."""
+    moments: Moments = "auto"
+    """How adamw and adam keep both averages: auto, as wide as gradients are summed; bf16, lossy: 4 bytes a parameter in
+    the place of 8, rounded up or down by counted random numbers. Of a checkpoint, wide ones are then rounded to nearest
+    when they are loaded."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameters that have settings of their own."""
 

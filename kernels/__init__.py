@@ -37,12 +37,13 @@ from . import philox as _philox
 from . import rotary as _rotary
 from . import softmax as _softmax
 from .attention import CAUSAL, FULL, Mask
-from .philox import Rows
+from .philox import Draws, Rows
 
 __all__ = [
     "CAUSAL",
     "FULL",
     "TORCH",
+    "Draws",
     "Dropout",
     "Mask",
     "OpChoice",

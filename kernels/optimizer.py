@@ -9,6 +9,10 @@ Note: g = grad / grad_scale, which is the token count, the clip factor and the l
 pass of its own.  The gradient may be narrower than the float32 master, and `low` takes the new weights in its
 own dtype: 28 bytes a parameter for AdamW with both in bf16.  With `residual` and `ties` the master is split
 (split.py): `param` is its high half, and both halves are read and written; its bits are those of a float32 master.
+With `draws` AdamW's moments are bf16: widened for the step, which uses them as they come out of it, and rounded back by
+counted random numbers (philox.py).  To nearest would not do: at b2 = 0.999 a square that is 1.5 times too large changes
+by less than half of the last place, and stays where it is for ever.  The lower half of an element's word rounds m, the
+upper one v.
 Elementwise to the bit: cutting a buffer anywhere (a split one at a multiple of 8) changes nothing.  On the CPU
 AdamW and SGD are torch's fused kernels, called on pieces that stay in cache where a cast comes before or after.
 """
@@ -16,13 +20,15 @@ AdamW and SGD are torch's fused kernels, called on pieces that stay in cache whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .launch import FLAT, SCALAR, Takes, TritonOp, architecture, jit, launch, tile, tl
+from .launch import FLAT, SCALAR, Takes, TritonOp, architecture, jit, launch, signed32, tile, tl
+from .philox import Draws, round_by, word_tile
 from .split import PIECE, check_halves, join, load_halves, split_, store_halves
 
 
@@ -42,15 +48,23 @@ def adamw_(
     low: Tensor | None = None,
     residual: Tensor | None = None,
     ties: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
     """One AdamW step on contiguous tensors of one shape; step counts from 1.
 
-    The moments have param's dtype (float32 beside a residual), grad and low may have any floating one.  Equal to
+    The moments have param's dtype (float32 beside a residual; bf16 with `draws`, and param is then float32 or split),
+    grad and low may have any floating one.  Equal to
     torch.optim.AdamW(fused=True) bit for bit when grad_scale is 1 (on the CPU, but for the last numel % 64
     elements, which torch rounds otherwise than the rest).  grad is consumed: it may hold the scaled gradient
     afterwards.
     """
-    _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check("adamw_", param, grad, low, residual, ties, draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if draws is not None:
+        numbers = dict(
+            lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale
+        )
+        buffers = (param, grad, exp_avg, exp_avg_sq)
+        return _by_widened(adamw_, buffers, low, residual, ties, draws, step, numbers)
     steps = torch.full((), float(step), device=param.device)
     divisor, scaled = _scaled(grad_scale, param)
     for p, g, m, v in _pieces(param, grad, low, residual, ties, exp_avg, exp_avg_sq):
@@ -60,6 +74,26 @@ def adamw_(
             [p], [g], [m], [v], [], [steps], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, amsgrad=False, maximize=False, **scaled,
         )  # fmt: skip
+
+
+def _by_widened(
+    update: Callable[..., None], buffers: Sequence[Tensor], low: Tensor | None, residual: Tensor | None,
+    ties: Tensor | None, draws: Draws, step: int, numbers: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """`update` piece by piece on float32 copies of the moments, which are rounded back."""
+    flat = [t.view(-1) for t in buffers]
+    for start in range(0, flat[0].numel(), _NARROW):
+        part = slice(start, min(start + _NARROW, flat[0].numel()))
+        param, grad, m, v = (t[part] for t in flat)
+        wide_m, wide_v = m.float(), v.float()
+        update(
+            param, grad, wide_m, wide_v, step=step, low=None if low is None else low.view(-1)[part],
+            residual=None if residual is None else residual.view(-1)[part],
+            ties=None if ties is None else ties[start // 8 : -(-part.stop // 8)], **numbers,
+        )  # fmt: skip
+        words = draws.from_element(start).words(m.numel(), step, m.device)
+        round_by(wide_m, words & 0xFFFF, m)
+        round_by(wide_v, words.bitwise_right_shift_(16).bitwise_and_(0xFFFF), v)
 
 
 def sgd_(
@@ -83,7 +117,7 @@ def sgd_(
     """
     _check_momentum(momentum_buffer, momentum)
     state = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
-    _check("sgd_", param, grad, low, residual, ties, **state)
+    _check("sgd_", param, grad, low, residual, ties, None, **state)
     divisor, scaled = _scaled(grad_scale, param)
     for p, g, *buffer in _pieces(param, grad, low, residual, ties, *state.values()):
         if divisor is not None:
@@ -140,9 +174,16 @@ def compiled_adamw_() -> Callable[..., None]:
     def step_(
         param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0, low: Tensor | None = None,
-        residual: Tensor | None = None, ties: Tensor | None = None,
+        residual: Tensor | None = None, ties: Tensor | None = None, draws: Draws | None = None,
     ) -> None:  # fmt: skip
-        _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        _check("adamw_", param, grad, low, residual, ties, draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        if draws is not None:
+            rates_of = dict(
+                lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale
+            )
+            return _by_widened(
+                step_, (param, grad, exp_avg, exp_avg_sq), low, residual, ties, draws, step, rates_of
+            )
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
         rates = (lr, lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, eps)
         numbers = torch.tensor((float(grad_scale), *rates, *corrections), dtype=exp_avg.dtype)
@@ -158,6 +199,8 @@ def compiled_adamw_() -> Callable[..., None]:
     return step_
 
 
+_NARROW = 1 << 17
+"""Elements of which moments are float32 at once: with their words they stay in the second-level cache."""
 _VECTOR = 64
 """A multiple of the widest vector of every machine, in elements."""
 _TILE = 1 << 18
@@ -227,7 +270,7 @@ def _scaled(grad_scale: float | Tensor, param: Tensor) -> tuple[Tensor | None, d
 
 def _check(
     op: str, param: Tensor, grad: Tensor, low: Tensor | None, residual: Tensor | None, ties: Tensor | None,
-    **state: Tensor,
+    draws: Draws | None = None, **state: Tensor,
 ) -> None:  # fmt: skip
     if not param.is_floating_point():
         raise ValueError(f"{op}: param is {param.dtype}; legal is a floating dtype")
@@ -239,9 +282,15 @@ def _check(
     if residual is not None and ties is not None:
         check_halves(op, param, residual, ties)
     master = param.dtype if residual is None else torch.float32
+    if draws is not None and (master != torch.float32 or draws.first % 4):
+        raise ValueError(
+            f"{op}: draws from element {draws.first} beside {master} weights; legal is a multiple of 4, and float32 or "
+            f"split weights"
+        )
+    of_states = master if draws is None else torch.bfloat16
     loose = {"grad": grad} if low is None else {"grad": grad, "low": low}
     for name, tensor in {"param": param, **loose, **state}.items():
-        wants = param.dtype if name == "param" else master
+        wants = param.dtype if name == "param" else of_states
         dtype_fits = tensor.is_floating_point() if name in loose else tensor.dtype == wants
         if tensor.shape != param.shape or not dtype_fits or not tensor.is_contiguous():
             dtype = "floating" if name in loose else wants
@@ -265,17 +314,31 @@ def _check_momentum(momentum_buffer: Tensor | None, momentum: float) -> None:
 
 
 @jit
+def _widened(pointer, i, inside):
+    """bf16 elements i, given as int16, as float32."""
+    return (tl.load(pointer + i, mask=inside).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def _rounded(wide, noise):
+    """`philox.round_by`, as int16."""
+    return ((wide.to(tl.int32, bitcast=True) + noise) >> 16).to(tl.int16)
+
+
+@jit
 def _step_kernel(
-    param, grad, first_state, second_state, low, residual, ties, scale_pointer, numel, start, scale: tl.float32,
+    param, grad, first_state, second_state, low, residual, ties, scale_pointer, numel, start, k0: tl.int32,
+    k1: tl.int32, count: tl.int32, first, scale: tl.float32,
     lr: tl.float32,
     decay: tl.float32, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, correction1: tl.float32,
     correction2: tl.float32,
-    RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, SPLIT: tl.constexpr, NARROW: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block.  RULE: adamw; lion; sgd without a buffer; momentum; nesterov; and both at the first step.
 
     decay is lr * weight_decay, or weight_decay for sgd; beta1 is sgd's momentum.  SPLIT: param is an int16 high half.
+    NARROW: the moments are bf16, given as int16, and step `count` rounds element i by draw `first` + i.
     """
     begin = start + tl.program_id(0).to(tl.int64) * BLOCK
     i = begin + tl.arange(0, BLOCK)
@@ -293,15 +356,26 @@ def _step_kernel(
         p = tl.load(param + i, mask=inside)
         kind = p.dtype
         p = p.to(tl.float32)
-    if RULE == "adamw" or RULE == "lion":
-        m = tl.load(first_state + i, mask=inside).to(tl.float32)
+    if NARROW:
+        m = _widened(first_state, i, inside)
+        v = _widened(second_state, i, inside)
+    else:
+        if RULE == "adamw" or RULE == "lion":
+            m = tl.load(first_state + i, mask=inside).to(tl.float32)
+        if RULE == "adamw":
+            v = tl.load(second_state + i, mask=inside).to(tl.float32)
     if RULE == "adamw":
-        v = tl.load(second_state + i, mask=inside).to(tl.float32)
         m += (1.0 - beta1) * (g - m)
         v = beta2 * v + (1.0 - beta2) * g * g
-        tl.store(second_state + i, v, mask=inside)
+        if NARROW:
+            words = word_tile(k0, k1, count, first + begin, BLOCK)
+            tl.store(first_state + i, _rounded(m, words & 0xFFFF), mask=inside)
+            tl.store(second_state + i, _rounded(v, (words >> 16) & 0xFFFF), mask=inside)
+        else:
+            tl.store(second_state + i, v, mask=inside)
         p = p * (1.0 - decay) - lr * correction1 * m / (tl.sqrt(v) * correction2 + eps)
-        tl.store(first_state + i, m, mask=inside)
+        if not NARROW:
+            tl.store(first_state + i, m, mask=inside)
     elif RULE == "lion":
         mixed = beta1 * m + (1.0 - beta1) * g
         sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, 0.0))
@@ -332,6 +406,7 @@ def _step_kernel(
 def _launch(
     rule: str, param: Tensor, grad: Tensor, states: tuple[Tensor | None, Tensor | None], low: Tensor | None,
     residual: Tensor | None, ties: Tensor | None, grad_scale: float | Tensor, *numbers: float,
+    draws: Draws | None = None, step: int = 0,
 ) -> None:  # fmt: skip
     """Whole blocks without a mask (a mask costs the 128-bit loads), then the rest with one."""
     if isinstance(grad_scale, Tensor):
@@ -342,11 +417,16 @@ def _launch(
     numel, block = param.numel(), options["BLOCK"]
     body = numel // block
     param = param if residual is None else param.view(torch.int16)
+    first, second = states
+    drawn = (0, 0, 0, 0)
+    if draws is not None and first is not None and second is not None:
+        first, second = first.view(torch.int16), second.view(torch.int16)
+        drawn = (signed32(draws.key[0]), signed32(draws.key[1]), signed32(step), draws.first)
     for start, count, masked in ((0, body, False), (body * block, -(-numel // block) - body, True)):
         launch(
-            _step_kernel, (count,), param, grad, *states, low, residual, ties, pointer, numel, start, scale, *numbers,
-            RULE=rule, POINTER=pointer is not None, LOW=low is not None, SPLIT=residual is not None, MASKED=masked,
-            **options,
+            _step_kernel, (count,), param, grad, first, second, low, residual, ties, pointer, numel, start, *drawn,
+            scale, *numbers, RULE=rule, POINTER=pointer is not None, LOW=low is not None, SPLIT=residual is not None,
+            NARROW=draws is not None, MASKED=masked, **options,
         )  # fmt: skip
 
 
@@ -354,13 +434,14 @@ def _triton_adamw(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, lr: float, beta1: float,
     beta2: float, eps: float, weight_decay: float, grad_scale: float | Tensor = 1.0,
     low: Tensor | None = None, residual: Tensor | None = None, ties: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:  # fmt: skip
-    _check("adamw_", param, grad, low, residual, ties, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check("adamw_", param, grad, low, residual, ties, draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
     states = (exp_avg, exp_avg_sq)
     _launch(
         "adamw", param, grad, states, low, residual, ties, grad_scale,
-        lr, lr * weight_decay, beta1, beta2, eps, *corrections,
+        lr, lr * weight_decay, beta1, beta2, eps, *corrections, draws=draws, step=step,
     )  # fmt: skip
 
 
@@ -374,7 +455,7 @@ def _triton_sgd(
     if momentum_buffer is not None:
         rule = ("nesterov" if nesterov else "momentum") + (" first" if first else "")
     state = {} if momentum_buffer is None else {"momentum_buffer": momentum_buffer}
-    _check("sgd_", param, grad, low, residual, ties, **state)
+    _check("sgd_", param, grad, low, residual, ties, None, **state)
     _launch(
         rule, param, grad, (momentum_buffer, None), low, residual, ties, grad_scale,
         lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0,

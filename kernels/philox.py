@@ -65,7 +65,7 @@ def _packed_words(key: Key, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> T
     packed = torch.empty((*c0.shape, 2), dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1 << 32, out=packed[..., 0])
     torch.bitwise_or(c2, c3 << 32, out=packed[..., 1])
-    return packed.bitwise_xor_(_SIGN_BITS).view(torch.int32).view(c0.shape[0], -1)
+    return packed.bitwise_xor_(_SIGN_BITS).view(torch.int32).view(c0.shape[0], 4 * c0.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------- dropout masks
@@ -176,6 +176,36 @@ def _by_blocks(
     return out
 
 
+@dataclass(frozen=True)
+class Draws:
+    """Words that round what an update writes: of key's generator, for the elements from `first` on, a multiple of 4.
+
+    Element e has word e % 4 of counter (e // 4, step): the same bits wherever a buffer is cut."""
+
+    key: Key
+    first: int = 0
+
+    def from_element(self, start: int) -> Draws:
+        """Those of a piece that begins `start` elements later."""
+        return Draws(self.key, self.first + start)
+
+    def words(self, numel: int, step: int, device: torch.device | str = "cpu") -> Tensor:
+        """Int32 [numel], uniform over all 32 bits."""
+        counter = torch.arange(self.first // 4, -(-(self.first + numel) // 4), device=device)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        words = _packed_words(
+            self.key, (counter & MASK32)[:, None], (counter >> 32)[:, None], zero + (step & MASK32), zero
+        )
+        return words.view(-1)[:numel]
+
+
+def round_by(wide: Tensor, noise: Tensor, out: Tensor) -> None:
+    """`wide` float32 [n] to one of the two neighbours in `out` bf16 [n]: away from zero with the probability of the
+    distance to the other, by `noise` [n] int32 in [0, 2**16); the mean over all noise is `wide`."""
+    bits = wide.view(torch.int32).add(noise).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits)
+
+
 _CENTRE = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
      1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
@@ -255,6 +285,23 @@ def keep_tile(k0, k1, step, threshold, sample, position, feature, ROWS: tl.const
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, COLUMNS)
     return words >= threshold.to(tl.uint32, bitcast=True)
+
+
+@jit
+def word_tile(k0, k1, step, first, BLOCK: tl.constexpr):
+    """Int32 [BLOCK]: `Draws.words` of the elements from `first` on, a multiple of 4."""
+    counter = first // 4 + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros((BLOCK // 4,), tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        (counter & 0xFFFFFFFF).to(tl.uint32),
+        (counter >> 32).to(tl.uint32),
+        zero + step.to(tl.uint32, bitcast=True),
+        zero,
+        k0.to(tl.uint32, bitcast=True),
+        k1.to(tl.uint32, bitcast=True),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK)
+    return (words ^ 0x80000000).to(tl.int32, bitcast=True)
 
 
 @jit

@@ -206,7 +206,7 @@ def narrow_products(ttir: str, *, is_short: bool = False) -> list[str]:
         if match is None:
             continue
         name, op, rest = match[1], match[2], match[3]
-        made[name] = (rest if op == "tt.get_program_id" else op, re.findall(r"%[\w#]+", rest))
+        made[name] = (rest if op == "tt.get_program_id" else op, re.findall(r"%[\w#-]+", rest))
         if op == "arith.muli" and re.search(r": (tensor<\S+xi32>|i32)( loc|$)", line):
             kinds = sorted(_kind(operand, made) for operand in made[name][1][:2])
             if kinds == ["runtime", "runtime"] or ("index" in kinds and "runtime" in kinds):
@@ -268,7 +268,7 @@ def both(out: Any) -> None:
 
 def production_cases() -> dict[str, Callable[[], None]]:
     """Every op of the table that has a Triton path, at the sizes of a 124 M to an 8 B model."""
-    from colossal_lite.kernels import FULL, Mask, Rows, triton_paths
+    from colossal_lite.kernels import FULL, Draws, Mask, Rows, triton_paths
 
     op = {name: path.run for name, path in triton_paths().items()}
     rows = Rows((1, 2), 3, meta(4, dtype=torch.int64), meta(4096, dtype=torch.int64))
@@ -317,6 +317,13 @@ def production_cases() -> dict[str, Callable[[], None]]:
     halves = dict(residual=meta(1 << 28, dtype=torch.int16), ties=meta(1 << 25, dtype=torch.uint8))
     cases["adamw_ split"] = lambda: op["adamw_"](
         half(), half(), flat(), flat(), grad_scale=scale, **halves, **adamw
+    )
+    draws = Draws((1, 2), 64)
+    cases["adamw_ narrow"] = lambda: op["adamw_"](
+        flat(), half(), half(), half(), grad_scale=scale, low=half(), draws=draws, **adamw
+    )
+    cases["adamw_ split, narrow"] = lambda: op["adamw_"](
+        half(), half(), half(), half(), grad_scale=scale, draws=draws, **halves, **adamw
     )
     cases["sgd_ split"] = lambda: op["sgd_"](
         half(), half(), flat(), lr=0.1, momentum=0.9, nesterov=True, **halves

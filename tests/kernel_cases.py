@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.kernels import FULL, TORCH, Mask, Ops, Rows, attention, split
+from colossal_lite.kernels import FULL, TORCH, Draws, Mask, Ops, Rows, attention, split
+from colossal_lite.kernels.philox import round_by
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -256,6 +257,28 @@ def check_split(ops: Ops, name: str, numel: int, *, still: bool = False, device:
     assert torch.equal(split_states[0], m) and torch.equal(split_states[1], v), (
         f"{name} {numel}: other states"
     )
+
+
+def check_narrow(ops: Ops, numel: int, *, first: int = 0, split_: bool = False, device: str = "cpu") -> None:
+    """A step on bf16 moments is one on float32 copies of them, each rounded to one of its two neighbours, by the words
+    that the torch path draws: other only where a sum's last bit is."""
+    generator = torch.Generator().manual_seed(1)
+    p, g, m, v = (torch.randn(numel, generator=generator).to(device) for _ in range(4))
+    m, v, draws = m.bfloat16(), v.abs().bfloat16(), Draws((7, 1 << 31), first)
+    wide, step = [m.float(), v.float()], optimizer_steps()["adamw"]
+    weights, more = p.clone(), dict[str, Any]()
+    if split_:
+        weights, ties = p.bfloat16(), torch.zeros(split.tie_bytes(numel), dtype=torch.uint8, device=device)
+        more = dict(residual=torch.zeros(numel, dtype=torch.int16, device=device), ties=ties)
+        split.split_(p, weights, **more)
+    step(ops, weights, g.clone(), m, v, grad_scale=0.37, draws=draws, **more)
+    step(ops, p, g.clone(), *wide, grad_scale=0.37)
+    assert torch.equal(split.join(weights, **more) if split_ else weights, p), "other weights"
+    words = draws.words(numel, 3, device)
+    for narrow, truth, noise in ((m, wide[0], words & 0xFFFF), (v, wide[1], (words >> 16) & 0xFFFF)):
+        expected = torch.empty_like(narrow)
+        round_by(truth, noise, expected)
+        assert torch.equal(narrow, expected), f"{numel} from {first}: other moments"
 
 
 def step_cases() -> list[Case]:

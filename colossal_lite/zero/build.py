@@ -172,7 +172,7 @@ def chunk_optimizer(
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
             placement=memory.records_tier, timeout_s=config.timeout_s,
-            speed=LinkSpeed(memory.link_bandwidth), open_file=open_file,
+            speed=LinkSpeed(memory.link_bandwidth), open_file=open_file, seed=config.seed,
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]

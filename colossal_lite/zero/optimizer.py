@@ -7,8 +7,10 @@ step count; when all are, which is the rule, that is one call for the whole chun
 tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
 alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
 masters are written by the update itself, while the new masters are in cache.  Split masters (kernels/split.py) are
-updated in their halves; whoever else reads or writes some of them gets a joined copy.  A rank that owns a shard of
-a chunk keeps state for that shard and updates that: elementwise rules give the same bits wherever they cut.
+updated in their halves; whoever else reads or writes some of them gets a joined copy.  Where states are narrow
+(`moments="bf16"`) each entry is updated by itself, and rounded by numbers that its name and its elements count: the
+same bits at any stage, chunk size and placement.  A rank that owns a shard of a chunk keeps state for that shard and
+updates that: elementwise rules give the same bits wherever they cut.
 State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when.  State
 that rests on disk is in memory while `at_hand` says so, or after `opened`; at other times its tensors are on the meta
 device, where nobody can read them by mistake.
@@ -25,7 +27,7 @@ from itertools import groupby, takewhile
 import torch
 from torch import Tensor
 
-from colossal_lite.kernels import Ops
+from colossal_lite.kernels import Draws, Ops
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
@@ -34,6 +36,7 @@ from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import DISK, Action, Kind
+from colossal_lite.rng import key
 from colossal_lite.zero.interleave import update_plan
 from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
 from colossal_lite.zero.visits import HostShards
@@ -87,21 +90,23 @@ class ChunkOptimizer:
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
-        open_file: Callable[[FileLayout], DiskFile] | None = None,
+        open_file: Callable[[FileLayout], DiskFile] | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
-        to it; `open_file` makes the disk's file; None where no step is taken.  Raises DiskError."""
+        to it; `open_file` makes the disk's file; None where no step is taken; `seed` of what rounds narrow states.
+        Raises DiskError."""
+        self._seed = seed
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
-        names = [rule.states for rule in self._rules]
+        forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
         if not self._chunks:  # of a pipeline stage where nothing trains
             pass
         elif placement == "host":
-            self.tiers = HostStates(self._chunks, names, timeout_s, speed)
+            self.tiers = HostStates(self._chunks, forms, timeout_s, speed)
         elif placement == "disk":
-            self.tiers = DiskStates(self._chunks, names, timeout_s, speed, open_file)
+            self.tiers = DiskStates(self._chunks, forms, timeout_s, speed, open_file)
         self.plan = update_plan(
             len(self._chunks),
             ahead=AHEAD if self.tiers else None,
@@ -110,8 +115,8 @@ class ChunkOptimizer:
         self._state: list[dict[str, Tensor]] = [
             self.tiers.at_rest(index)
             if self.tiers
-            else {name: torch.zeros_like(chunk.gradient) for name in some}
-            for index, (chunk, some) in enumerate(zip(self._chunks, names, strict=True))
+            else {name: torch.zeros_like(chunk.gradient, dtype=dtype) for name, dtype in some.items()}
+            for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
         self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
         self.shards: HostShards | None = None
@@ -130,6 +135,10 @@ class ChunkOptimizer:
         """Of the parameters in no group."""
         return self._groups[-1].lr
 
+    def _dtype_of(self, index: int) -> torch.dtype:
+        """Of the states of chunk `index`."""
+        return self._rules[index].narrow or self._chunks[index].gradient.dtype
+
     def group_of(self, chunk: Chunk) -> Group:
         assert isinstance(chunk.spec.key, ChunkKey)
         return self._groups[chunk.spec.key.group]
@@ -144,12 +153,20 @@ class ChunkOptimizer:
         if self.shards:
             self.shards.here(index, is_whole=all(used))
         before = None if self.changed else _copies(chunk)  # as a rule the first chunk says it for all
-        for span in ranges_to_update(chunk, used, self._steps[index], whole=not rule.is_elementwise):
+        alone = not rule.is_elementwise or rule.narrow is not None
+        for span in ranges_to_update(chunk, used, self._steps[index], whole=alone):
             entry, part = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
             gradient = chunk.gradient[part].view(shape)
             state = {n: flat[part].view(shape) for n, flat in here.items()}
-            how = partial(rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale)
+            draws = None
+            if rule.narrow is not None:  # by the element of the parameter, wherever chunks and shards are cut
+                draws = Draws(
+                    key(self._seed, "moments", entry.name), chunk.owned[0] + span.start - entry.start
+                )
+            how = partial(
+                rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, draws=draws
+            )
             if chunk.residual is None:
                 stored, seen = chunk.master[part].view(shape), chunk.seen(span.start, span.stop)
                 weight = stored.to(gradient.dtype)
@@ -221,14 +238,14 @@ class ChunkOptimizer:
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """State of a chunk, its master left out: held now, and by its rule's formula."""
         index = self._index[chunk.spec.id]
-        width = len(self._rules[index].states) * chunk.gradient.element_size()
+        width = len(self._rules[index].states) * self._dtype_of(index).itemsize
         held = sum(t.numel() * t.element_size() for t in self._state[index].values())
         return held, (chunk.owned[1] - chunk.owned[0]) * width
 
     def record_bytes(self, index: int) -> int:
         """Of the state of chunk `index`, its master included where that is apart from the weights."""
         chunk = self._chunks[index]
-        states = len(self._rules[index].states) * chunk.gradient.element_size()
+        states = len(self._rules[index].states) * self._dtype_of(index).itemsize
         return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
 
     def settle_on_device(self, indices: Collection[int]) -> None:
@@ -372,11 +389,8 @@ class ChunkOptimizer:
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: each rule's states, an element as wide as the gradient's."""
-        return sum(
-            (chunk.owned[1] - chunk.owned[0]) * len(rule.states) * chunk.gradient.element_size()
-            for chunk, rule in zip(self._chunks, self._rules, strict=True)
-        )
+        """By the formula: each rule's states, an element as wide as the gradient's, or narrow."""
+        return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
 
 
 def _master_parts(chunk: Chunk) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ host; what was changed is written before the next step, or when the slot is need
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,20 +42,20 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Record:
-    """The form of one chunk's state: names and elements of its parts."""
+    """The form of one chunk's state: name of each part, elements of the buffer that it takes, and its own dtype."""
 
-    parts_numel: tuple[tuple[str, int], ...] = ()
+    forms: tuple[tuple[str, int, torch.dtype], ...] = ()
 
     @property
     def size(self) -> int:
-        """Elements."""
-        return sum(numel for _, numel in self.parts_numel)
+        """Elements of the buffer."""
+        return sum(numel for _, numel, _ in self.forms)
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a buffer that holds such a record."""
-        sizes = [numel for _, numel in self.parts_numel]
+        sizes = [numel for _, numel, _ in self.forms]
         pieces = flat[: self.size].split(sizes) if sizes else ()
-        return {name: piece for (name, _), piece in zip(self.parts_numel, pieces, strict=True)}
+        return {name: piece.view(dtype) for (name, _, dtype), piece in zip(self.forms, pieces, strict=True)}
 
 
 class States(ABC):
@@ -68,12 +68,16 @@ class States(ABC):
     """Records that are read before the one that is copied to the device; None: they are on the host."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+        self,
+        chunks: Sequence[Chunk],
+        states: Sequence[Mapping[str, torch.dtype]],
+        timeout_s: float,
+        speed: LinkSpeed,
     ) -> None:
-        """`states`: for each chunk the names of its state tensors, which begin as zeros; `speed` of the links between
-        device and host."""
+        """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
+        between device and host."""
         self._chunks = tuple(chunks)
-        self._records = [_record(chunk, names) for chunk, names in zip(chunks, states, strict=True)]
+        self._records = [_record(chunk, some) for chunk, some in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
         self._device = device
         self._make_slots()
@@ -185,12 +189,13 @@ class States(ABC):
         return parts
 
 
-def _record(chunk: Chunk, names: Sequence[str]) -> Record:
+def _record(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
     """The states of a chunk, and what its masters have beside the weights."""
-    parts = [(name, chunk.owned[1] - chunk.owned[0]) for name in names]
+    length, word = chunk.owned[1] - chunk.owned[0], chunk.gradient.dtype
+    parts = [(name, length * dtype.itemsize // word.itemsize, dtype) for name, dtype in states.items()]
     if chunk.master is not chunk.own_value:
         assert chunk.master.dtype == chunk.gradient.dtype, "of one width"
-        parts.append((MASTER, chunk.master_words.numel()))
+        parts.append((MASTER, chunk.master_words.numel(), word))
     return Record(tuple(parts))
 
 
@@ -200,7 +205,11 @@ class HostStates(States):
     tier = "host"
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed
+        self,
+        chunks: Sequence[Chunk],
+        states: Sequence[Mapping[str, torch.dtype]],
+        timeout_s: float,
+        speed: LinkSpeed,
     ) -> None:
         super().__init__(chunks, states, timeout_s, speed)
         self.host_bytes = self.record_bytes
@@ -252,7 +261,7 @@ class DiskStates(States):
     below = BELOW
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Sequence[str]], timeout_s: float, speed: LinkSpeed,
+        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
         open_file: Callable[[FileLayout], DiskFile] | None,
     ) -> None:  # fmt: skip
         """`open_file` makes the file of a layout; None: nothing is ever read or written."""

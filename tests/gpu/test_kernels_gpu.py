@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Ops, Rows, select
-from tests.kernel_cases import TOLERANCE, Case, agree, cases, check, check_split, optimizer_steps
+from tests.kernel_cases import (
+    TOLERANCE,
+    Case,
+    agree,
+    cases,
+    check,
+    check_narrow,
+    check_split,
+    optimizer_steps,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device is visible", allow_module_level=True)
@@ -99,6 +108,14 @@ def test_a_step_on_split_masters_has_the_bits_of_one_on_float32_masters(
 ) -> None:
     for still in (False, True):
         check_split(ops if path == "triton" else TORCH, name, 1_000_003, still=still, device=CUDA)
+
+
+@pytest.mark.parametrize("split_", [False, True])
+@pytest.mark.parametrize("path", ["triton", "torch"])
+def test_a_step_on_bf16_moments_is_one_on_float32_ones_rounded_by_the_same_words(
+    path: str, split_: bool, ops: Ops
+) -> None:
+    check_narrow(ops if path == "triton" else TORCH, 1_000_003, first=64, split_=split_, device=CUDA)
 
 
 def test_two_runs_have_the_same_bits(ops: Ops) -> None:

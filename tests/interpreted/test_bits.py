@@ -11,7 +11,7 @@ import torch
 
 from colossal_lite.kernels import TORCH, norm, select
 from tests.interpreter import sanitized
-from tests.kernel_cases import Case, check, check_split, norm_cases, optimizer_steps, rows
+from tests.kernel_cases import Case, check, check_narrow, check_split, norm_cases, optimizer_steps, rows
 
 OPS = select("triton", "cpu", strict=True)
 CARRY = 4 * 2**32  # where the counter needs its second word
@@ -51,6 +51,13 @@ def test_a_step_on_split_masters_has_the_bits_of_one_on_float32_masters(name: st
         for numel in (0, 1, 13, 1024, 2500):
             check_split(OPS, name, numel)
         check_split(OPS, name, 2500, still=True)
+
+
+@pytest.mark.parametrize("split_", [False, True])
+def test_a_step_on_bf16_moments_is_one_on_float32_ones_rounded_by_the_same_words(split_: bool) -> None:
+    with sanitized():
+        for numel, first in ((0, 0), (1, 4), (1024, 0), (2500, (1 << 34) + 64)):
+            check_narrow(OPS, numel, first=first, split_=split_)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 256, 257, 5000])

@@ -471,7 +471,11 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ),
         ({"precision": {"loss_scale": 2.0}}, "precision.loss_scale", "fp16"),
         ({"precision": {"dtype": "fp32", "master": "fp32"}}, "precision.master", "their own master"),
-        ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "adamw reads lr, betas, eps, weight_decay"),
+        (
+            {"optimizer": {"momentum": 0.9}},
+            "optimizer.momentum",
+            "adamw reads lr, betas, eps, moments, weight_decay",
+        ),
         ({"optimizer": {"type": "sgd", "betas": (0.5, 0.5)}}, "optimizer.betas", "sgd reads"),
         (
             {"optimizer": {"groups": [{"match": "*", "nesterov": True}]}},

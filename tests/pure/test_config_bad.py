@@ -81,6 +81,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.momentum": BETA,
     "optimizer.nesterov": FLAG,
+    "optimizer.moments": choice("fp32", "bfloat16"),
     "optimizer.groups": ({"match": "*.bias"}, "*.bias", None, 3),
     "lr_scheduler.type": choice("cosin", "step", "onecycle"),
     "lr_scheduler.warmup_steps": STEPS,
@@ -109,6 +110,7 @@ GROUP_SETTINGS: dict[str, tuple[Any, ...]] = {
     "weight_decay": NOT_NEGATIVE_OR_NONE,
     "momentum": BETA_OR_NONE,
     "nesterov": FLAG_OR_NONE,
+    "moments": tuple(value for value in choice("fp32", "bfloat16") if value is not None),
 }
 SECTIONS = (
     "parallel",

@@ -210,7 +210,7 @@ def assert_newest_versions(
             self._thread.submit(self.lane._hurries.wait, seconds)
         return run(self, work, size_bytes, **more)
 
-    chunks, states = records(count), [("moment",)] * count
+    chunks, states = records(count), [{"moment": torch.float32}] * count
     opened = partial(DiskFile, directory, label="test", timeout_s=20.0)
     with (
         patch.object(tiers, "SLOTS", ahead + 2),
