@@ -23,7 +23,7 @@ from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import groups_of
-from colossal_lite.precision import Precision
+from colossal_lite.precision import ChunkTypes, Precision
 from colossal_lite.run_plan import Held, Term
 from colossal_lite.zero.budget import Kind as Part
 from colossal_lite.zero.budget import Placement
@@ -56,7 +56,8 @@ def record_step(
         for index, times in gathers.gathers(near=near).items():
             gathered = (*chunks, *frozen)[index]
             comm = gathered.groups.near if near else gathered.shards
-            part = gathered.own_value.new_empty(gathered.spec.numel // comm.size)
+            sent_bytes = gathered.types.wire_bytes(gathered.spec.numel // comm.size)
+            part = torch.empty(sent_bytes, dtype=torch.uint8, device=META)
             for _ in range(times * config.gradient_accumulation):
                 comm.all_gather(part)
 
@@ -131,7 +132,7 @@ def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precis
     """Of the chunks that do not train, or of what is in none."""
     in_chunks = {entry.name for chunk in frozen for entry in chunk.spec.entries}
     apart = sum(numel for name, numel in whole.frozen.items() if name not in in_chunks)
-    return sum(chunk.resting_bytes for chunk in frozen) + apart * precision.compute.itemsize
+    return sum(chunk.resting_bytes for chunk in frozen) + ChunkTypes.of(precision).resting_bytes(apart)
 
 
 def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:

@@ -54,6 +54,47 @@ class Precision:
         return 8 * self.master.itemsize if self.master != self.compute else 0
 
 
+@dataclass(frozen=True)
+class ChunkTypes:
+    """How the numbers of a chunk are kept and sent: weights at rest (`storage`), as shards of them travel (`wire`), and
+    as the model multiplies with them (`compute`); sums of gradients; masters, in two halves if `split`.
+
+    `storage` and `wire` None: as `compute`.  `scale_block`: elements of the wire that share one float32 scale; 0: none.
+    Whatever allocates, gathers or counts weights asks here, and all gathers are `WeightChunk._gather`: another wire
+    (int8 in blocks, arXiv 2306.10209 section 3) is a conversion there and a slot for what comes.  None is built: raises
+    ValueError for weights that rest or travel in another dtype than `compute`."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    split: bool = False
+    storage: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    scale_block: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("storage", self.storage), ("wire", self.wire)):
+            if dtype not in (None, self.compute):
+                raise ValueError(f"chunk: {name}={dtype} is not built; legal: {self.compute}, which computes")
+        if self.scale_block:
+            raise ValueError(
+                f"chunk: scale_block={self.scale_block} is not built; legal: 0, a wire without scales"
+            )
+
+    @classmethod
+    def of(cls, precision: Precision) -> ChunkTypes:
+        return cls(precision.compute, precision.master, precision.gradient, precision.split)
+
+    def resting_bytes(self, numel: int) -> int:
+        """Of so many weights between steps."""
+        return numel * (self.storage or self.compute).itemsize
+
+    def wire_bytes(self, numel: int) -> int:
+        """Of so many weights on their way, with their scales."""
+        scales = -(-numel // self.scale_block) if self.scale_block else 0
+        return numel * (self.wire or self.compute).itemsize + 4 * scales
+
+
 GROWTH_STEPS = 2000
 FIRST_SCALE, LEAST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
 

@@ -23,7 +23,7 @@ from colossal_lite.memory.mover import Link
 from colossal_lite.memory.timeline import Level, MemoryTimeline
 from colossal_lite.memory.tracer import StepMeter
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.precision import Precision
+from colossal_lite.precision import ChunkTypes, Precision
 from colossal_lite.recompute import blocks_of
 from colossal_lite.zero.build import sharding_of, slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -69,7 +69,8 @@ def rows_of_state(
     summed, those of gathered weights, those through which state visits the device, and frozen parameters: of the chunks
     that do not train, `frozen`, and of those that are in none, `apart`."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
-    widths = Widths(precision.compute.itemsize, precision.master_copy_bits, precision.gradient.itemsize)
+    types = ChunkTypes.of(precision)
+    widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
     held: dict[str, Callable[[Chunk], int]] = {
         "weights": lambda c: c.resting_bytes,
         "masters": lambda c: c.master_bytes,
@@ -91,15 +92,14 @@ def rows_of_state(
     if isinstance(weights, ShardedWeights):
         now = weights.arena_bytes
         rows.append(MemoryRow("gathered", device, now, now, weights.forecast_bytes))
-    width = precision.compute.itemsize
     if apart:
         now, numel = sum(p.nbytes for p in apart), sum(p.numel() for p in apart)
-        rows.append(MemoryRow("frozen", device, now, now, numel * width))
+        rows.append(MemoryRow("frozen", device, now, now, types.resting_bytes(numel)))
     for tier, at_rest in ((device, False), ("host", True)):
         kept = [chunk for chunk in frozen if (chunk.weights_at_rest is not None) == at_rest]
         now = sum(chunk.resting_bytes for chunk in kept)
         numel = sum(Extent(chunk.spec.numel, chunk.shards.size).shard for chunk in kept)
-        rows += [MemoryRow("frozen", tier, now, now, numel * width)] if kept else []
+        rows += [MemoryRow("frozen", tier, now, now, types.resting_bytes(numel))] if kept else []
     visits = optimizer.visits
     return (*rows, *(MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes) for v in visits))
 

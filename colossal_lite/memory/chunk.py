@@ -29,6 +29,7 @@ from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.mover import Outbox, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
+from colossal_lite.precision import ChunkTypes
 
 
 class GradientState(StrEnum):
@@ -63,9 +64,7 @@ class Chunk(WeightChunk):
         spec: ChunkSpec,
         groups: Groups,
         *,
-        value_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
+        types: ChunkTypes,
         device: torch.device,
         counted: Sequence[tuple[int, int]] | None = None,
         shard_state: bool = False,
@@ -77,14 +76,13 @@ class Chunk(WeightChunk):
         slot: int = 0,
         on_host: bool = False,
         master_on_host: bool = False,
-        split_master: bool = False,
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
         those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py).
         `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
         super().__init__(
-            spec, groups, value_dtype=value_dtype, device=device, shard_state=shard_state, shard_value=shard_value,
+            spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
             on_host=on_host,
         )  # fmt: skip
         shards, copies = groups.shards, groups.copies
@@ -100,13 +98,13 @@ class Chunk(WeightChunk):
         self._slot = slot
         length = self.owned[1] - self.owned[0]
 
-        same = master_dtype == value_dtype
         # What an optimizer takes away to another tier is never on the device as a whole.
         begins = torch.device("cpu") if master_on_host and device.type != "meta" else device
-        where = torch.device("meta") if split_master else begins
-        self.master = self.own_value if same else zeros_on(where, length, master_dtype)
+        where = torch.device("meta") if types.split else begins
+        is_apart = types.master != types.compute
+        self.master = zeros_on(where, length, types.master) if is_apart else self.own_value
         self.residual: Tensor | None = None
-        if split_master:
+        if types.split:
             self.residual = zeros_on(begins, length * 17 // 16, torch.int16)
 
         self.filling: Tensor | None = None
@@ -118,11 +116,11 @@ class Chunk(WeightChunk):
             assert staging is not None
             rests = on_host and self.owned == self._scattered
             self.gradient = (
-                self._room(length, gradient_dtype) if rests else zeros_on(device, length, gradient_dtype)
+                self._room(length, types.gradient) if rests else zeros_on(device, length, types.gradient)
             )
             self.gradient_at_rest = self.gradient if rests else None
         else:
-            self.filling = zeros_on(device, spec.numel, gradient_dtype)
+            self.filling = zeros_on(device, spec.numel, types.gradient)
             self.gradient = self.filling[slice(*self.owned)]
         self.state = GradientState.EMPTY
         self.used = [False] * len(spec.entries)  # whose gradient has arrived in this step

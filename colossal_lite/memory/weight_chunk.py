@@ -27,6 +27,7 @@ from colossal_lite.comm import AxisComm, Pending
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.mover import Link, Transfer, copied_to
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Entry
+from colossal_lite.precision import ChunkTypes
 
 
 class WeightState(StrEnum):
@@ -95,7 +96,7 @@ class WeightChunk:
     """The weights of one `ChunkSpec` on this rank."""
 
     def __init__(
-        self, spec: ChunkSpec, groups: Groups, *, value_dtype: torch.dtype, device: torch.device,
+        self, spec: ChunkSpec, groups: Groups, *, types: ChunkTypes, device: torch.device,
         shard_state: bool = False, shard_value: bool = False, on_host: bool = False,
     ) -> None:  # fmt: skip
         """`groups`: the ranks that have the same values.  `on_host`: what of its shards can rest on the host does
@@ -104,12 +105,11 @@ class WeightChunk:
         self.shard = spec.shard(self.shards.size, self.shards.coord)
         self.owned = self.shard if shard_state else (0, spec.numel)
         self.on_host = on_host
-        self._nowhere = torch.full((), torch.nan, dtype=value_dtype, device=device)
+        self.types, dtype = types, types.compute
+        self._nowhere = torch.full((), torch.nan, dtype=dtype, device=device)
         self.is_sharded = shard_value and (self.shards.size > 1 or on_host)
         length = self.owned[1] - self.owned[0]
-        kept = (
-            self._room(length, value_dtype) if self.is_sharded else zeros_on(device, spec.numel, value_dtype)
-        )
+        kept = self._room(length, dtype) if self.is_sharded else zeros_on(device, spec.numel, dtype)
         self.weights_at_rest = kept if self.is_sharded and on_host else None
         """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
         self._value = None if self.is_sharded else kept
@@ -143,7 +143,7 @@ class WeightChunk:
     def resting_bytes(self) -> int:
         """Of weights between steps."""
         kept = self.own_value if self.is_sharded else self.value
-        return kept.numel() * kept.element_size()
+        return self.types.resting_bytes(kept.numel())
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
         """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
@@ -199,14 +199,18 @@ class WeightChunk:
         self.move_weights(WeightState.SHARDED)
         self._hide()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self.shards.all_gather_async(self.own_value, self.value)
+        self._gathering = self._gather(self.shards, self.own_value, self.value)
+
+    def _gather(self, ranks: AxisComm, part: Tensor, whole: Tensor) -> Pending:
+        """Parts of weights become `whole` [numel]: the one place where they are on the wire, in its dtype."""
+        return ranks.all_gather_async(part, whole)
 
     def unshard(self, slot: Tensor) -> None:
         """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective."""
         assert self.is_sharded and slot.numel() == self.spec.numel
         self.move_weights(WeightState.GATHERING)
         self._value = slot
-        self._gathering = self.shards.all_gather_async(self.own_value, slot)
+        self._gathering = self._gather(self.shards, self.own_value, slot)
 
     @property
     def part_numel(self) -> int:
@@ -224,7 +228,7 @@ class WeightChunk:
         assert self.is_sharded and slot.numel() == self.spec.numel
         self.move_weights(WeightState.GATHERING)
         self._value = slot
-        self._gathering = self.groups.near.all_gather_async(part, slot)
+        self._gathering = self._gather(self.groups.near, part, slot)
 
     def fetch(self, slot: Tensor, up: Link) -> None:
         """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent
@@ -242,7 +246,7 @@ class WeightChunk:
         if self.shards.size > 1:
             self._finish_fetch()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self.shards.all_gather_async(self.value[slice(*self.shard)], self.value)
+        self._gathering = self._gather(self.shards, self.value[slice(*self.shard)], self.value)
 
     def _finish_fetch(self) -> None:
         if self._incoming is not None:

@@ -34,7 +34,7 @@ from colossal_lite.memory.pack import (
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
-from colossal_lite.precision import Precision
+from colossal_lite.precision import ChunkTypes, Precision
 from colossal_lite.problems import Problem, refuse
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -119,9 +119,7 @@ def build_chunks(
         Chunk(
             spec,
             group,
-            value_dtype=precision.compute,
-            master_dtype=precision.master,
-            gradient_dtype=precision.gradient,
+            types=ChunkTypes.of(precision),
             device=device,
             counted=_counted(spec, specs, mesh) if counts(spec) else (),
             shard_state=sharding.state,
@@ -130,7 +128,6 @@ def build_chunks(
             ordered=sharding.ordered,
             on_host=config.memory.moves,
             master_on_host=config.memory.records_tier != "device",
-            split_master=precision.split,
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
             slot=slot,
@@ -149,7 +146,7 @@ def build_frozen(
     )
     return tuple(
         WeightChunk(
-            spec, _groups(spec, mesh), value_dtype=precision.compute, device=device, shard_state=sharding.state,
+            spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,
             shard_value=sharding.weight, on_host=config.memory.moves,
         )
         for spec in packed

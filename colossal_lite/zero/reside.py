@@ -271,9 +271,9 @@ class Residence:
     def _gathered(self, plan: GatherPlan | None) -> int:
         """Bytes of the slots of gathered weights; without a plan the least that any has."""
         chunks: tuple[WeightChunk, ...] = (*self._chunks, *self._frozen)
-        widths = {c.spec.id: c.spec.numel * c.own_value.element_size() for c in chunks}
+        widths = {c.spec.id: c.spec.numel * c.types.compute.itemsize for c in chunks}
         if plan is not None:
-            return plan.arena_numel * chunks[0].own_value.element_size()
+            return plan.arena_numel * chunks[0].types.compute.itemsize
         return max((sum(widths[c] for c in unit) for unit in units_of(chunks).values()), default=0)
 
     def _refuse(self, placed: Placement) -> None:

@@ -94,7 +94,7 @@ class ShardedWeights(Weights):
 
     @property
     def forecast_bytes(self) -> int:
-        return 0 if self.plan is None else self.plan.arena_numel * self._all[0].own_value.element_size()
+        return 0 if self.plan is None else self.plan.arena_numel * self._all[0].types.compute.itemsize
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -331,7 +331,7 @@ class ShardedWeights(Weights):
         chunk = self._all[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:
-            slot = torch.empty(numel, dtype=chunk.own_value.dtype, device=chunk.device)
+            slot = torch.empty(numel, dtype=chunk.types.compute, device=chunk.device)
         else:
             slot = self._arena[offset : offset + numel]
         if near:
@@ -412,7 +412,7 @@ class ShardedWeights(Weights):
             with _disable_current_modes():  # what the model keeps is measured, not this
                 self._arena = torch.zeros(
                     self.plan.arena_numel,
-                    dtype=self._all[0].own_value.dtype,
+                    dtype=self._all[0].types.compute,
                     device=self._all[0].device,
                 )
 

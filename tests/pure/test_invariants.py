@@ -27,6 +27,7 @@ from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.plan import Kind
+from colossal_lite.precision import ChunkTypes
 from colossal_lite.zero import build, tiers
 from colossal_lite.zero.interleave import update_plan
 
@@ -189,8 +190,8 @@ def records(count: int) -> tuple[Chunk, ...]:
     """Chunks of one block each in bf16, whose masters are apart from the weights."""
     specs = pack([Item(f"p{i}", CHUNK) for i in range(count)], target_numel=1)
     alone = Groups(*[Mesh.serial().axis("data")] * 4)
-    dtypes = dict(value_dtype=torch.bfloat16, master_dtype=torch.float32, gradient_dtype=torch.float32)
-    return tuple(Chunk(spec, alone, device=torch.device("cpu"), **dtypes) for spec in specs)
+    types = ChunkTypes(torch.bfloat16, torch.float32, torch.float32)
+    return tuple(Chunk(spec, alone, device=torch.device("cpu"), types=types) for spec in specs)
 
 
 def assert_newest_versions(

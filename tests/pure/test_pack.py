@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -27,6 +28,7 @@ from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import parallelize
+from colossal_lite.precision import ChunkTypes
 from colossal_lite.recompute import blocks_of
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero.build import pack_chunks
@@ -163,11 +165,23 @@ def _chunk() -> Chunk:
     return Chunk(
         spec,
         Groups(*[Mesh.serial().axis("data")] * 4),
-        value_dtype=torch.bfloat16,
-        master_dtype=torch.float32,
-        gradient_dtype=torch.float32,
+        types=ChunkTypes(torch.bfloat16, torch.float32, torch.float32),
         device=torch.device("cpu"),
     )
+
+
+def test_bytes_on_the_wire_count_its_dtype_and_weights_that_travel_or_rest_in_another_are_refused_by_name() -> (
+    None
+):
+    types = ChunkTypes(torch.bfloat16, torch.float32, torch.float32)
+    assert types.wire_bytes(1000) == types.resting_bytes(1000) == 2000
+    for name, changes in (
+        ("wire=torch.int8", dict(wire=torch.int8)),
+        ("storage=torch.float32", dict(storage=torch.float32)),
+        ("scale_block=256", dict(scale_block=256)),
+    ):
+        with pytest.raises(ValueError, match=f"chunk: {name} is not built; legal: "):
+            replace(types, **changes)
 
 
 def test_parameters_become_views_of_the_chunk_and_keep_their_identity() -> None:

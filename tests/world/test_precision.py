@@ -19,7 +19,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import Item, pack
 from colossal_lite.memory.weight_chunk import Groups
 from colossal_lite.mesh import Mesh
-from colossal_lite.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, LossScale
+from colossal_lite.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, ChunkTypes, LossScale
 from colossal_lite.settings import PrecisionConfig
 from tests.parity import Case, assert_no_further
 from tests.pool import RankEnv, run_world
@@ -95,8 +95,8 @@ def test_the_seed_of_a_sum_is_that_of_a_mean_over_the_next_power_of_two() -> Non
 
 def test_the_scale_is_removed_exactly_where_fp16_would_end() -> None:
     (spec,) = pack([Item("w", 64)], target_numel=64)
-    dtypes = dict(value_dtype=torch.float16, master_dtype=torch.float32, gradient_dtype=torch.float32)
-    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), **dtypes, device=torch.device("cpu"))
+    types = ChunkTypes(torch.float16, torch.float32, torch.float32)
+    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=torch.device("cpu"))
     small = torch.arange(64).half() * 2.0**-24  # the least numbers of fp16
     chunk.accept(0, small, seed=2.0**16)
     chunk.accept(0, small, seed=2.0**10)
