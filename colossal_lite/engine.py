@@ -59,6 +59,7 @@ from colossal_lite.simulate import ScheduleReport, Span, Timeline
 from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
+from colossal_lite.zero.interleave import holds_up
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.owed import Owed
@@ -794,9 +795,14 @@ class Engine:
             self._hooks.clear()
 
         def update(action: Action) -> None:
-            self._update(self._chunks[_chunk_of(action)], totals, factor, scale)
+            self._update(action, totals, factor, scale)
 
-        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end)
+        def arrive(index: int) -> None:
+            assert isinstance(self._optimizer, ChunkOptimizer)
+            self._optimizer.arrived(self._chunks[index])
+            self._updated(self._chunks[index], totals)
+
+        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end, arrive)
 
     def _rest(self) -> None:
         """Everything that is owed or on its way is where it rests."""
@@ -808,14 +814,20 @@ class Engine:
         if self._residence is None or self._residence.placement is not None:
             self._optimizer.prepare()
 
-    def _update(self, chunk: Chunk, totals: Totals, factor: float, scale: float) -> None:
+    def _update(self, action: Action, totals: Totals, factor: float, scale: float) -> None:
+        """On the host it only sets out."""
         before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
-        used = totals.used[chunk.spec.id]
-        self._optimizer.update(chunk, used, factor=factor, grad_scale=scale)
+        chunk = self._chunks[_chunk_of(action)]
+        self._optimizer.update(chunk, totals.used[chunk.spec.id], factor=factor, grad_scale=scale)
+        if holds_up(action):
+            self._updated(chunk, totals)
+        self.mesh.progress.phase = before
+
+    def _updated(self, chunk: Chunk, totals: Totals) -> None:
+        """A chunk's new weights are there."""
         self._metering.updated(chunk.spec.id)
         chunk.pay()
-        self._weights.updated(chunk, changed=any(used))
-        self.mesh.progress.phase = before
+        self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor

@@ -305,8 +305,10 @@ class Memory:
 
     home: tier of a chunk between steps; uses: the chunks that a (task, stage) reads on the device; reads,
     writes: chunks that UPDATE of a chunk reads and overwrites besides it, on the tier where it runs; also:
-    copies besides the one at home, before and after the plan; sizes_bytes, activation_bytes (for one F of a
-    (task, stage)) count as 0 where left out; budget_bytes: for each tier, no limit where left out.
+    copies besides the one at home, before and after the plan; spent: gradients, which the UPDATE that reads
+    them uses up; made: those of them that the backward of a (task, stage) makes on the device, the others
+    are there at first; sizes_bytes, activation_bytes (for one F of a (task, stage)) count as 0 where left
+    out; budget_bytes: for each tier, no limit where left out.
     """
 
     home: Mapping[Chunk, str]
@@ -317,6 +319,8 @@ class Memory:
     reads: Mapping[Chunk, tuple[Chunk, ...]] = field(default_factory=dict)
     writes: Mapping[Chunk, tuple[Chunk, ...]] = field(default_factory=dict)
     also: frozenset[tuple[Chunk, str]] = frozenset()
+    spent: frozenset[Chunk] = frozenset()
+    made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:
@@ -358,9 +362,10 @@ class _Tiers:
         self.freeing: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
         self.awaited: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.chunks = sorted(chunks)
+        made = {chunk for of_stage in memory.made.values() for chunk in of_stage}
         for chunk in self.chunks:
             self.newest[chunk] = 0
-            for tier in self._resting(chunk):
+            for tier in self._resting(chunk) if chunk not in made else ():
                 self.version[chunk, tier] = 0
                 self.used[tier] += self._size_bytes(chunk)
         self.peak.update(self.used)
@@ -440,9 +445,10 @@ class _Tiers:
         for chunk in self.chunks:
             there = {tier for key, tier in self.version if key == chunk}
             stale = {tier for tier in there if not self.fresh(chunk, tier)}
-            if stale or there != self._resting(chunk):
+            rests = set() if chunk in self.memory.spent else self._resting(chunk)
+            if stale or there != rests:
                 now = ", ".join(sorted(f"{t} (stale)" if t in stale else t for t in there)) or "nowhere"
-                must = ", ".join(sorted(self._resting(chunk)))
+                must = ", ".join(sorted(rests)) or "nowhere"
                 self.reading.fault(f"{_name(chunk)} ends on {now} and must end on {must}", last)
 
 
@@ -739,6 +745,7 @@ class _Walk:
         chunks |= {
             c for key in set(chunks) for table in (memory.reads, memory.writes) for c in table.get(key, ())
         }
+        chunks |= {chunk for stage, made in memory.made.items() if stage in stages for chunk in made}
         self.tiers = _Tiers(memory, chunks & memory.home.keys(), reading)
         self.live = self.peak = 0
         self.gathered: set[tuple[int, int | None, int | None]] = set()
@@ -785,6 +792,8 @@ class _Walk:
             self.owed[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
+            for chunk in self.memory.made.get(stage, ()):
+                self.tiers.write(node, chunk, "device", self.tiers.newest[chunk] + 1)
 
     def _count(self, change: int) -> None:
         self.live += change
@@ -847,6 +856,8 @@ class _Walk:
                 self.tiers.read(node, read, tier)
             for written in (chunk, *self.memory.writes.get(chunk, ())):
                 self.tiers.write(node, written, tier, self.tiers.newest[written] + 1)
+            for gradient in self.memory.spent.intersection(self.memory.reads.get(chunk, ())):
+                self.tiers.drop(node, gradient, tier)
 
     def _close(self, mine: list[Action]) -> None:
         last = self.nodes[-1] if self.nodes else 0

@@ -83,7 +83,9 @@ def memory_rows(
     """What is held, and under a budget what rests where."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     placement = config.memory.records_tier
-    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
+    optimizer = ChunkOptimizer(
+        chunks, groups_of(config.optimizer), TORCH, {}, placement=placement, update=config.memory.update
+    )
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
     update = max((chunk.update_bytes for chunk in chunks), default=0)
     peak = max(cost.until, cost.after, update)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 from colossal_lite.memory import host, mover, weight_chunk
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import StreamLane
-from colossal_lite.zero import sharded, tiers, visits, weights
+from colossal_lite.zero import on_host, sharded, tiers, visits, weights
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
@@ -217,6 +217,7 @@ class Recorder:
                 (tiers, "host_pages", self.pages),
                 (visits, "host_room", self.room),
                 (weight_chunk, "host_room", self.room),
+                (on_host, "host_room", self.room),
                 (weights, "_disable_current_modes", nullcontext),
                 (sharded, "_disable_current_modes", nullcontext),
                 (DiskFile, "read", file_read),

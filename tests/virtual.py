@@ -6,14 +6,15 @@ worked out from when the link was free and from what it came after.  Whoever wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 from colossal_lite.memory import mover
 from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.zero import tiers
+from colossal_lite.zero import on_host, tiers
 
 
 @dataclass
@@ -21,15 +22,23 @@ class Clock:
     now_s: float = 0.0
     computed_s: float = 0.0
     order: list[str] = field(default_factory=list)
+    planted_s: dict[str, float] = field(default_factory=dict)
+    """Of whatever links of these names do, in the place of what their speed says."""
 
     def compute(self, what: str, seconds: float) -> None:
         self.order.append(what)
         self.now_s += seconds
         self.computed_s += seconds
 
-    def patched(self) -> Any:
+    @contextmanager
+    def patched(self) -> Iterator[None]:
         """Within, every link that is made runs on this clock."""
-        return patch.object(tiers, "Link", lambda name, lane, **_: VirtualLink(self, name, lane))
+
+        def link(name: str, lane: ThreadLane, **_: Any) -> VirtualLink:
+            return VirtualLink(self, name, lane)
+
+        with patch.object(tiers, "Link", link), patch.object(on_host, "Link", link):
+            yield
 
 
 @dataclass
@@ -51,6 +60,7 @@ class VirtualLink(mover.Link):
         self.speed = lane.speed
         super().close()
         self.clock, self.free_s = clock, 0.0
+        self.timeout_s = 600.0
 
     def run(
         self, work: Callable[[], object], size_bytes: int, *, after: Sequence[VirtualTransfer] = ()
@@ -58,7 +68,7 @@ class VirtualLink(mover.Link):
         work()
         self.moved_bytes += size_bytes
         start_s = max(self.clock.now_s, self.free_s, *(transfer.end_s for transfer in after), 0.0)
-        self.free_s = start_s + self.speed.seconds(size_bytes)
+        self.free_s = start_s + self.clock.planted_s.get(self.name, self.speed.seconds(size_bytes))
         return VirtualTransfer(self, self.free_s)
 
     def close(self) -> None:

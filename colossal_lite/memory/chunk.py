@@ -18,6 +18,7 @@ programming error and stops at once.  The values of a buffer mean something only
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -56,7 +57,61 @@ LEGAL = {
 }
 
 
-class Chunk(WeightChunk):
+class OwnedPart:
+    """What a rank owns of a chunk, as an update of it reads and writes it: on the device, or on the host."""
+
+    own_value: Tensor
+    master: Tensor
+    residual: Tensor | None
+    gradient: Tensor
+
+    @property
+    def updates_weights(self) -> bool:
+        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
+        return self.master is self.own_value or self.residual is not None
+
+    def seen(self, start: int, stop: int) -> Tensor | None:
+        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
+        upper half of them."""
+        return None if self.updates_weights else self.own_value[start:stop]
+
+    def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
+        8, and so is stop, or a gap follows."""
+        assert self.residual is not None and local.start % 8 == 0
+        length = self.own_value.numel()
+        ties = self.residual[length:].view(torch.uint8)
+        return self.own_value[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
+
+    def masters(self, local: slice | None = None) -> Tensor:
+        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
+        local = local or slice(0, self.own_value.numel())
+        if self.residual is None:
+            return self.master[local]
+        here = self.own_value.device
+        return split.join(*(to_device(half, here) for half in self.halves(local)))
+
+    def set_masters(self, local: slice, masters: Tensor) -> None:
+        """Split such elements of any dtype into their halves."""
+        halves, device = self.halves(local), self.own_value.device
+        here = [to_device(half, device) for half in halves]
+        split.split_(to_device(masters, device).to(self.master.dtype), *here)
+        for half, changed in zip(halves, here, strict=True):
+            if changed is not half:  # the residual rests on another tier
+                half.copy_(changed)
+
+
+@dataclass
+class PartOnHost(OwnedPart):
+    """Where it lies on the host for an update there; all [owned], as the chunk has it on the device."""
+
+    own_value: Tensor
+    master: Tensor
+    residual: Tensor | None
+    gradient: Tensor
+
+
+class Chunk(OwnedPart, WeightChunk):
     """The buffers of one `ChunkSpec` on this rank."""
 
     def __init__(
@@ -142,24 +197,11 @@ class Chunk(WeightChunk):
         if self.master is not self.own_value:
             super()._load_own(local, own)
 
-    def publish(self, start: int, stop: int, *, is_written: bool = False) -> None:
-        """Make the model see master elements [start, stop): of this rank's shard, until the next gather.  `is_written`:
-        the update has written what `seen` gave it, and whoever ran it counts the change."""
-        if is_written:
-            return
+    def publish(self, start: int, stop: int) -> None:
+        """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
         if (seen := self.seen(start, stop)) is not None:
             seen.copy_(self.master[start:stop])
         self.count_change()
-
-    def seen(self, start: int, stop: int) -> Tensor | None:
-        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
-        upper half of them."""
-        return None if self.updates_weights else self.own_value[start:stop]
-
-    @property
-    def updates_weights(self) -> bool:
-        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
-        return self.master is self.own_value or self.residual is not None
 
     @property
     def master_words(self) -> Tensor:
@@ -180,31 +222,6 @@ class Chunk(WeightChunk):
             self.master = words
         else:
             self.residual = words.view(torch.int16)
-
-    def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
-        8, and so is stop, or a gap follows."""
-        assert self.residual is not None and local.start % 8 == 0
-        length = self.own_value.numel()
-        ties = self.residual[length:].view(torch.uint8)
-        return self.own_value[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
-
-    def masters(self, local: slice | None = None) -> Tensor:
-        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
-        local = local or slice(0, self.own_value.numel())
-        if self.residual is None:
-            return self.master[local]
-        here = self.own_value.device
-        return split.join(*(to_device(half, here) for half in self.halves(local)))
-
-    def set_masters(self, local: slice, masters: Tensor) -> None:
-        """Split such elements of any dtype into their halves."""
-        halves, device = self.halves(local), self.own_value.device
-        here = [to_device(half, device) for half in halves]
-        split.split_(to_device(masters, device).to(self.master.dtype), *here)
-        for half, changed in zip(halves, here, strict=True):
-            if changed is not half:  # the residual rests on another tier
-                half.copy_(changed)
 
     @property
     def update_bytes(self) -> int:

@@ -63,6 +63,10 @@ class MemoryConfig(Section):
     """Directory of the disk tier, for placement='disk' and, under a budget, 'auto'."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
+    update: Literal["device", "host"] = "device"
+    """Where optimizer state that rests on the host or on disk is updated: it visits the device, whose op gives the bits
+    that it gives to state that stays there; or on the host, with the CPU's op, and gradients go down and weights up in
+    its place."""
 
     @property
     def moves(self) -> bool:
@@ -90,6 +94,7 @@ class MemoryConfig(Section):
             yield Unread("placement", "without device_budget all model state rests on the device")
         if self.records_tier == "device":
             yield Unread("link_bandwidth", "all model state rests on the device, and nothing moves")
+            yield Unread("update", "all model state rests on the device, and is updated there")
         if self.placement != "static":
             for name in HostFraction.model_fields:
                 yield Unread(

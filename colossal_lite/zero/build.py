@@ -170,6 +170,7 @@ def chunk_optimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
             placement=memory.records_tier, timeout_s=config.timeout_s,
             speed=LinkSpeed(memory.link_bandwidth), open_file=open_file, seed=config.seed,
+            update=memory.update,
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]

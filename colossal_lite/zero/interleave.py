@@ -11,15 +11,52 @@ the forward of whole units, and the first fetches behind a whole backward.  `run
 it costs, and how long its computing waits, the simulator says.
 State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
 another from its copy down to its write; the disk is read and written at once, each in the order of the updates.
+
+Note: updates on the host.
+A chunk may be updated where its state rests (`on_host`), on one lane of the host's own.  Then its record does not
+travel.  What does is its gradient, and its weights if they are their own masters or a half of them, which come down;
+the new weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c
+and `#2n+c` are its weights.  Such an update does not hold up whoever issues the plan, so all of them may set out as
+soon as the norm is known; the forward waits for the weights that it reads.  Which chunk updates where is a choice for
+each: others may be updated on the device between them (arXiv 2410.21316: every k-th).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
-from colossal_lite.plan import DISK, Action, Kind, Memory, Plan
+from colossal_lite.plan import COMPUTE, CPU, DISK, Action, Kind, Memory, Plan
+
+
+class Part(IntEnum):
+    """What of a chunk an action of a plan moves."""
+
+    RECORD = 0
+    GRADIENT = 1
+    WEIGHTS = 2
+
+    def of(self, chunk: int, num_chunks: int) -> int:
+        """The number that a plan of so many chunks has for it."""
+        return self * num_chunks + chunk
+
+
+def part_of(number: int, num_chunks: int) -> tuple[Part, int]:
+    """What such a number names, and the chunk."""
+    return Part(number // num_chunks), number % num_chunks
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What of a chunk that is updated on the host crosses the link: which comes down, and whether its weights go up."""
+
+    down: tuple[Part, ...] = (Part.GRADIENT,)
+    up: bool = True
+
+
+ON_DEVICE: Mapping[int, Crossing] = {}
 
 
 def update_plan(
@@ -28,48 +65,108 @@ def update_plan(
     ahead: int | None = None,
     below: int | None = None,
     moving: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> Plan:
     """One rank's updates in forward order; `ahead`: the state is fetched from the host so many chunks before its
     update, and evicted after it. None: it is on the device. `below`: it rests on disk, and is read so many chunks
     before it is fetched from the host. None: it rests on the host. `moving`: the chunks of which something rests off
-    the device; None: all."""
+    the device; None: all. `on_host`: those that are updated on the host, and what of them crosses the link."""
     actions: list[Action] = []
     for chunk in range(num_chunks):
         for fetched in _next(chunk, ahead, num_chunks):
             actions += [_action(Kind.FETCH, c, DISK) for c in _next(fetched, below, num_chunks)]
-            actions.append(_action(Kind.FETCH, fetched))
-        actions.append(_action(Kind.UPDATE, chunk))
-        actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
+            actions += [_action(Kind.FETCH, fetched)] if fetched not in on_host else []
+        for coming in _next(chunk, ahead, num_chunks):
+            parts = on_host[coming].down if coming in on_host else ()
+            actions += [_action(Kind.EVICT, part.of(coming, num_chunks)) for part in parts]
+        if chunk in on_host:
+            actions.append(_action(Kind.UPDATE, chunk, CPU))
+            weights = Part.WEIGHTS.of(chunk, num_chunks)
+            actions += [_action(Kind.FETCH, weights)] if on_host[chunk].up else []
+        else:
+            actions.append(_action(Kind.UPDATE, chunk))
+            actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
         actions += [_action(Kind.EVICT, chunk, DISK)] if below is not None else []
-    return Plan((tuple(a for a in actions if a.kind is Kind.UPDATE or moving is None or a.chunk in moving),))
+    return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
+
+
+def _moves(action: Action, num_chunks: int, moving: Collection[int] | None) -> bool:
+    return action.kind is Kind.UPDATE or moving is None or (action.chunk or 0) % num_chunks in moving
 
 
 def run_of(
-    units: Sequence[Sequence[int]], steps: int, *, ahead: int, below: int | None = None
+    units: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    ahead: int,
+    below: int | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> tuple[Plan, Memory]:
     """One rank's run of so many steps, the updates of each in the forward of the next, and the slots that it has.
 
     `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights.  F and B
-    of stage u and micro-batch i are its computing in step i.  A record weighs one slot."""
+    of stage u and micro-batch i are its computing in step i.  A record weighs one slot, and so does a gradient that is
+    updated with on the host."""
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(num_chunks, ahead=ahead, below=below)
-    moves = [replace(action, stage=unit_of[action.chunk or 0]) for action in made]
-    first = next((i for i, action in enumerate(moves) if action.kind is Kind.UPDATE), 0)
+    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
+    first = next((i for i, action in enumerate(moves) if action.kind is not Kind.FETCH), 0)
     actions: list[Action] = []
     owed: deque[Action] = deque()
     for step in range(steps):
         for unit in range(len(units)):
-            while owed and (owed[0].kind is not Kind.UPDATE or owed[0].stage == unit):
+            while owed and (not holds_up(owed[0]) or owed[0].stage == unit):
                 actions.append(owed.popleft())
             actions.append(Action(Kind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
         actions += [Action(Kind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))]
         owed.extend(replace(a, micro_batch=step) if a.kind is Kind.UPDATE else a for a in moves[first:])
+    memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    gradients = [(unit_of[c], (0, Part.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
+    weights = [(unit_of[c], (0, Part.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
+    stages = sorted({unit for unit, _ in gradients})
+    return Plan(((*actions, *owed),)), replace(
+        memory,
+        uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
+        made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
+    )
+
+
+def holds_up(action: Action) -> bool:
+    """Whether whoever issues it waits until it is done: an update on the device."""
+    return action.kind is Kind.UPDATE and action.resource == COMPUTE
+
+
+def memory_of(
+    num_chunks: int, *, ahead: int, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
+) -> Memory:
+    """Where a step's updates find everything, and the slots that they have: a record weighs one, and so does a gradient
+    of a chunk that is updated on the host."""
     records = [(0, chunk) for chunk in range(num_chunks)]
+    gradients = {c: (0, Part.GRADIENT.of(c, num_chunks)) for c in on_host}
+    weights = {c: (0, Part.WEIGHTS.of(c, num_chunks)) for c in on_host}
     home = dict.fromkeys(records, "host" if below is None else "disk")
-    slots = {"device": ahead + 2} | ({} if below is None else {"host": below + 3})
-    return Plan(((*actions, *owed),)), Memory(home, {}, dict.fromkeys(records, 1), budget_bytes=slots)
+    for chunk, crossing in on_host.items():
+        home[gradients[chunk]] = "device" if Part.GRADIENT in crossing.down else "host"
+        home[weights[chunk]] = "device" if crossing.up else "host"
+    come = sum(tier == "device" for key, tier in home.items() if key in gradients.values())
+    slots = {"device": (ahead + 2) * (len(on_host) < num_chunks) + come}
+    if below is not None or on_host:
+        rest = len(on_host) - come + (num_chunks if below is None else below + 3)
+        slots["host"] = rest + (ahead + 1) * (come > 0)
+    return Memory(
+        home,
+        {},
+        dict.fromkeys([*records, *gradients.values()], 1),
+        budget_bytes=slots,
+        reads={
+            (0, c): (gradients[c], *((weights[c],) if Part.WEIGHTS in crossing.down else ()))
+            for c, crossing in on_host.items()
+        },
+        writes={(0, c): (weights[c],) for c in on_host},
+        spent=frozenset(gradients.values()),
+    )
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:

@@ -11,7 +11,8 @@ updated in their halves; whoever else reads or writes some of them gets a joined
 (`moments="bf16"`) each entry is updated by itself, and rounded by numbers that its name and its elements count: the
 same bits at any stage, chunk size and placement.  A rank that owns a shard of a chunk keeps state for that shard and
 updates that: elementwise rules give the same bits wherever they cut.
-State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when.  State
+State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when; or be
+updated on the host (zero/on_host.py).  State
 that rests on disk is in memory while `at_hand` says so, or after `opened`; at other times its tensors are on the meta
 device, where nobody can read them by mistake.
 """
@@ -27,8 +28,8 @@ from itertools import groupby, takewhile
 import torch
 from torch import Tensor
 
-from colossal_lite.kernels import Draws, Ops
-from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.kernels import TORCH, Draws, Ops
+from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.mover import Link, copied_to
@@ -37,7 +38,8 @@ from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import DISK, Action, Kind
 from colossal_lite.rng import key
-from colossal_lite.zero.interleave import update_plan
+from colossal_lite.zero.interleave import ON_DEVICE, Part, part_of, update_plan
+from colossal_lite.zero.on_host import HostUpdates
 from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
 from colossal_lite.zero.visits import HostShards
 
@@ -91,10 +93,11 @@ class ChunkOptimizer:
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         open_file: Callable[[FileLayout], DiskFile] | None = None, seed: int = 0,
+        update: str = "device",
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
-        to it; `open_file` makes the disk's file; None where no step is taken; `seed` of what rounds narrow states.
-        Raises DiskError."""
+        to it; `open_file` makes the disk's file; None where no step is taken; `seed` of what rounds narrow states;
+        `update`: on the "host" what rests off the device is updated there.  Raises DiskError."""
         self._seed = seed
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
@@ -104,13 +107,19 @@ class ChunkOptimizer:
         if not self._chunks:  # of a pipeline stage where nothing trains
             pass
         elif placement == "host":
-            self.tiers = HostStates(self._chunks, forms, timeout_s, speed)
+            self.tiers = HostStates(self._chunks, forms, timeout_s, speed, update=update)
         elif placement == "disk":
-            self.tiers = DiskStates(self._chunks, forms, timeout_s, speed, open_file)
+            self.tiers = DiskStates(self._chunks, forms, timeout_s, speed, open_file, update=update)
+        self.below: HostUpdates | None = None
+        """Updates on the host; None if there are none."""
+        if self.tiers and self.tiers.on_host:
+            self.below = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
+            self.below.settle(self.tiers.on_host)
         self.plan = update_plan(
             len(self._chunks),
             ahead=AHEAD if self.tiers else None,
             below=self.tiers.below if self.tiers else None,
+            on_host=self.below.crossings if self.below else ON_DEVICE,
         )
         self._state: list[dict[str, Tensor]] = [
             self.tiers.at_rest(index)
@@ -144,21 +153,48 @@ class ChunkOptimizer:
         return self._groups[chunk.spec.key.group]
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
-        """One optimizer step of one chunk. `used[i]`: some rank had a gradient for entry i; `factor` is the
-        schedule's share of the peak learning rate; the gradient is divided by `grad_scale` and consumed."""
+        """One optimizer step of one chunk; on the host it sets out, and has come after `arrived`. `used[i]`: some rank
+        had a gradient for entry i; `factor` is the schedule's share of the peak learning rate; the gradient is divided
+        by `grad_scale` and consumed."""
         assert chunk.state is GradientState.REDUCED
-        index, group = self._index[chunk.spec.id], self.group_of(chunk)
-        rule = self._rules[index]
+        index, rule = self._index[chunk.spec.id], self._rules[self._index[chunk.spec.id]]
+        alone = not rule.is_elementwise or rule.narrow is not None
+        spans = tuple(ranges_to_update(chunk, used, self._steps[index], whole=alone))
+        self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
+        apply = partial(self._apply, index, spans, factor=factor, grad_scale=grad_scale)
+        if self._is_on_host(index):
+            self._set_out(index, apply, spans)
+            return
         here = self._state[index] if self.tiers is None or index in self._stays else self.tiers.here(index)
         if self.shards:
             self.shards.here(index, is_whole=all(used))
-        before = None if self.changed else _copies(chunk)  # as a rule the first chunk says it for all
-        alone = not rule.is_elementwise or rule.narrow is not None
-        for span in ranges_to_update(chunk, used, self._steps[index], whole=alone):
-            entry, part = chunk.spec.entries[span.first], slice(span.start, span.stop)
+        apply(chunk, here, self._ops)
+
+    def _set_out(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
+        assert self.tiers is not None and self.below is not None
+        chunk = self._chunks[index]
+        ops = self._ops if chunk.device.type == "cpu" else TORCH
+        parts, before = self.tiers.begin_on_host(index)
+        words = parts.pop(MASTER, None)
+        is_whole = sum(span.stop - span.start for span in spans) == chunk.own_value.numel()
+        updated = self.below.update(
+            index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole
+        )
+        self.tiers.end_on_host(index, updated)
+
+    def _apply(
+        self, index: int, spans: Sequence[Range], part: OwnedPart, state: Mapping[str, Tensor], ops: Ops,
+        *, factor: float, grad_scale: float,
+    ) -> None:  # fmt: skip
+        """The update of these ranges of a chunk, wherever what this rank owns of it is."""
+        chunk, rule = self._chunks[index], self._rules[index]
+        group = self.group_of(chunk)
+        before = None if self.changed else _copies(part)  # as a rule the first chunk says it for all
+        for span in spans:
+            entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
-            gradient = chunk.gradient[part].view(shape)
-            state = {n: flat[part].view(shape) for n, flat in here.items()}
+            gradient = part.gradient[local].view(shape)
+            states = {n: flat[local].view(shape) for n, flat in state.items()}
             draws = None
             if rule.narrow is not None:  # by the element of the parameter, wherever chunks and shards are cut
                 draws = Draws(
@@ -167,22 +203,29 @@ class ChunkOptimizer:
             how = partial(
                 rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, draws=draws
             )
-            if chunk.residual is None:
-                stored, seen = chunk.master[part].view(shape), chunk.seen(span.start, span.stop)
+            if part.residual is None:
+                stored, seen = part.master[local].view(shape), part.seen(span.start, span.stop)
                 weight = stored.to(gradient.dtype)
                 low = stored if weight is not stored else None if seen is None else seen.view(shape)
-                how(self._ops, group, weight, gradient, state, low=low)
+                how(ops, group, weight, gradient, states, low=low)
             elif rule.joins(group):
-                masters = chunk.masters(part)
-                how(self._ops, group, masters.view(shape), gradient, state)
-                chunk.set_masters(part, masters)
+                masters = part.masters(local)
+                how(ops, group, masters.view(shape), gradient, states)
+                part.set_masters(local, masters)
             else:
-                high, residual, ties = chunk.halves(part)
-                how(self._ops, group, high, gradient, state, residual=residual, ties=ties)
-            chunk.publish(span.start, span.stop, is_written=True)
-        self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
-        after = _master_parts(chunk)
-        self.changed = before is None or not all(map(torch.equal, before, after))
+                high, residual, ties = part.halves(local)
+                how(ops, group, high, gradient, states, residual=residual, ties=ties)
+        if before is not None and not all(map(torch.equal, before, _master_parts(part))):
+            self.changed = True
+
+    def arrived(self, chunk: Chunk) -> None:
+        """The new weights of a chunk that is updated on the host are where the model reads them. Raises what its copies
+        or its update have raised."""
+        assert self.below is not None
+        self.below.arrived(self._index[chunk.spec.id])
+
+    def _is_on_host(self, index: int) -> bool:
+        return self.below is not None and index in self.below.crossings
 
     def prepare(self) -> None:
         """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
@@ -204,26 +247,32 @@ class ChunkOptimizer:
     @property
     def moves(self) -> dict[Kind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
-        moves, shards = self.tiers.moves if self.tiers else {}, self.shards
-        if shards is None:
-            return moves
+        return dict.fromkeys((Kind.FETCH, Kind.EVICT), self._move) if self.tiers else {}
 
-        def both(state: Callable[[Action], None], shard: Callable[[int], None], action: Action) -> None:
-            state(action)
-            if action.resource != DISK:
-                shard(action.chunk or 0)
-
-        return {
-            Kind.FETCH: partial(both, moves[Kind.FETCH], shards.fetch),
-            Kind.EVICT: partial(both, moves[Kind.EVICT], shards.evict),
-        }
+    def _move(self, action: Action) -> None:
+        part, index = part_of(action.chunk or 0, len(self._chunks))
+        if part is not Part.RECORD:
+            assert self.below is not None
+            self.below.take_up(index) if action.kind is Kind.FETCH else self.below.bring(index, part)
+            return
+        assert self.tiers is not None
+        self.tiers.moves[action.kind](action)
+        if self.shards and action.resource != DISK:
+            self.shards.fetch(index) if action.kind is Kind.FETCH else self.shards.evict(index)
 
     @property
     def links(self) -> tuple[Link, ...]:
         """By which state, weights and gradients travel between tiers."""
-        return (*(self.tiers.links if self.tiers else ()), *(self.shards.links if self.shards else ()))
+        lane = (self.below.lane,) if self.below else ()
+        return (
+            *(self.tiers.links if self.tiers else ()),
+            *(self.shards.links if self.shards else ()),
+            *lane,
+        )
 
     def close(self) -> None:
+        if self.below:
+            self.below.close()
         if self.shards:
             self.shards.close()
         if self.tiers:
@@ -369,20 +418,26 @@ class ChunkOptimizer:
         if tiers is None:
             return ()
         sizes = [0 if i in self._stays else self.record_bytes(i) for i in range(len(self._chunks))]
+        visit = [0 if self._is_on_host(i) else size for i, size in enumerate(sizes)]
         shards, foreseen = (self.shards.device_bytes, self.shards.forecast_bytes) if self.shards else (0, 0)
         device = Visit(
-            "visiting", None, tiers.device_bytes + shards, SLOTS * max(sizes) + foreseen,
+            "visiting", None, tiers.device_bytes + shards, SLOTS * max(visit) + foreseen,
             "slots of state that visits the device",
+        )  # fmt: skip
+        on_host = () if self.below is None else (
+            Visit("updating", "host", self.below.host_bytes, self.below.forecast_bytes,
+                  "slots of gradients and weights for updates on the host"),
         )  # fmt: skip
         landings = self.shards.host_bytes if self.shards else 0
         if landings:
             origin = "what sums of gradients land in to be added"
-            return (device, Visit("landing", "host", landings, landings, origin))
+            return (device, *on_host, Visit("landing", "host", landings, landings, origin))
         if tiers.below is None:
-            return (device,)
+            return (device, *on_host)
         padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
         return (
             device,
+            *on_host,
             Visit("passing", "host", tiers.host_bytes, HOST_SLOTS * max(padded), "slots of state from and to the disk"),
             Visit("unused", "disk", tiers.disk_bytes - tiers.record_bytes, sum(padded) - sum(sizes), "ends of pages"),
         )  # fmt: skip
@@ -393,10 +448,10 @@ class ChunkOptimizer:
         return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
 
 
-def _master_parts(chunk: Chunk) -> tuple[Tensor, ...]:
+def _master_parts(part: OwnedPart) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
-    return (chunk.master,) if chunk.residual is None else (chunk.own_value, chunk.residual)
+    return (part.master,) if part.residual is None else (part.own_value, part.residual)
 
 
-def _copies(chunk: Chunk) -> tuple[Tensor, ...]:
-    return tuple(part.clone() for part in _master_parts(chunk))
+def _copies(part: OwnedPart) -> tuple[Tensor, ...]:
+    return tuple(each.clone() for each in _master_parts(part))

@@ -8,28 +8,41 @@ What is computed, and in which order, is what it would have been at once: so are
 changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
 read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the delayed update of 2101.06840,
 no forward sees weights of a step before.
+Updates on the host do not hold up whoever asks for them, so they set out together, as soon as no update on the device
+stands before them; whoever then asks for a chunk waits until its new weights have come (`arrive`).  Where updates run
+on both, the ranks that share a chunk make the same choice for it: what `arrive` and updates on the device gather,
+they gather in the same order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from colossal_lite.plan import Action, Kind
+from colossal_lite.plan import CPU, Action, Kind
+from colossal_lite.zero.interleave import holds_up
 
 
 class Owed:
     """The actions of a step's updates, run as far as they are asked for."""
 
     def __init__(
-        self, actions: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], None]], end: Callable[[], None]
+        self, actions: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], None]], end: Callable[[], None],
+        arrive: Callable[[int], None] = lambda chunk: None,
     ) -> None:  # fmt: skip
-        """`handlers` do the actions of their kind; `end` is called when all are done."""
-        self._actions, self._handlers, self._end = tuple(actions), handlers, end
+        """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
+        host; `end` is called when all are done."""
+        self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
-        updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
-        # Moves that are planned behind an update set out with it: they have the computing that follows to hide behind.
-        stops = (*updates[1:], len(actions))[: len(updates)]  # of a stage where nothing trains there are none
-        self._stops = {actions[i].chunk: stop for i, stop in zip(updates, stops, strict=True)}
+        # What is planned behind an update and holds nobody up sets out with it: it has the computing that follows to
+        # hide behind.
+        self._stops: dict[int | None, int] = {}
+        stop = len(actions)
+        for number, action in reversed([*enumerate(actions)]):
+            if action.kind is Kind.UPDATE:
+                self._stops[action.chunk] = stop
+            stop = number if holds_up(action) else stop
+        self._coming: deque[int] = deque()  # updates on the host that have set out
         self._last: int | None = None
         self._failure: Exception | None = None
 
@@ -37,11 +50,13 @@ class Owed:
         """The chunk with this number in the plan is updated, and all those before it."""
         if chunk != self._last:  # an update may itself ask for what it has just made
             self._run(self._stops[chunk])
+            self._settle(chunk)
 
     def finish(self) -> None:
         """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
         if self._next <= len(self._actions):
             self._run(len(self._actions))
+            self._settle(None)
             self._next = len(self._actions) + 1
             self._end()
 
@@ -55,9 +70,20 @@ class Owed:
         while self._next < stop:
             action = self._actions[self._next]
             self._next += 1
-            self._last = action.chunk if action.kind is Kind.UPDATE else self._last
+            self._last = action.chunk if holds_up(action) else self._last
             try:
                 self._handlers[action.kind](action)
+            except Exception as error:
+                self._failure = error
+                raise
+            if action.kind is Kind.UPDATE and action.resource == CPU:
+                self._coming.append(action.chunk or 0)
+
+    def _settle(self, last: int | None) -> None:
+        """The updates on the host up to that of chunk `last` have come; None: all."""
+        while self._coming and (last is None or self._coming[0] <= last):
+            try:
+                self._arrive(self._coming.popleft())
             except Exception as error:
                 self._failure = error
                 raise

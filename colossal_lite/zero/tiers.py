@@ -7,7 +7,8 @@ one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the ho
 rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
 down, one is written.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into
 it is done and comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order,
-is the same as without tiers: so are the bits.
+is the same as without tiers: so are the bits.  Records that are updated on the host (zero/on_host.py) do not visit:
+they are updated where they rest, or in the slot on the host between their read and their write.
 
 The first records are fetched while backward still runs (`prepare`), and the last ones are on their way back when the
 next step has begun.  Whoever reads or changes a record outside of a step first brings everything to rest (`flush`):
@@ -68,15 +69,12 @@ class States(ABC):
     """Records that are read before the one that is copied to the device; None: they are on the host."""
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        states: Sequence[Mapping[str, torch.dtype]],
-        timeout_s: float,
-        speed: LinkSpeed,
-    ) -> None:
+        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
+        *, update: str = "device",
+    ) -> None:  # fmt: skip
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
-        between device and host."""
-        self._chunks = tuple(chunks)
+        between device and host; `update`: on the "host", where no record visits the device, or on the "device"."""
+        self._chunks, self._update = tuple(chunks), update
         self._records = [_record(chunk, some) for chunk, some in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
         self._device = device
@@ -104,8 +102,15 @@ class States(ABC):
         """Of all records."""
         return sum(record.size for record in self._records) * self._dtype.itemsize
 
+    @property
+    def on_host(self) -> frozenset[int]:
+        """Chunks with a record that are updated on the host."""
+        here = self._update == "host"
+        return frozenset(i for i, record in enumerate(self._records) if here and record.size)
+
     def _make_slots(self) -> None:
-        largest = max(record.size for record in self._records)
+        on_host = self.on_host
+        largest = max((r.size for i, r in enumerate(self._records) if i not in on_host), default=0)
         self._slots = Buffers(())  # the old ones go first
         self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=self._device))
         self.device_bytes = SLOTS * largest * self._dtype.itemsize
@@ -131,6 +136,14 @@ class States(ABC):
     @abstractmethod
     def evict(self, index: int) -> None:
         """Begin to take a record back to the host."""
+
+    @abstractmethod
+    def begin_on_host(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
+        """The parts of a record where it is updated on the host, and what must be done before."""
+
+    @abstractmethod
+    def end_on_host(self, index: int, updated: Transfer) -> None:
+        """The update of that record is on its way."""
 
     def flush(self) -> None:
         """Every record is whole where it rests; what was fetched and not updated is dropped."""
@@ -205,13 +218,10 @@ class HostStates(States):
     tier = "host"
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        states: Sequence[Mapping[str, torch.dtype]],
-        timeout_s: float,
-        speed: LinkSpeed,
-    ) -> None:
-        super().__init__(chunks, states, timeout_s, speed)
+        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
+        *, update: str = "device",
+    ) -> None:  # fmt: skip
+        super().__init__(chunks, states, timeout_s, speed, update=update)
         self.host_bytes = self.record_bytes
         self._rest: list[Tensor] = []
         for index, (record, chunk) in enumerate(zip(self._records, self._chunks, strict=True)):
@@ -230,6 +240,12 @@ class HostStates(States):
         if self._records[index].size:
             self._outgoing[index] = self._take_back(index, self._rest[index])
             self.at_rest(index)
+
+    def begin_on_host(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
+        return self._records[index].parts(self._rest[index]), self._back(index)
+
+    def end_on_host(self, index: int, updated: Transfer) -> None:
+        self._outgoing[index] = updated
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._without_master(index, self._records[index].parts(self._rest[index]))
@@ -262,10 +278,10 @@ class DiskStates(States):
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
-        open_file: Callable[[FileLayout], DiskFile] | None,
+        open_file: Callable[[FileLayout], DiskFile] | None, *, update: str = "device",
     ) -> None:  # fmt: skip
         """`open_file` makes the file of a layout; None: nothing is ever read or written."""
-        super().__init__(chunks, states, timeout_s, speed)
+        super().__init__(chunks, states, timeout_s, speed, update=update)
         self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
         self._file = open_file(self.layout) if open_file else None
         self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
@@ -329,8 +345,16 @@ class DiskStates(States):
             self._leaving[index] = slot, self._take_back(index, self._elements(slot, index), *free)
             self.at_rest(index)
 
+    def begin_on_host(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
+        slot, came = self._came[index]
+        return self._records[index].parts(self._elements(slot, index)), (came,)
+
+    def end_on_host(self, index: int, updated: Transfer) -> None:
+        slot, _ = self._came.pop(index)
+        self._leaving[index] = slot, updated
+
     def write(self, index: int) -> None:
-        """Begin to write a record that has come from the device."""
+        """Begin to write a record that has come from the device, or been updated where it is."""
         if self._records[index].size:
             slot, came = self._leaving.pop(index)
             size_bytes = self.layout.sizes_bytes[index]

@@ -67,6 +67,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.device_budget": BUDGET,
     "memory.host_budget": BUDGET,
     "memory.link_bandwidth": BUDGET,
+    "memory.update": choice("cpu", "disk", "gpu"),
     "memory.disk_dir": (1, True, ("/tmp",), {}),
     "memory.host_fraction.weights": RATIO,
     "memory.host_fraction.gradients": RATIO,
@@ -354,6 +355,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "memory.placement": ("host", "auto"),
     "memory.device_budget": (10**9,),
     "memory.host_budget": (10**9,),
+    "memory.update": ("host",),
     "activation_checkpoint": ("selective",),
     "kernels": ("triton",),
     "compile": ("block",),
@@ -378,6 +380,8 @@ def unbuilt_values() -> Iterator[Bad]:
             if row.path == "zero.reshard_after_forward":
                 config["zero"]["stage"] = 3
                 config["memory"] = {"placement": "auto", "device_budget": 10**9}
+            if row.path == "memory.update":
+                config["memory"] |= {"placement": "auto", "device_budget": 10**9}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
             if row.path == "kernels":

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from colossal_lite.plan import D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError, check
+from colossal_lite.plan import CPU, D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError, check
 from colossal_lite.simulate import simulate
-from colossal_lite.zero.interleave import update_plan
+from colossal_lite.zero.interleave import Crossing, Part, memory_of, update_plan
 
 
 def memory(num_chunks: int, slots: int, host_slots: int | None = None) -> Memory:
@@ -76,6 +76,69 @@ def test_p3_where_only_some_chunks_move_these_alone_are_fetched_and_all_are_flus
         homes = {key: "host" if key[1] in moving else "device" for key in some}
         stay = num_chunks - len(moving)
         check(plan, memory=Memory(homes, {}, some, budget_bytes={"device": stay + 3}))
+
+
+# ---- updates on the host ----
+
+CROSSINGS = {
+    "weights beside whole masters": Crossing(),
+    "weights that are masters": Crossing((Part.GRADIENT, Part.WEIGHTS)),
+    "a gradient on the host": Crossing(()),
+    "all on the host": Crossing((), up=False),
+}
+
+
+def test_the_plan_of_updates_on_the_host_reads_as_it_runs() -> None:
+    """Of three chunks #3 to #5 are the gradients, #6 to #8 the weights."""
+    on_host = dict.fromkeys(range(3), Crossing())
+    assert str(update_plan(3, ahead=1, on_host=on_host)) == (
+        "0EVICT#3 0EVICT#4 0UPDATE#0@cpu 0FETCH#6 0EVICT#5 0UPDATE#1@cpu 0FETCH#7 0UPDATE#2@cpu 0FETCH#8"
+    )
+    own = {0: CROSSINGS["weights that are masters"], 2: CROSSINGS["all on the host"]}
+    assert str(update_plan(3, ahead=1, on_host=own)) == (
+        "0FETCH#1 0EVICT#3 0EVICT#6 0UPDATE#0@cpu 0FETCH#6 0UPDATE#1 0EVICT#1 0UPDATE#2@cpu"
+    )
+    assert str(update_plan(2, ahead=1, below=0, on_host=dict.fromkeys(range(2), Crossing()))) == (
+        "0FETCH#0@disk 0FETCH#1@disk 0EVICT#2 0EVICT#3 0UPDATE#0@cpu 0FETCH#4 0EVICT#0@disk "
+        "0UPDATE#1@cpu 0FETCH#5 0EVICT#1@disk"
+    )
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS)
+@pytest.mark.parametrize("below", [None, 0, 1])
+@pytest.mark.parametrize("stride", range(1, 6))
+def test_p3_every_kth_chunk_on_the_device_and_the_others_on_the_host_within_their_slots(
+    stride: int, below: int | None, crossing: str
+) -> None:
+    """A stride of 1 leaves all on the device; of more than there are chunks, none."""
+    for num_chunks in range(1, 5):
+        for ahead in (0, 1, 2):
+            on_host = {c: CROSSINGS[crossing] for c in range(num_chunks) if c % stride != stride - 1}
+            plan = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
+            assert [a.chunk for a in plan[0] if a.kind is Kind.UPDATE] == list(range(num_chunks))
+            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.UPDATE, CPU)} == {*on_host}
+            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, H2D)} == {
+                *(c for c in range(num_chunks) if c not in on_host),
+                *(Part.WEIGHTS.of(c, num_chunks) for c in on_host if on_host[c].up),
+            }
+            memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
+            check(plan, memory=memory)
+            for number, action in enumerate(plan[0]):
+                if action.kind is not Kind.UPDATE:
+                    fewer = (*plan[0][:number], *plan[0][number + 1 :])
+                    with pytest.raises(PlanError):
+                        check(Plan((fewer,)), memory=memory)
+
+
+def test_updates_on_the_host_take_what_the_slowest_lane_takes_and_one_fill_and_drain() -> None:
+    n, on_host = 10, dict.fromkeys(range(10), Crossing())
+    for down_s, update_s, up_s in [(3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (1.0, 1.0, 3.0)]:
+        seconds = {Kind.EVICT: down_s, Kind.UPDATE: update_s, Kind.FETCH: up_s}
+        made = simulate(
+            update_plan(n, ahead=1, on_host=on_host), lambda a, s=seconds: s[a.kind],
+            memory=memory_of(n, ahead=1, on_host=on_host),
+        )  # fmt: skip
+        assert made.makespan_s == down_s + update_s + up_s + (n - 1) * 3.0
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 9])

@@ -157,7 +157,7 @@ WAYS = covering_array(
     dict(
         ranks=[1, 2, 4],
         stage=[0, 1, 2, 3],
-        placement=["device", "host", "disk", "static", *SHARES],
+        placement=["device", "host", "host, updated there", "disk", "disk, updated there", "static", *SHARES],
         chunk_bytes=[SMALL // 2, None],
         prefetch=[0, 1, 2],
         accumulation=[1, 2],
@@ -174,7 +174,9 @@ def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[
     if placement in SHARES:
         least, whole = _extent(env, case)
         return auto(round(least + SHARES[placement] * (whole - least)))["memory"]
-    return dict(placement=placement) | (dict(disk_dir=directory) if placement == "disk" else {})
+    tier, _, there = placement.partition(",")
+    memory = dict(placement=tier) | (dict(update="host") if there else {})
+    return memory | (dict(disk_dir=directory) if tier == "disk" else {})
 
 
 def in_one_way(env: RankEnv, case: Case, placement: str, resume: bool, directory: str) -> Any:

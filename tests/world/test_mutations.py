@@ -41,7 +41,10 @@ from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import own, sharded, unshard
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
+from colossal_lite.zero.interleave import Part
+from colossal_lite.zero.on_host import HostUpdates
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
 from colossal_lite.zero.tiers import DiskStates, HostStates
@@ -697,6 +700,41 @@ FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 ALL |= FAULTS_HOST
 
 
+# ---- updates on the host ----
+
+
+def _not_down_yet(original: Any, self: HostUpdates, index: int, part: Part) -> None:
+    self._down._thread.submit(time.sleep, 0.01)
+    original(self, index, part)
+    self._came[index, part] = self._came[index, part][0], self.lane.run(int, 0)
+
+
+def _read_before_they_are_up(original: Any, self: HostUpdates, index: int) -> None:
+    self._up._thread.submit(time.sleep, 0.01)
+    original(self, index)
+    self._coming[index] = self.lane.run(int, 0)
+
+
+def _without_the_norm(original: Any, self: Engine, totals: Any, factor: float) -> Owed:
+    return original(self, replace(totals, squares=0.0), factor)
+
+
+def _one_count_late(
+    original: Any, self: ChunkOptimizer, index: int, spans: Any, *more: Any, **named: Any
+) -> Any:
+    original(self, index, [replace(span, steps=span.steps + 1) for span in spans], *more, **named)
+
+
+ON_HOST = replace(HOST, config=HOST.config | dict(memory=dict(placement="host", update="host")))
+FAULTS_ON_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "an update does not wait for its gradient": (ON_HOST, HostUpdates, "bring", _not_down_yet),
+    "weights are read before they are up": (ON_HOST, HostUpdates, "take_up", _read_before_they_are_up),
+    "an update before the norm is known": (ON_HOST, Engine, "_owed", _without_the_norm),
+    "a step count of the step after": (ON_HOST, ChunkOptimizer, "_apply", _one_count_late),
+}
+ALL |= FAULTS_ON_HOST
+
+
 # ---- weights and gradients on the host ----
 
 
@@ -1120,6 +1158,7 @@ CASES = {
     "copies, in order": HYBRID_ORDER,
     "kept by neighbours": NEAR,
     "state on the host": HOST,
+    "state on the host, updated there": ON_HOST,
     "state on disk": DISK,
     "cut": CUT,
     "whole": WHOLE,

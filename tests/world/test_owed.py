@@ -105,9 +105,9 @@ def assert_same(found: list[Told], expected: list[Told]) -> None:
             assert all(torch.equal(state[name][kind], value) for kind, value in values.items()), name
 
 
-def placed(case: Case, tier: str, directory: Path) -> Case:
-    memory = on_disk(directory) if tier == "disk" else dict(memory=dict(placement="host"))
-    return replace(case, config={**case.config, **memory})
+def placed(case: Case, tier: str, directory: Path, update: str = "device") -> Case:
+    memory = on_disk(directory)["memory"] if tier == "disk" else dict(placement="host")
+    return replace(case, config={**case.config, "memory": memory | dict(update=update)})
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -121,6 +121,7 @@ ROWS = covering_array(
         mesh=list(MESHES),
         stage=[0, 1, 2, 3],
         tier=["host", "disk"],
+        update=["device", "host"],
         precision=["fp32", "bf16"],
         accumulation=[1, 2],
         recomputed=["none", "selective", "full"],
@@ -145,15 +146,19 @@ def test_updates_in_the_next_forward_give_the_bits_of_updates_at_once(
     )
     case = replace(CASE, **MESHES[row["mesh"]], config={**CASE.config, **config}, steps=3)
     expected = run_world(told, case.world_size, case)
-    assert_same(run_world(told, case.world_size, placed(case, row["tier"], tmp_path)), expected)
+    assert_same(
+        run_world(told, case.world_size, placed(case, row["tier"], tmp_path, row["update"])), expected
+    )
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(("tier", "update"), [("host", "device"), ("disk", "device"), ("disk", "host")])
 @pytest.mark.parametrize("between", [name for name in BETWEEN if name != "nothing"])
-def test_whatever_is_asked_for_between_finds_every_update(between: str, tier: str, tmp_path: Path) -> None:
+def test_whatever_is_asked_for_between_finds_every_update(
+    between: str, tier: str, update: str, tmp_path: Path
+) -> None:
     case = replace(CASE, world_size=1, config={**CASE.config, "precision": "bf16"})
     expected = run_world(told, 1, case, between)
-    assert_same(run_world(told, 1, placed(case, tier, tmp_path), between), expected)
+    assert_same(run_world(told, 1, placed(case, tier, tmp_path, update), between), expected)
 
 
 # ---- they do run late, and nothing is stale meanwhile ----

@@ -30,6 +30,11 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="host"), precision=dict(dtype="bf16", master="split"), zero=dict(stage=1)
     ),
     "disk": dict(memory=dict(placement="disk")),
+    "host, updated there": dict(memory=dict(placement="host", update="host")),
+    "disk, split masters, updated on the host": dict(
+        memory=dict(placement="disk", update="host"), precision=dict(dtype="bf16", master="split"),
+        gradient_accumulation=2,
+    ),
     "half of each": dict(
         memory=dict(placement="static", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.5)),
         zero=dict(stage=3), gradient_accumulation=2,
@@ -97,10 +102,17 @@ def _after_nothing(self: Link, work: Any, size_bytes: int, *, after: Any = ()) -
     return RUN(self, work, size_bytes)
 
 
+def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = ()) -> Transfer:
+    for transfer in after:
+        transfer._handed.exception()
+    return COPY(self, target, source)
+
+
 def _at_once(self: ThreadLane, work: Callable[[], object], *more: Any) -> None:
     work()
 
 
+COPY = Link.copy
 RUN, GIVE = Link.run, Buffers.give
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "a copy does not come after what was computed": ("host", StreamLane, "now", lambda self: None),
@@ -112,6 +124,8 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "a thread does not wait for a stream": ("disk", ThreadLane, "run", _at_once),
     "a sum is added before it has landed": ("half of each", ThreadLane, "run", _at_once),
+    "an update on the host does not wait for its gradient": ("host, updated there", ThreadLane, "run", _at_once),
+    "weights go up before their update": ("host, updated there", Link, "copy", _copied_at_once),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 
 from colossal_lite.memory.lane import Lane, LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link
+from colossal_lite.planner import plan
 from colossal_lite.zero import tiers
 from tests.parity import Case, chunk_numel, initial_values, start
 from tests.pool import RankEnv, run_world
@@ -67,8 +68,10 @@ def test_host_and_disk_give_the_bits_of_the_device(name: str, tmp_path: Path) ->
     ranks, config, change = COMBINATIONS[name]
     case = replace(BITS, world_size=ranks, config=BITS.config | config, **change)
     expected = run_world(bits, ranks, case)
-    for placement in (HOST, on_disk(tmp_path)):
-        assert_same_bits(run_world(bits, ranks, replace(case, config=case.config | placement)), expected)
+    where = ("device", "host") if [*COMBINATIONS].index(name) % 2 else ("host", "device")
+    for placement, update in zip((HOST, on_disk(tmp_path)), where, strict=True):
+        placed = case.config | dict(memory=placement["memory"] | dict(update=update))
+        assert_same_bits(run_world(bits, ranks, replace(case, config=placed)), expected)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,6 +98,22 @@ def test_bits_do_not_depend_on_the_speed_of_a_link(slow_ones: tuple[str, ...], t
     placement = on_disk(tmp_path) if {"read", "write"} & {*slow_ones} else HOST
     speeds = dict.fromkeys(slow_ones, LinkSpeed(latency_s=0.002))
     assert_same_bits(run_world(slow, 1, replace(case, config=case.config | placement), speeds), expected)
+
+
+SLOW_ON_HOST = [("h2d", "host"), ("d2h", "disk"), ("cpu", "host"), ("cpu", "disk"), ("write", "disk")]
+
+
+@pytest.mark.parametrize(("link", "placement"), SLOW_ON_HOST)
+def test_bits_of_updates_on_the_host_do_not_depend_on_the_speed_of_a_link(
+    link: str, placement: str, tmp_path: Path
+) -> None:
+    """Of split masters, whose upper halves come down."""
+    precision = dict(dtype="bf16", master="split") if link == "d2h" else "bf16"
+    case = replace(BITS, config=BITS.config | dict(precision=precision))
+    expected = run_world(bits, 1, case)
+    memory = (on_disk(tmp_path) if placement == "disk" else HOST)["memory"] | dict(update="host")
+    case = replace(case, config=case.config | dict(memory=memory))
+    assert_same_bits(run_world(slow, 1, case, {link: LinkSpeed(latency_s=0.002)}), expected)
 
 
 def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
@@ -138,6 +157,47 @@ def test_memory_and_bytes_over_the_links_are_the_formula(world_size: int, tier: 
             assert rows["unused"][:2] == ("disk", whole_pages - 12 * owned)
             away |= {"unused", "passing"}
         assert {kind for kind, (where, _, _) in rows.items() if where != "cpu"} == away
+
+
+def report_on_host(env: RankEnv, case: Case) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], int]:
+    """Rows of memory, bytes over the links in a step, and elements that this rank owns of all chunks."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        cut = context.local_batch(case.global_batch)
+        for number in range(3):
+            inputs, labels = case.batch(number)
+            engine.train_step((inputs[cut], labels[cut]))
+        rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
+        links = {row.link: row.moved_bytes for row in engine.link_report()}
+        assert list(links)[-1] == "cpu"
+        made = plan(context.config, case.model, batch=6, sequence=case.tokens, world_size=case.world_size)
+        assert made.bytes_of("updating") == rows["updating"][1] and made.bytes_of("visiting") == 0
+        return rows, links, sum(chunk.owned[1] - chunk.owned[0] for chunk in engine._chunks)
+
+
+FORMS: dict[str, tuple[Any, int, int, int]] = {
+    "fp32": ("fp32", 8, 4, 2 * 4 + 3 * 4),
+    "bf16": ("bf16", 4, 2, 2 * 4 + 2 * 2),
+    "split": (dict(dtype="bf16", master="split"), 4 + 2, 2, 2 * 4 + 3 * 2),
+}
+"""Bytes of an element that come down and go up, and of the slots of the largest chunk."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_of_updates_on_the_host_gradients_come_down_and_weights_go_up_and_no_record_has_a_slot(
+    tier: str, form: str, tmp_path: Path
+) -> None:
+    """Two slots of gradients; two of weights that are written, three of those that come down too."""
+    precision, down, up, slots = FORMS[form]
+    placement = on_disk(tmp_path) if tier == "disk" else HOST
+    config = dict(memory=placement["memory"] | dict(update="host"), zero=dict(stage=1), precision=precision)
+    case = Case(config=config | dict(optimizer=ADAMW))
+    for rows, links, owned in run_world(report_on_host, 2, case):
+        assert rows["visiting"] == ("cpu", 0, 0)
+        assert rows["updating"] == ("host", slots * owned, slots * owned)  # one chunk
+        assert all(peak == forecast for _, peak, forecast in rows.values())
+        assert (links["d2h"], links["h2d"], links["cpu"]) == (down * owned, up * owned, 0)
 
 
 @pytest.mark.parametrize("away", ["host", "disk"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ import colossal_lite as cl
 from colossal_lite.plan import DISK, Action, Kind, check
 from colossal_lite.simulate import simulate
 from colossal_lite.zero import build
-from colossal_lite.zero.interleave import run_of
+from colossal_lite.zero.interleave import ON_DEVICE, Crossing, Part, run_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.tiers import AHEAD, BELOW
 from tests.pool import RankEnv, run_world
@@ -39,6 +41,8 @@ class Seconds:
     disk: float = 0.0
 
     def __call__(self, action: Action) -> float:
+        if action.chunk is not None and action.chunk >= LAYERS:
+            return self.copy / 2  # a gradient or weights, where a record is two moments
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self.disk if action.resource == DISK else self.copy
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.UPDATE: self.update}[action.kind]
@@ -110,6 +114,9 @@ def ran(
     )  # fmt: skip
     ids = torch.arange(8).view(2, 4)
     patches = clock.patched(), patch.object(ChunkOptimizer, "update", timed)
+    if memory.get("update") == "host":
+        clock.planted_s["cpu"] = seconds.update
+        patches = clock.patched(), nullcontext()
     with env.launch(config) as context, patches[0], patches[1], patch.object(build, "CHUNK_BYTES", 4 * WIDTH):
         engine = cl.initialize(Model(clock, seconds), context=context)
         assert len(engine._chunks) == LAYERS
@@ -122,9 +129,12 @@ def ran(
         return {row.link: row.waited_s for row in engine.link_report()}, step_s, computed_s, order
 
 
-def foretold(seconds: Seconds, below: int | None = None) -> tuple[float, float]:
+def foretold(
+    seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
+) -> tuple[float, float]:
     """By the simulator: seconds waited for the link up, and of the step, from the end of one backward to the next."""
-    plan, memory = run_of([[number] for number in range(LAYERS)], STEPS, ahead=AHEAD, below=below)
+    units = [[number] for number in range(LAYERS)]
+    plan, memory = run_of(units, STEPS, ahead=AHEAD, below=below, on_host=on_host)
     made = simulate(plan, seconds, memory=memory)
     assert made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
         "and for nothing else"
@@ -197,3 +207,41 @@ def test_a_step_from_the_disk_waits_as_its_plan_says(disk_s: float, tmp_path: Pa
         for seconds in (hides, too_slow):
             ((real, _, _, _),) = run_world(ran, 1, seconds, dict(placement="disk", disk_dir=str(tmp_path)))
             assert real["h2d"] == pytest.approx(foretold(seconds, BELOW)[0], abs=1e-6)
+
+
+# ---- updates on the host ----
+
+ON_HOST = dict.fromkeys(range(LAYERS), Crossing((Part.GRADIENT, Part.WEIGHTS)))
+"""Of float32 weights, which are their own masters."""
+HOST_HIDES = replace(HIDES, copy=1.0)
+HOST_BUSY = Seconds(forward=2.0, backward=4.0, update=5.0, copy=1.0)
+
+
+def host_bound(seconds: Seconds) -> float:
+    """Of a lane down, one that updates and one up: what fills them, for the first weights, which a forward needs first
+    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward."""
+    lanes = seconds.copy, seconds.update, seconds.copy / 2
+    return sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
+
+
+@pytest.mark.parametrize(
+    "seconds", [HOST_HIDES, TOO_SLOW, HOST_BUSY], ids=["hides", "slow link", "slow host"]
+)
+def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no_longer_than_the_bound(
+    seconds: Seconds,
+) -> None:
+    waited, step_s = foretold(seconds, on_host=ON_HOST)
+    assert waited == pytest.approx(host_bound(seconds))
+    ((real, real_s, computed_s, _),) = run_world(ran, 1, seconds, dict(placement="host", update="host"))
+    assert computed_s == pytest.approx(LAYERS * (seconds.forward + seconds.backward))
+    assert real == {"h2d": pytest.approx(waited, abs=1e-6), "d2h": 0.0, "cpu": 0.0}
+    assert real_s == pytest.approx(step_s, abs=1e-6)
+    if seconds is HOST_HIDES:
+        assert sum(real.values()) <= 0.05 * real_s
+
+
+def test_with_the_first_chunk_on_the_device_nothing_is_waited_for_where_computing_hides_the_rest() -> None:
+    """Its state has come in the backward."""
+    but_the_first = {chunk: ON_HOST[chunk] for chunk in range(1, LAYERS)}
+    waited, _ = foretold(HOST_HIDES, on_host=but_the_first)
+    assert waited == 0.0 and foretold(HOST_HIDES, on_host=ON_HOST)[0] > 0.0
