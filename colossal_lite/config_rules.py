@@ -321,12 +321,6 @@ def _is_cut(config: Config) -> bool:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
-        "memory.update",
-        ("device",),
-        "updates on the host of what fractions or a budget place there",
-        when=lambda config: config.memory.moves,
-    ),
-    NotBuilt(
         "zero.reshard_after_forward",
         (True, False),
         "groups that keep weights which rest on the host",

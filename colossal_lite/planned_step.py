@@ -30,7 +30,7 @@ from colossal_lite.zero.budget import Placement
 from colossal_lite.zero.build import sharding_of, slots_of
 from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by
+from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by, update_bytes_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan
 
@@ -87,7 +87,7 @@ def memory_rows(
         chunks, groups_of(config.optimizer), TORCH, {}, placement=placement, update=config.memory.update
     )
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
-    update = max((chunk.update_bytes for chunk in chunks), default=0)
+    update = update_bytes_of(config.memory, chunks, optimizer)
     peak = max(cost.until, cost.after, update)
     kept = min(cost.kept, peak)
     compute, gradient = (str(t).removeprefix("torch.") for t in (precision.compute, precision.gradient))
@@ -125,7 +125,9 @@ def memory_rows(
         told = {row.kind: row.origin for row in rows} | {
             "optimizer": f"{config.optimizer.type}, with its masters"
         }
-        on_disk = [row for row in rows if row.tier != "device"] if rests == "disk" else []
+        of_pieces = {kind for kind, tier, _ in placed.rows if tier == "host"}
+        on_disk = [row for row in rows if row.tier != "device" and row.kind not in of_pieces]
+        on_disk = on_disk if rests == "disk" else []
         rows = (*(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows), *on_disk)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 

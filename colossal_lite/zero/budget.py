@@ -16,6 +16,11 @@ a step, by bytes over the link per byte kept, dirty ones counted both ways.
 A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
 over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
 
+A chunk whose record rests on the host may be updated there.  Then the record moves nothing; what of weights and
+gradient is on the device crosses the link once a step, and what rests beside the record does not.  So what a piece
+moves depends on where the record of its chunk rests (`Piece.beside`), and what stays is chosen by steps of a chunk:
+of its pieces those that together save most per byte, then of the others.
+
 What does not move is counted first: weights that are whole, slots, the gathered windows of zero/unshard.py, frozen
 parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
 Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
@@ -27,7 +32,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from itertools import chain, combinations, groupby
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -42,12 +49,30 @@ class Kind(StrEnum):
 VISITORS = 3
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
-SLOTS = {
-    Kind.WEIGHTS: VISITORS,
-    Kind.GRADIENTS: VISITORS + OUTGOING,
-    Kind.OPTIMIZER: VISITORS,
-    Kind.FROZEN: 0,
+
+
+class Slot(NamedTuple):
+    """So many buffers on a tier, each as large as the largest piece that takes such."""
+
+    what: str
+    tier: str
+    buffers: int
+
+
+VISITING = {kind: Slot(kind, "device", VISITORS) for kind in Kind}
+LEAVING = Slot("leaving", "device", OUTGOING)
+AWAY = {
+    Kind.WEIGHTS: (VISITING[Kind.WEIGHTS],),
+    Kind.GRADIENTS: (VISITING[Kind.GRADIENTS], LEAVING),
+    Kind.OPTIMIZER: (VISITING[Kind.OPTIMIZER],),
+    Kind.FROZEN: (),
 }
+"""What a piece takes that rests on the host and visits the device."""
+# For updates on the host. A gradient is used up while another comes; weights that come, and go again, have as many as
+# visitors of the device; of those that are only written one goes while another is written.
+GRADIENT_DOWN = Slot("gradient down", "host", VISITORS - 1)
+WEIGHTS_BOTH = Slot("weights down and up", "host", VISITORS)
+WEIGHTS_UP = Slot("weights up", "host", 2)
 
 
 @dataclass(frozen=True, order=True)
@@ -61,6 +86,14 @@ class Name:
         return f"{self.kind} of {self.chunk}"
 
 
+class Way(NamedTuple):
+    """How often the bytes of a piece go up and down in a step, and what slots it takes."""
+
+    ups: int = 0
+    downs: int = 0
+    slots: tuple[Slot, ...] = ()
+
+
 @dataclass(frozen=True)
 class Piece:
     """What may rest on either tier: its bytes there, and how often they go up and down in a step if it is the host."""
@@ -69,11 +102,28 @@ class Piece:
     bytes: int
     ups: int
     downs: int
+    slots: tuple[Slot, ...] | None = None
+    """If it rests on the host; None: those of a visitor of its kind."""
+    here: Way = Way()
+    """If it rests on the device."""
+    beside: tuple[Way, Way] | None = None
+    """If it rests on the host, and on the device, where the record of its chunk rests on the host and is updated there;
+    None: that makes no difference."""
+    moves: bool = True
+    """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
 
     @property
     def link_bytes(self) -> int:
-        """Over the link in a step, both ways."""
+        """Over the link in a step, both ways, if it rests on the host."""
         return (self.ups + self.downs) * self.bytes
+
+    def way(self, on_host: frozenset[Name]) -> Way:
+        """Where these pieces rest on the host."""
+        is_away = self.name in on_host
+        if self.beside is not None and Name(self.name.chunk, Kind.OPTIMIZER) in on_host:
+            return self.beside[not is_away]
+        away = Way(self.ups, self.downs, AWAY[self.name.kind] if self.slots is None else self.slots)
+        return away if is_away else self.here
 
 
 @dataclass(frozen=True)
@@ -91,8 +141,9 @@ class Placement:
         found: dict[tuple[str, str], int] = {(kind, "device"): held for kind, held in self.fixed}
         for piece in self.pieces:
             where = str(piece.name.kind), "host" if piece.name in self.on_host else "device"
-            found[where] = found.get(where, 0) + piece.bytes
+            found[where] = found.get(where, 0) + piece.bytes * piece.moves
         found["visiting", "device"] = found.get(("visiting", "device"), 0) + self.visiting_bytes
+        found["updating", "host"] = slot_bytes(self.pieces, self.on_host, "host")
         return tuple((kind, tier, held) for (kind, tier), held in found.items() if held)
 
     @property
@@ -111,11 +162,11 @@ class Placement:
     @property
     def up_bytes(self) -> int:
         """From host to device in a step."""
-        return sum(p.ups * p.bytes for p in self.pieces if p.name in self.on_host)
+        return sum(piece.way(self.on_host).ups * piece.bytes for piece in self.pieces)
 
     @property
     def down_bytes(self) -> int:
-        return sum(p.downs * p.bytes for p in self.pieces if p.name in self.on_host)
+        return sum(piece.way(self.on_host).downs * piece.bytes for piece in self.pieces)
 
     def __str__(self) -> str:
         lines = [f"{kind:<12} {tier:<6} {held:>14,}" for kind, tier, held in self.rows]
@@ -132,11 +183,16 @@ class Placement:
 
 def visiting_bytes(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
     """What the slots of pieces on the host take on the device: each for the largest of its kind."""
-    largest = dict.fromkeys(Kind, 0)
+    return slot_bytes(pieces, on_host, "device")
+
+
+def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> int:
+    """What slots take on a tier: each for the largest piece that takes such."""
+    largest: dict[Slot, int] = {}
     for piece in pieces:
-        if piece.name in on_host:
-            largest[piece.name.kind] = max(largest[piece.name.kind], piece.bytes)
-    return sum(SLOTS[kind] * held for kind, held in largest.items())
+        for slot in piece.way(on_host).slots:
+            largest[slot] = max(largest.get(slot, 0), piece.bytes)
+    return sum(slot.buffers * held for slot, held in largest.items() if slot.tier == tier)
 
 
 def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None) -> Placement:
@@ -149,15 +205,19 @@ def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None)
 
     if budget is None or at(()).device_bytes <= budget:
         return at(())
-    on_host = frozenset(name for kind in Kind for name in _least(pieces, kind))
+    on_host = frozenset[Name]()
+    for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
+        on_host |= frozenset(_least(pieces, kind, on_host))
     held = at(on_host).device_bytes
-    for group in _by_worth(pieces):
+    of_chunk = _by_chunk(pieces)
+    for group in _by_worth(of_chunk, on_host):
         # All of a kind or the rest of it first: with the last of them go its slots.
-        for some in (group, *([piece] for piece in group)):
-            names = frozenset(piece.name for piece in some) & on_host
-            after = held + sum(piece.bytes for piece in some if piece.name in names)
+        for some in (group, *([step] for step in group)):
+            names = frozenset(piece.name for step in some for piece in step) & on_host
+            after = held + sum(piece.bytes for step in some for piece in step if piece.name in names)
             after += visiting_bytes(pieces, on_host - names) - visiting_bytes(pieces, on_host)
-            if after <= budget:
+            mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
+            if after <= budget and _moved(mine, on_host - names) <= _moved(mine, on_host):
                 on_host, held = on_host - names, after
     return at(on_host)
 
@@ -174,7 +234,7 @@ def divide(
     on_host = set[Name]()
     for kind in Kind:
         seen = away = 0
-        for piece in sorted((p for p in pieces if p.name.kind is kind), key=lambda p: p.name):
+        for piece in sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda p: p.name):
             seen += piece.bytes
             if away + piece.bytes / 2 <= fractions[Kind.WEIGHTS if kind is Kind.FROZEN else kind] * seen:
                 away += piece.bytes
@@ -182,27 +242,67 @@ def divide(
     return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget)
 
 
-def _least(pieces: Sequence[Piece], kind: Kind) -> list[Name]:
-    """The pieces of a kind on the host where least is on the device: slots are as large as the largest of them, so a
-    few large pieces may take less than the slots for them."""
-    mine = sorted((piece for piece in pieces if piece.name.kind is kind), key=lambda piece: piece.bytes)
+def _least(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name]) -> list[Name]:
+    """The pieces of a kind on the host where least is on the device, beside `others` that rest there: slots are as
+    large as the largest of them, so a few large pieces may take less than the slots for them."""
+    mine = sorted(
+        (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
+    )
 
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
-        slots = SLOTS[kind] * mine[count - 1].bytes if count else 0
-        return slots + sum(piece.bytes for piece in mine[count:])
+        away = frozenset(piece.name for piece in mine[:count])
+        return visiting_bytes(mine, others | away) + sum(piece.bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 
 
-def _by_worth(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
-    """Pieces that save as much per byte and are of one kind, those that save most first; larger ones first."""
+def _moved(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
+    """Bytes over the link in a step, both ways."""
+    ways = ((piece, piece.way(on_host)) for piece in pieces)
+    return sum((way.ups + way.downs) * piece.bytes for piece, way in ways)
 
-    def worth(piece: Piece) -> tuple[int, str]:
-        return -(piece.ups + piece.downs), piece.name.kind
 
-    ordered = sorted(pieces, key=lambda piece: (*worth(piece), -piece.bytes, piece.name))
-    return [list(group) for _, group in groupby(ordered, key=worth)]
+def _by_chunk(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name.chunk, []).append(piece)
+    return found
+
+
+Step = tuple[Piece, ...]
+"""Pieces of one chunk that go to the device together."""
+
+
+def _steps_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterable[tuple[Fraction, Step]]:
+    """How one chunk's pieces go to the device, what saves most per byte first, and how much that is."""
+    while True:
+        left = [piece for piece in pieces if piece.name in on_host]
+        before = _moved(pieces, on_host)
+        found: list[tuple[Fraction, Step]] = []
+        for count in range(1, len(left) + 1):
+            for some in combinations(left, count):
+                saved = before - _moved(pieces, on_host - {piece.name for piece in some})
+                found.append((Fraction(saved, sum(piece.bytes for piece in some)), some))
+        best = max(found, key=lambda each: each[0], default=None)  # of several the one of fewest pieces
+        if best is None or (best[0] <= 0 and any(piece.beside for piece in left)):
+            return
+        yield best
+        on_host -= {piece.name for piece in best[1]}
+
+
+def _by_worth(of_chunk: Mapping[int, Sequence[Piece]], on_host: frozenset[Name]) -> Iterable[list[Step]]:
+    """Steps that save as much per byte and are of the same kinds, those that save most first; larger ones first."""
+    steps = [step for pieces in of_chunk.values() for step in _steps_of(pieces, on_host)]
+
+    def worth(step: tuple[Fraction, Step]) -> tuple[Fraction, tuple[Kind, ...]]:
+        return -step[0], tuple(sorted(piece.name.kind for piece in step[1]))
+
+    def size(step: tuple[Fraction, Step]) -> tuple[int, Name]:
+        return -sum(piece.bytes for piece in step[1]), step[1][0].name
+
+    ordered = sorted(steps, key=lambda step: (*worth(step), *size(step)))
+    return [[step for _, step in group] for _, group in groupby(ordered, key=worth)]
 
 
 def _spans(chunks: Sequence[int]) -> str:

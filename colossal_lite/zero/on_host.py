@@ -27,13 +27,8 @@ from colossal_lite.memory.chunk import Chunk, PartOnHost
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.lane import ThreadLane
 from colossal_lite.memory.mover import Buffers, Link, Transfer
-from colossal_lite.zero.budget import VISITORS
+from colossal_lite.zero.budget import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP
 from colossal_lite.zero.interleave import Crossing, Part
-
-GRADIENTS = VISITORS - 1
-"""One is used up, one comes."""
-WRITTEN = 2
-"""One is written, one goes."""
 
 Job = Callable[[PartOnHost], None]
 
@@ -58,9 +53,9 @@ def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradie
     both = [weights[i] for i, c in crossings.items() if Part.WEIGHTS in c.down]
     written = [weights[i] for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down]
     return (
-        GRADIENTS * max(coming, default=0)
-        + VISITORS * max(both, default=0)
-        + WRITTEN * max(written, default=0)
+        GRADIENT_DOWN.buffers * max(coming, default=0)
+        + WEIGHTS_BOTH.buffers * max(both, default=0)
+        + WEIGHTS_UP.buffers * max(written, default=0)
     )
 
 
@@ -85,13 +80,15 @@ class HostUpdates:
         self.host_bytes = 0
         chunks, crossings = self._chunks, self.crossings
         self._gradients = self._slots(
-            GRADIENTS, [chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down]
+            GRADIENT_DOWN.buffers,
+            [chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down],
         )
         self._both = self._slots(
-            VISITORS, [chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down]
+            WEIGHTS_BOTH.buffers,
+            [chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down],
         )
         self._written = self._slots(
-            WRITTEN,
+            WEIGHTS_UP.buffers,
             [chunks[i].own_value for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down],
         )
 

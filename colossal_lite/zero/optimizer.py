@@ -133,6 +133,7 @@ class ChunkOptimizer:
         if any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks):
             assert self.tiers is not None
             self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down)
+            self.shards.settle(self.tiers.on_host)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
@@ -224,6 +225,16 @@ class ChunkOptimizer:
         assert self.below is not None
         self.below.arrived(self._index[chunk.spec.id])
 
+    @property
+    def update_bytes(self) -> int:
+        """What an update on the device holds beside the state, at the most."""
+        there = [chunk for index, chunk in enumerate(self._chunks) if not self._is_on_host(index)]
+        return max((chunk.update_bytes for chunk in there), default=0)
+
+    def is_updated_on_host(self, chunk: Chunk) -> bool:
+        """Whether a chunk's update is, for as long as its record rests where it does now."""
+        return self._is_on_host(self._index[chunk.spec.id])
+
     def _is_on_host(self, index: int) -> bool:
         return self.below is not None and index in self.below.crossings
 
@@ -301,8 +312,7 @@ class ChunkOptimizer:
         """The records of these chunks rest on the device from now on (those on disk stay there), and weights and
         gradients where their chunks say. Between steps."""
         if isinstance(self.tiers, DiskStates):
-            if self.shards:
-                self.shards.settle()
+            self._settle_updates(None)
             return
         assert isinstance(self.tiers, HostStates)
         for index in indices:
@@ -319,10 +329,21 @@ class ChunkOptimizer:
         moving = {index for index in range(len(self._chunks)) if index not in self._stays}
         for index in moving:
             self._state[index] = self.tiers.at_rest(index)
+        self._settle_updates(moving)
+
+    def _settle_updates(self, moving: set[int] | None) -> None:
+        """The slots and the plan of updates, now that it is known what rests where; `moving`: as the plan has it."""
+        assert self.tiers is not None
+        on_host = self.tiers.on_host
         if self.shards:
-            self.shards.settle()
-            moving |= self.shards.moving
-        self.plan = update_plan(len(self._chunks), ahead=AHEAD, moving=moving)
+            self.shards.settle(on_host)
+            moving = None if moving is None else moving | self.shards.moving
+        if self.below:
+            self.below.settle(on_host)
+        self.plan = update_plan(
+            len(self._chunks), ahead=AHEAD, below=self.tiers.below, moving=moving,
+            on_host=self.below.crossings if self.below else ON_DEVICE,
+        )  # fmt: skip
 
     # ---- reads and writes between steps ----
 

@@ -41,7 +41,20 @@ from colossal_lite.memory.placement import MemoryConfig
 from colossal_lite.memory.tracer import AllocatedBytes, LiveBytes
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.problems import Problem, refuse
-from colossal_lite.zero.budget import Kind, Name, Piece, Placement, divide, place, visiting_bytes
+from colossal_lite.zero.budget import (
+    GRADIENT_DOWN,
+    LEAVING,
+    WEIGHTS_BOTH,
+    WEIGHTS_UP,
+    Kind,
+    Name,
+    Piece,
+    Placement,
+    Way,
+    divide,
+    place,
+    visiting_bytes,
+)
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
@@ -65,16 +78,18 @@ def pieces_of(
     from the slots of the update before, if they are updated."""
     stays = gathers.stays() if gathers else {}
     begins = gathers.forward[0].resident if gathers and gathers.forward else {}
-    out = []
+    out: list[Piece] = []
     for index, chunk in enumerate(chunks):
-        number = chunk.spec.id
+        if optimizer.is_updated_on_host(chunk):
+            comes = accumulation * stays.get(chunk.spec.id, 0)
+            out += _updated_on_host(index, chunk, optimizer, comes, accumulation, chunk.spec.id in begins)
+            continue
         if chunk.weights_at_rest is not None:
-            comes = accumulation * stays.get(number, 0) - (number in begins)
+            comes = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
             ups = comes + chunk.updates_weights
             out.append(Piece(Name(index, Kind.WEIGHTS), chunk.resting_bytes, ups, 1))
         if chunk.gradient_at_rest is not None:
-            size_bytes = chunk.gradient.numel() * chunk.gradient.element_size()
-            out.append(Piece(Name(index, Kind.GRADIENTS), size_bytes, 1, accumulation))
+            out.append(Piece(Name(index, Kind.GRADIENTS), chunk.gradient.nbytes, 1, accumulation))
         record_bytes = 0 if optimizer.tier_of(chunk) == "disk" else optimizer.record_bytes(index)
         if record_bytes:
             out.append(Piece(Name(index, Kind.OPTIMIZER), record_bytes, 1, 1))
@@ -83,6 +98,32 @@ def pieces_of(
             ups = accumulation * stays.get(kept.spec.id, 0)
             out.append(Piece(Name(kept.spec.id, Kind.FROZEN), kept.resting_bytes, ups, 0))
     return tuple(out)
+
+
+def _updated_on_host(
+    index: int, chunk: Chunk, optimizer: ChunkOptimizer, comes: int, accumulation: int, begins: bool
+) -> Iterator[Piece]:
+    """Of a chunk whose update is on the host while its record rests there. What cannot rest there crosses the link all
+    the same."""
+    both = int(chunk.updates_weights)
+    is_on_disk = optimizer.tier_of(chunk) == "disk"
+    ways = {
+        Kind.WEIGHTS: (Way(comes), Way(1, both, (WEIGHTS_BOTH if both else WEIGHTS_UP,))),
+        Kind.GRADIENTS: (Way(0, accumulation, (LEAVING,)), Way(0, 1, (GRADIENT_DOWN,))),
+        Kind.OPTIMIZER: (Way(), Way()),
+    }
+    shard_bytes = (chunk.owned[1] - chunk.owned[0]) * chunk.own_value.element_size()
+    held = {
+        Kind.WEIGHTS: (shard_bytes, comes - begins + both, 1, chunk.weights_at_rest is not None),
+        Kind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),
+        Kind.OPTIMIZER: (0 if is_on_disk else optimizer.record_bytes(index), 1, 1, True),
+    }
+    for kind, (size_bytes, ups, downs, moves) in held.items():
+        away, here = ways[kind]
+        if is_on_disk and size_bytes:
+            yield Piece(Name(index, kind), size_bytes, away.ups, away.downs, away.slots, here, moves=moves)
+        elif size_bytes:
+            yield Piece(Name(index, kind), size_bytes, ups, downs, beside=(away, here), moves=moves)
 
 
 def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> dict[str, int]:
@@ -99,6 +140,15 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
     return fixed
+
+
+def update_bytes_of(
+    memory: MemoryConfig, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer
+) -> int:
+    """What an update on the device may hold beside the state, wherever records come to rest."""
+    if isinstance(optimizer, ChunkOptimizer) and not memory.moves:
+        return optimizer.update_bytes
+    return max((chunk.update_bytes for chunk in chunks), default=0)
 
 
 def placed_by(memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int]) -> Placement:
@@ -234,7 +284,7 @@ class Residence:
 
     def _move(self, placed: Placement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
-        stays = {piece.name for piece in placed.pieces} - placed.on_host
+        stays = {piece.name for piece in placed.pieces if piece.moves} - placed.on_host
         for link in self._optimizer.links:
             link.drain()
         for index, chunk in enumerate(self._chunks):
@@ -252,7 +302,7 @@ class Residence:
             self._weights.replan()
 
     def _placed(self, gathered: int, activations: int, plan: GatherPlan | None = None) -> Placement:
-        update = max((c.update_bytes for c in self._chunks), default=0)
+        update = update_bytes_of(self._memory, self._chunks, self._optimizer)
         fixed = fixed_of(self._chunks, self._optimizer) | {
             "gathered": gathered,
             "frozen": self._frozen_bytes,
@@ -286,6 +336,8 @@ class Residence:
             held += tiers.host_bytes
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
             held += self._optimizer.shards.host_bytes
+        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below and not self._memory.moves:
+            held += self._optimizer.below.host_bytes
         if budget is not None and held > budget:
             rule = f"{held:,} bytes rest on the host or pass through it"
             other = "smaller fractions" if self._memory.placement == "static" else "a larger device_budget"

@@ -8,13 +8,14 @@ squares are taken before it leaves, or, of several sums, from what comes back fo
 (`Chunk.squares`).  For its update, with the optimizer's
 record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
 into slots, and the weights go back.  Weights beside whole masters are written whole and need not come.  There are as
-many slots as records: one is updated, `AHEAD` are filled, one is emptied.  Whoever reads a chunk's `own_value`,
+many slots as records: one is updated, `AHEAD` are filled, one is emptied.  Of a chunk that is updated on the host
+nothing comes (zero/on_host.py).  Whoever reads a chunk's `own_value`,
 `master` or `gradient` between steps reads what is on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -38,16 +39,21 @@ class HostShards:
         self._adds = Link("add", ThreadLane(), timeout_s=down.timeout_s)
         self.device_bytes = self.host_bytes = 0
         """Of the slots, and of what sums land in."""
-        self.settle()
+        self._on_host: frozenset[int] = frozenset()
 
-    def settle(self) -> None:
-        """As many and as large slots as what rests on the host now needs. Nothing may be on its way."""
-        self.device_bytes = 0
+    def settle(self, on_host: Collection[int] = ()) -> None:
+        """As many and as large slots as what rests on the host now needs, beside chunks that are updated there. Nothing
+        may be on its way."""
+        self.device_bytes, self._on_host = 0, frozenset(on_host)
         self._weight_slots = self._gradient_slots = Buffers(())  # the old ones go first
-        weights = [c.weights_at_rest for c in self._chunks if c.weights_at_rest is not None]
         gradients = [c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None]
-        self._weight_slots = Buffers(self._slots(VISITORS, weights))
-        self._gradient_slots = Buffers(self._slots(VISITORS, gradients))
+        visit = self._visitors
+        self._weight_slots = Buffers(
+            self._slots(VISITORS, [c.weights_at_rest for c in visit if c.weights_at_rest is not None])
+        )
+        self._gradient_slots = Buffers(
+            self._slots(VISITORS, [c.gradient_at_rest for c in visit if c.gradient_at_rest is not None])
+        )
         landings = self._landings(gradients)
         outbox = Outbox(self._down, self._adds, self._slots(OUTGOING, gradients), landings)
         for chunk in self._chunks:
@@ -70,13 +76,20 @@ class HostShards:
     @property
     def forecast_bytes(self) -> int:
         """By the formula: of the slots, each for the largest shard of its kind."""
-        weights = [
-            _owned(c) * c.own_value.element_size() for c in self._chunks if c.weights_at_rest is not None
-        ]
-        gradients = [
-            _owned(c) * c.gradient.element_size() for c in self._chunks if c.gradient_at_rest is not None
-        ]
-        return VISITORS * max(weights, default=0) + (VISITORS + OUTGOING) * max(gradients, default=0)
+        visit = self._visitors
+        weights = [_owned(c) * c.own_value.element_size() for c in visit if c.weights_at_rest is not None]
+        gradients, leave = (
+            [_owned(c) * c.gradient.element_size() for c in some if c.gradient_at_rest is not None]
+            for some in (visit, self._chunks)
+        )
+        return VISITORS * (max(weights, default=0) + max(gradients, default=0)) + OUTGOING * max(
+            leave, default=0
+        )
+
+    @property
+    def _visitors(self) -> list[Chunk]:
+        """Those that are updated on the device."""
+        return [chunk for index, chunk in enumerate(self._chunks) if index not in self._on_host]
 
     def fetch(self, index: int) -> None:
         """Begin to bring to the device what the update of a chunk reads."""

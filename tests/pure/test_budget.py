@@ -6,20 +6,27 @@ import functools
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from colossal_lite.zero.budget import (
+    GRADIENT_DOWN,
+    LEAVING,
+    WEIGHTS_BOTH,
+    WEIGHTS_UP,
     Kind,
     Name,
     Phase,
     Piece,
     Placement,
     Use,
+    Way,
     divide,
     link_bound,
     place,
+    slot_bytes,
     visiting_bytes,
 )
 
@@ -38,6 +45,19 @@ def pieces_of(
             Piece(Name(chunk, Kind.OPTIMIZER), optimizer, 1, 1),
         ]
     return [piece for piece in out if piece.bytes]
+
+
+def updated_on_host(
+    sizes: list[tuple[int, int, int]], accumulation: int = 1, own_master: bool = True
+) -> list[Piece]:
+    """As `pieces_of`, where a chunk whose record rests on the host is updated there."""
+    k, weights_slot = accumulation, WEIGHTS_BOTH if own_master else WEIGHTS_UP
+    beside = {
+        Kind.WEIGHTS: (Way(2 * k), Way(1, own_master, (weights_slot,))),
+        Kind.GRADIENTS: (Way(0, k, (LEAVING,)), Way(0, 1, (GRADIENT_DOWN,))),
+        Kind.OPTIMIZER: (Way(), Way()),
+    }
+    return [replace(piece, beside=beside[piece.name.kind]) for piece in pieces_of(sizes, k, own_master)]
 
 
 def phases_of(pieces: list[Piece], accumulation: int = 1, own_master: bool = True) -> list[Phase]:
@@ -315,3 +335,52 @@ def test_a_placement_prints_what_rests_where_and_what_moves() -> None:
     text = str(place(pieces_of([(4, 4, 8)] * 4), {"staging": 5}, 60))
     for said in ("weights", "host", "of 60", "optimizer on the host: 0-3", "link in a step"):
         assert said in text, text
+
+
+# ---- updates on the host ----
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_where_updates_may_be_on_the_host_the_least_and_the_bytes_over_the_link_are_nearly_the_best_of_all(
+    seed: int,
+) -> None:
+    """Of all sets of pieces on the host; within the budget, and with the slots of either tier."""
+    draw = random.Random(seed)
+    sizes = [(draw.randint(1, 5), draw.randint(1, 5), draw.randint(4, 12)) for _ in range(3)]
+    pieces = updated_on_host(sizes, draw.choice((1, 2, 3)), draw.choice((True, False)))
+    names = [piece.name for piece in pieces]
+    all_of_them = [
+        Placement(tuple(pieces), frozenset(away), ())
+        for count in range(len(names) + 1)
+        for away in itertools.combinations(names, count)
+    ]
+    least = min(each.device_bytes for each in all_of_them)
+    assert place(pieces, {}, 0).device_bytes == least
+    most = max(_moves(Placement(tuple(pieces), frozenset({*names} - {*some}), ())) for some in [names, []])
+    for budget in range(least, sum(piece.bytes for piece in pieces) + 9, 6):
+        placed = place(pieces, {}, budget)
+        best = min(_moves(each) for each in all_of_them if each.device_bytes <= budget)
+        assert placed.device_bytes <= budget and best <= _moves(placed) <= best + most / 3 + 10
+        assert placed.host_bytes == slot_bytes(pieces, placed.on_host, "host") + sum(
+            piece.bytes for piece in pieces if piece.name in placed.on_host
+        )
+
+
+def _moves(placed: Placement) -> int:
+    return placed.up_bytes + placed.down_bytes
+
+
+def test_a_record_on_the_host_moves_what_is_beside_it_on_the_device() -> None:
+    pieces = updated_on_host([(2, 4, 12)], accumulation=3, own_master=False)
+    weights, gradient, record = (piece.name for piece in pieces)
+
+    def moved(*on_host: Name) -> tuple[int, int]:
+        placed = Placement(tuple(pieces), frozenset(on_host), ())
+        return placed.up_bytes, placed.down_bytes
+
+    assert moved() == (0, 0)
+    assert moved(record) == (2, 4)
+    assert moved(record, gradient) == (2, 3 * 4)
+    assert moved(record, weights) == (6 * 2, 4)
+    assert moved(record, weights, gradient) == (6 * 2, 3 * 4)
+    assert moved(weights, gradient) == (6 * 2 + 4, 2 + 3 * 4)

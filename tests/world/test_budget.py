@@ -53,12 +53,14 @@ def placement_of(engine: Engine) -> Placement:
     return engine._residence.placement
 
 
-def within(env: RankEnv, case: Case, share: float) -> Any:
+def within(env: RankEnv, case: Case, share: float, update: str) -> Any:
     """A run with a budget between the least that it needs (0) and what it takes without one (1): its steps and state,
     and how many of its pieces rest on the host. No step may hold more than the budget."""
-    least, whole = _extent(env, case)
+    least, whole = _extent(env, case, update=update)
     budget = round(least + share * (whole - least))
-    with env.launch(replace(case, config={**case.config, **auto(budget)}).full_config) as context:
+    with env.launch(
+        replace(case, config={**case.config, **auto(budget, update=update)}).full_config
+    ) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
         steps = []
@@ -112,9 +114,9 @@ def on_tier(engine: Engine, tier: str) -> int:
     return sum(row.now_bytes for row in engine.memory_report() if row.tier == tier)
 
 
-def _extent(env: RankEnv, case: Case) -> tuple[int, int]:
+def _extent(env: RankEnv, case: Case, **more: Any) -> tuple[int, int]:
     """Bytes of the least and of the most that a run can use."""
-    with env.launch(replace(case, config={**case.config, **auto(2**40)}).full_config) as context:
+    with env.launch(replace(case, config={**case.config, **auto(2**40, **more)}).full_config) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
         inputs, labels = case.batch(0)
@@ -133,6 +135,7 @@ ROWS = covering_array(
         prefetch=[0, 1, 2],
         accumulation=[1, 2],
         clip=[False, True],
+        update=["device", "host"],
     ),
     lambda row: row["stage"] == 3 or row["prefetch"] == 1,
 )
@@ -141,10 +144,10 @@ ROWS = covering_array(
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_i7_a_budget_is_never_exceeded_and_changes_no_bit(row: dict[str, Any]) -> None:
     row = dict(row)
-    ranks, share = row.pop("ranks"), row.pop("share")
+    ranks, share, update = row.pop("ranks"), row.pop("share"), row.pop("update")
     case = replace(DEEP, world_size=ranks, config=config_of(**row))
     expected = run_world(bits, ranks, case)
-    found = run_world(within, ranks, case, share)
+    found = run_world(within, ranks, case, share, update)
     assert_same_bits([steps for steps, _ in found], expected)
     for _, (on_host, pieces) in found:
         assert on_host == 0 if share == 1.0 else 0 < on_host <= pieces
@@ -157,7 +160,17 @@ WAYS = covering_array(
     dict(
         ranks=[1, 2, 4],
         stage=[0, 1, 2, 3],
-        placement=["device", "host", "host, updated there", "disk", "disk, updated there", "static", *SHARES],
+        placement=[
+            "device",
+            "host",
+            "host, updated there",
+            "disk",
+            "disk, updated there",
+            "static",
+            "static, updated there",
+            *SHARES,
+            "auto, some, updated there",
+        ],  # fmt: skip
         chunk_bytes=[SMALL // 2, None],
         prefetch=[0, 1, 2],
         accumulation=[1, 2],
@@ -169,14 +182,17 @@ WAYS = covering_array(
 
 
 def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[str, Any]:
+    there = dict(update="host") if placement.endswith(", updated there") else {}
+    placement = placement.removesuffix(", updated there")
     if placement == "static":
-        return dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.8))
+        fractions = dict(weights=0.5, gradients=1.0, optimizer=0.8)
+        return dict(placement="static", host_fraction=fractions) | there
     if placement in SHARES:
-        least, whole = _extent(env, case)
-        return auto(round(least + SHARES[placement] * (whole - least)))["memory"]
-    tier, _, there = placement.partition(",")
-    memory = dict(placement=tier) | (dict(update="host") if there else {})
-    return memory | (dict(disk_dir=directory) if tier == "disk" else {})
+        case = replace(case, config=dict(case.config))
+        least, whole = _extent(env, case, **there)
+        return auto(round(least + SHARES[placement] * (whole - least)), **there)["memory"]
+    memory = dict(placement=placement) | there
+    return memory | (dict(disk_dir=directory) if placement == "disk" else {})
 
 
 def in_one_way(env: RankEnv, case: Case, placement: str, resume: bool, directory: str) -> Any:
@@ -417,6 +433,23 @@ def test_bytes_over_the_link_are_the_plan_and_within_five_percent_of_the_bound(r
         placed = found.placement
         assert (found.up_bytes, found.down_bytes) == (placed.up_bytes, placed.down_bytes)
         assert placed.on_host and over_the_bound(found, parts) <= (1.05 if parts == 1 else 1.2)
+
+
+def told_on_host(env: RankEnv, case: Case, times: float) -> Told:
+    return told(env, case, times, update="host")
+
+
+@pytest.mark.parametrize("row", [LINK_ROWS[1], LINK_ROWS[-1]], ids=name_of)
+def test_updates_on_the_host_move_the_bytes_of_the_plan_and_fewer_than_records_that_visit(
+    row: dict[str, Any],
+) -> None:
+    case, times, _ = linked(row)
+    visit = run_world(told, case.world_size, case, times)
+    for found, other in zip(run_world(told_on_host, case.world_size, case, times), visit, strict=True):
+        placed = found.placement
+        assert placed.on_host and found.losses == other.losses
+        assert (found.up_bytes, found.down_bytes) == (placed.up_bytes, placed.down_bytes)
+        assert found.up_bytes + found.down_bytes < other.up_bytes + other.down_bytes
 
 
 def all_on_the_host(pieces: Any, fixed: Any, budget: int | None) -> Placement:

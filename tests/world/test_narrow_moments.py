@@ -41,8 +41,11 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
         zero=dict(stage=1, reduction="ordered"), memory=dict(placement="host")
     ),
     "2, on disk": dict(zero=dict(stage=2, reduction="ordered"), memory=dict(placement="disk")),
+    "2, on disk, updated on the host": dict(
+        zero=dict(stage=2, reduction="ordered"), memory=dict(placement="disk", update="host")
+    ),
     "3, half of it on the host, split masters": dict(
-        zero=dict(stage=3, reduction="ordered"), memory=HALF_AWAY, **SPLIT
+        zero=dict(stage=3, reduction="ordered"), memory=HALF_AWAY | dict(update="host"), **SPLIT
     ),
 }
 

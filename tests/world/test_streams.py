@@ -40,6 +40,15 @@ PLACES: dict[str, dict[str, Any]] = {
         zero=dict(stage=3), gradient_accumulation=2,
     ),
     "all of each": dict(memory=dict(placement="static", host_fraction=ALL_ON_HOST), zero=dict(stage=3)),
+    "all of each, updated there": dict(
+        memory=dict(placement="static", update="host", host_fraction=ALL_ON_HOST), zero=dict(stage=3),
+    ),
+    "half of each, updated there": dict(
+        memory=dict(
+            placement="static", update="host", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.7)
+        ),
+        zero=dict(stage=3), gradient_accumulation=2, precision="fp32",
+    ),
     "a budget": dict(
         memory=dict(placement="auto", device_budget=470_000), zero=dict(stage=3, reduction="ordered"),
         gradient_accumulation=2, precision="fp32",
