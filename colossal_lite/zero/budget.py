@@ -24,10 +24,12 @@ Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, combinations, groupby
+
+from colossal_lite.memory.pack import Interval, most_held, pack_intervals, visits
 
 
 class Kind(StrEnum):
@@ -40,14 +42,39 @@ class Kind(StrEnum):
 
 # One is updated, one comes, one goes.
 VISITORS = 3
+# One is used up, one comes.
+COMING = 2
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
-SLOTS = {
+WIDTHS = {
     Kind.WEIGHTS: VISITORS,
-    Kind.GRADIENTS: VISITORS + OUTGOING,
+    Kind.GRADIENTS: COMING,
     Kind.OPTIMIZER: VISITORS,
-    Kind.FROZEN: 0,
-}
+}  # what is frozen does not visit
+
+
+def most_at_once(chunks: Collection[int], width: int) -> int:
+    """Of these chunks, how many an update has to do with at once, at the most, if that is `width` in a row: some that
+    come, the one that is updated, some that go."""
+    return max((sum(c + n in chunks for n in range(width)) for c in chunks), default=0)
+
+
+def place_bytes(kind: Kind, sizes: Mapping[int, int]) -> int:
+    """On the device, for what of some chunks is of a kind and on the host: chunk -> bytes."""
+    return pack_intervals(_visits(kind, sizes))[1] + _outbox_bytes(kind, sizes)
+
+
+def least_place_bytes(kind: Kind, sizes: Mapping[int, int]) -> int:
+    """As `place_bytes` if places fit together without a gap, which they do as a rule."""
+    return most_held(_visits(kind, sizes)) + _outbox_bytes(kind, sizes)
+
+
+def _visits(kind: Kind, sizes: Mapping[int, int]) -> tuple[Interval, ...]:
+    return visits(sizes, WIDTHS[kind]) if kind in WIDTHS else ()
+
+
+def _outbox_bytes(kind: Kind, sizes: Mapping[int, int]) -> int:
+    return min(OUTGOING, len(sizes)) * max(sizes.values()) if kind is Kind.GRADIENTS and sizes else 0
 
 
 @dataclass(frozen=True, order=True)
@@ -97,7 +124,7 @@ class Placement:
 
     @property
     def visiting_bytes(self) -> int:
-        """Slots on the device in which what rests on the host is updated, and through which gradients leave."""
+        """Places on the device in which what rests on the host is updated, and through which gradients leave."""
         return visiting_bytes(self.pieces, self.on_host)
 
     @property
@@ -130,13 +157,17 @@ class Placement:
         return "\n".join(lines)
 
 
-def visiting_bytes(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
-    """What the slots of pieces on the host take on the device: each for the largest of its kind."""
-    largest = dict.fromkeys(Kind, 0)
+def visiting_bytes(
+    pieces: Iterable[Piece],
+    on_host: frozenset[Name],
+    of: Callable[[Kind, Mapping[int, int]], int] = place_bytes,
+) -> int:
+    """What the places of pieces on the host take on the device."""
+    sizes: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
     for piece in pieces:
         if piece.name in on_host:
-            largest[piece.name.kind] = max(largest[piece.name.kind], piece.bytes)
-    return sum(SLOTS[kind] * held for kind, held in largest.items())
+            sizes[piece.name.kind][piece.name.chunk] = piece.bytes
+    return sum(of(kind, some) for kind, some in sizes.items())
 
 
 def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None) -> Placement:
@@ -151,15 +182,20 @@ def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None)
         return at(())
     on_host = frozenset(name for kind in Kind for name in _least(pieces, kind))
     held = at(on_host).device_bytes
+    visiting = visiting_bytes(pieces, on_host, least_place_bytes)
+    tried = [on_host]
     for group in _by_worth(pieces):
-        # All of a kind or the rest of it first: with the last of them go its slots.
+        # All of a kind or the rest of it first: with the last of them go its places.
         for some in (group, *([piece] for piece in group)):
             names = frozenset(piece.name for piece in some) & on_host
-            after = held + sum(piece.bytes for piece in some if piece.name in names)
-            after += visiting_bytes(pieces, on_host - names) - visiting_bytes(pieces, on_host)
-            if after <= budget:
-                on_host, held = on_host - names, after
-    return at(on_host)
+            less = visiting_bytes(pieces, on_host - names, least_place_bytes) if names else visiting
+            after = held + sum(piece.bytes for piece in some if piece.name in names) + less - visiting
+            if names and after <= budget:
+                on_host, held, visiting = on_host - names, after, less
+                tried.append(on_host)
+    while len(tried) > 1 and at(tried[-1]).device_bytes > budget:  # where places have gaps
+        tried.pop()
+    return at(tried[-1])
 
 
 def divide(
@@ -183,14 +219,14 @@ def divide(
 
 
 def _least(pieces: Sequence[Piece], kind: Kind) -> list[Name]:
-    """The pieces of a kind on the host where least is on the device: slots are as large as the largest of them, so a
-    few large pieces may take less than the slots for them."""
+    """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces: a few large ones
+    may take less than the places for them."""
     mine = sorted((piece for piece in pieces if piece.name.kind is kind), key=lambda piece: piece.bytes)
 
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
-        slots = SLOTS[kind] * mine[count - 1].bytes if count else 0
-        return slots + sum(piece.bytes for piece in mine[count:])
+        away = {piece.name.chunk: piece.bytes for piece in mine[:count]}
+        return least_place_bytes(kind, away) + sum(piece.bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 
