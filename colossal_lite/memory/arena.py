@@ -7,6 +7,15 @@ allocation is as large as the worst moment.  A model that does not keep to the p
 reaches hold their chunk open) gets further buffers, which are kept and counted: a wrong forecast shows in
 `memory_report`, a wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
 
+Note: what shares memory, and what does not.
+Each kind has one allocation in which whatever is needed at different moments overlaps: gradients that fill, what comes
+of other ranks' (`Slots`), gathered weights (zero/unshard.py), records, weights and gradients that visit for an update
+(mover.py `Places`).  Kinds do not share with each other, though gradients that fill and visitors are never there at
+once: where weights are gathered, the moments are known only when the first micro-batch has shown them, and by then the
+others are in use.  One allocation for all of a 124M GPT in bf16 on 2 ranks would take, by the same packing, at stage 3
+232 MB in place of 307 on the device, 457 of 543 with state on the host, and 412 of 720 with everything there; at
+stages 1 and 2 with state on the host 2 to 4 % less.
+
 Note: high water.
 What a plan asks for and what a step really takes are counted apart: the furthest element that any taken slot has
 reached, and the most elements that were taken at once.  A plan that is right has both equal: a slot that nobody takes,
