@@ -767,8 +767,8 @@ def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None
 
 def _not_written(original: Any, self: DiskStates, index: int) -> None:
     if index == 0:
-        slot, _ = self._leaving.pop(index)
-        self._passing.give(slot)
+        slot, came = self._leaving.pop(index)
+        self._passing.give(slot, came)
     else:
         original(self, index)
 
