@@ -32,10 +32,14 @@ class Clock:
         return patch.object(tiers, "Link", lambda name, lane, **_: VirtualLink(self, name, lane))
 
 
-@dataclass
+@dataclass(eq=False)
 class VirtualTransfer:
     link: VirtualLink
     end_s: float
+
+    @property
+    def link_name(self) -> str:
+        return self.link.name
 
     def wait(self) -> None:
         clock = self.link.clock
