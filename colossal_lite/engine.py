@@ -268,7 +268,8 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         sums = Sums(self.context.device)
-        self._run(parts, sums)
+        with nullcontext() if self._residence is None else self._residence.evaluated():
+            self._run(parts, sums)
         self.model.train(was_training)
         loss_sum, count = self.mesh.world.all_reduce(sums.told(self._tells_loss)).tolist()
         self._auxiliary.check_count(count)
@@ -439,9 +440,9 @@ class Engine:
     def memory_report(self) -> tuple[MemoryRow, ...]:
         """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
         to be summed, of those through which state visits the device, of those for messages of a pipeline, and of frozen
-        parameters. All are allocated once, at the start or in the first step, so that the peak is what they hold now; a
-        model whose backward leaves parameters out may take more slots than were planned. After `metered` steps, what
-        those held beside it."""
+        parameters. All are allocated once, at the start or in the first step; of slots the peak is what steps have
+        used. A model whose backward leaves parameters out may take more of them than were planned. After `metered`
+        steps, what those held beside it."""
         device = self.context.device.type
         rows = rows_of_state(
             self._chunks,
@@ -453,8 +454,7 @@ class Engine:
             self._apart,
         )
         if self._runtime.comm.size > 1:
-            held, planned = self._runtime.slot_bytes
-            rows = (*rows, MemoryRow("messages", device, held, held, planned))
+            rows = (*rows, MemoryRow("messages", device, *self._runtime.slot_bytes))
         return (*rows, *self._metering.rows(self._foretell, device, self.mesh.shared_bytes))
 
     @contextmanager

@@ -1,10 +1,13 @@
 """What a rank holds and moves, kind by kind and tier by tier, beside what was foretold.
 
 Note: what is measured, and when.
-State (weights, masters, gradients, optimizer) is allocated once, at the start or when a budget is settled, so its rows
-are read off the chunks at any time.  What a step holds beside it is seen only by a `Metering` that is on: torch's
-dispatcher then calls Python for each operation, and nothing is paid outside.  Links count the bytes that copies were
-asked for and the seconds that the computing waited; a report of them begins with the step.
+State (weights, masters, gradients, optimizer) is allocated once, at the start or when a budget is settled, and in use
+from then on, so its rows are read off the chunks at any time, and their peak is what they hold.  Of slots (staging,
+gathered, visiting, passing, messages) the peak is what steps have really used, up to the furthest element or of the
+most buffers at once, whatever was set aside; where the plan is right it is as much.  What a step holds beside it is
+seen only by a `Metering` that is on: torch's dispatcher then calls Python for each operation, and nothing is paid
+outside.  Links count the bytes that copies were asked for and the seconds that the computing waited; a report of them
+begins with the step.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from colossal_lite.zero.weights import Weights
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one kind of state on one tier of this rank: now, at the peak, and as the plan foretold."""
+    """Bytes of one kind of state on one tier of this rank: set aside now, in use at the peak, and as the plan
+    foretold."""
 
     kind: str
     tier: str
@@ -87,11 +91,16 @@ def rows_of_state(
             now = sum(map(held_by, here))
             rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
     slots = slots_of(chunks)
-    now, planned = sum(each.bytes for each in slots), sum(each.planned_bytes for each in slots)
-    rows.append(MemoryRow("staging", device, now, now, planned))
+    now, most, planned = (
+        sum(each.bytes for each in slots),
+        sum(each.most_bytes for each in slots),
+        sum(each.planned_bytes for each in slots),
+    )
+    rows.append(MemoryRow("staging", device, now, most, planned))
     if isinstance(weights, ShardedWeights):
-        now = weights.arena_bytes
-        rows.append(MemoryRow("gathered", device, now, now, weights.forecast_bytes))
+        rows.append(
+            MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
+        )
     if apart:
         now, numel = sum(p.nbytes for p in apart), sum(p.numel() for p in apart)
         rows.append(MemoryRow("frozen", device, now, now, types.resting_bytes(numel)))
@@ -101,7 +110,10 @@ def rows_of_state(
         numel = sum(Extent(chunk.spec.numel, chunk.shards.size).shard for chunk in kept)
         rows += [MemoryRow("frozen", tier, now, now, types.resting_bytes(numel))] if kept else []
     visits = optimizer.visits
-    return (*rows, *(MemoryRow(v.kind, v.tier or device, v.bytes, v.bytes, v.forecast_bytes) for v in visits))
+    return (
+        *rows,
+        *(MemoryRow(v.kind, v.tier or device, v.bytes, v.most_bytes, v.forecast_bytes) for v in visits),
+    )
 
 
 def _by_tier(

@@ -86,9 +86,10 @@ class RunPlan:
 
     @property
     def process_bytes(self) -> int:
-        """What a process on a CPU holds at the most, less what importing torch takes."""
-        freed_in_step = self.peak_bytes - self.state_bytes
-        return self.peak_bytes + self.host_bytes + LIBRARIES_BYTES + round(ALLOCATOR_SHARE * freed_in_step)
+        """What a process on a CPU holds at the most, less what importing torch takes. Where ranks read what others
+        have posted, they read about as much as they post, and have it resident too."""
+        kept = round(ALLOCATOR_SHARE * (self.peak_bytes - self.state_bytes))
+        return self.peak_bytes + self.host_bytes + self.bytes_of("exchange") + LIBRARIES_BYTES + kept
 
     @property
     def payload_bytes(self) -> int:

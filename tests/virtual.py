@@ -41,10 +41,14 @@ class Clock:
             yield
 
 
-@dataclass
+@dataclass(eq=False)
 class VirtualTransfer:
     link: VirtualLink
     end_s: float
+
+    @property
+    def link_name(self) -> str:
+        return self.link.name
 
     def wait(self) -> None:
         clock = self.link.clock

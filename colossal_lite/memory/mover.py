@@ -7,14 +7,14 @@ each with a `Transfer` to wait for.  Two links run at once, so both directions o
 link can be given a speed, and then emulates a device behind a bus: every order of copies, waits and reuse of slots is
 tried without one.  Transfers come after transfers that were asked for before them, on whatever link, so none waits in a
 circle; a stream that comes after work of a thread is handed its own by the link's thread, when that is done.  `Buffers`
-hand out equal buffers, each with the transfers that still use it.
+hand out equal buffers, and `Places` places for visitors of different sizes, with the transfers that still use them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.memory.lane import Event, Lane, ended
+from colossal_lite.memory.pack import most_held, pack_intervals, visits
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -52,6 +53,10 @@ class Transfer:
 
     def __init__(self, link: Link, handed: Future[Event | None]) -> None:
         self._link, self._handed = link, handed
+
+    @property
+    def link_name(self) -> str:
+        return self._link.name
 
     def wait(self) -> None:
         """What is computed from now on finds the bytes in the target. On a GPU the device waits, and not the host."""
@@ -148,19 +153,113 @@ def _at_once(begin: Callable[[], Event | None]) -> Future[Event | None]:
 
 
 class Buffers:
-    """Equal buffers that transfers fill and empty: the one that was handed back first is taken first."""
+    """Equal buffers that transfers fill and empty: the one that was handed back first is taken first.
+
+    A buffer is in use while it is taken, and from then on while the transfer that it was handed back with is the last
+    of its link: a link does one after the other, so those before are done, or the plan would have it wait."""
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         self._free: deque[tuple[Tensor, tuple[Transfer, ...]]] = deque((one, ()) for one in buffers)
+        self._count = len(self._free)
+        self._leaving: dict[
+            str, Transfer
+        ] = {}  # link -> the last transfer with which a buffer was handed back
+        self._each_bytes = self._free[0][0].nbytes if self._free else 0
+        self.most_taken = 0
+        """Buffers in use at once, at the most so far."""
 
-    def take(self) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """A buffer, and the transfers after which it may be written."""
+    @property
+    def most_bytes(self) -> int:
+        """Of those."""
+        return self.most_taken * self._each_bytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, *after: Transfer) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """A buffer, and the transfers after which it may be written. `after`: what has to be done before there is
+        anything to write, too."""
         assert self._free, "the plan takes more buffers than there are"
-        return self._free.popleft()
+        buffer, before = self._free.popleft()
+        self._leaving = {name: t for name, t in self._leaving.items() if t not in (*before, *after)}
+        held = self._count - len(self._free)
+        self.most_taken = max(self.most_taken, held + len(set(self._leaving.values())))
+        return buffer, before
 
     def give(self, buffer: Tensor, *last: Transfer) -> None:
         """Hand a buffer back, which may be written when `last` are done."""
         self._free.append((buffer, last))
+        self._leaving |= {transfer.link_name: transfer for transfer in last}
+
+    def rest(self) -> None:
+        """All transfers that buffers were handed back with are done."""
+        self._leaving.clear()
+
+
+class Places:
+    """Places in one allocation for visitors that transfers bring and take away, each by its number, in this order again
+    and again: those that are never there at once may have the same place (`pack.visits`).
+
+    Counted as `Buffers` are: a visitor is there while its place is taken, and while the last transfer that took one of
+    this round away does so."""
+
+    def __init__(
+        self, sizes: Mapping[int, int], width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`sizes` in elements; none has no place."""
+        intervals = visits({number: size for number, size in sizes.items() if size}, width)
+        offsets, self.numel = pack_intervals(intervals)
+        self.planned_held_numel = most_held(intervals)
+        """Elements that are there at once, at the most, by the plan."""
+        self.most_numel = self.most_held_numel = 0
+        """As it really was: up to the furthest that was taken, and of those that were there at once."""
+        self._spans = {one.start: (at, at + one.numel) for at, one in zip(offsets, intervals, strict=True)}
+        self._room = torch.zeros(self.numel, dtype=dtype, device=device)
+        self._width = width
+        self._taken: list[int] = []
+        self._left: dict[int, tuple[Transfer, ...]] = {}
+        self._leaving: tuple[int, Transfer | None] = (
+            -1,
+            None,
+        )  # who left last in this round, and by which transfer
+
+    @property
+    def bytes(self) -> int:
+        return self._room.nbytes
+
+    @property
+    def most_bytes(self) -> int:
+        return self.most_numel * self._room.element_size()
+
+    def take(self, number: int) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """A visitor's place, and the transfers after which it may be written."""
+        start, stop = self._spans[number]
+        beside = [other for other in (*self._taken, *self._left) if self._meet(number, other)]
+        assert not {*beside} & {*self._taken}, f"{number} comes to a place that is taken"
+        before = tuple(transfer for other in beside for transfer in self._left[other])
+        for other in beside:
+            if start <= self._spans[other][0] and self._spans[other][1] <= stop:
+                del self._left[other]  # whoever waits for what comes now waits for that too
+        self._taken.append(number)
+        last, leaving = self._leaving
+        if leaving in before or not last <= number < last + self._width:
+            self._leaving = (-1, None)
+        here = [*self._taken, *([last] if self._leaving[1] is not None else [])]
+        self.most_numel = max(self.most_numel, stop)
+        self.most_held_numel = max(
+            self.most_held_numel, sum(b - a for a, b in map(self._spans.__getitem__, here))
+        )
+        return self._room[start:stop], before
+
+    def give(self, number: int, *last: Transfer) -> None:
+        """A visitor has left; its place may be written when `last` are done."""
+        self._taken.remove(number)
+        self._left[number] = last
+        self._leaving = (number, last[-1]) if last else (-1, None)
+
+    def _meet(self, one: int, other: int) -> bool:
+        (start, stop), (first, end) = self._spans[one], self._spans[other]
+        return start < end and first < stop
 
 
 class Outbox:
@@ -203,3 +302,15 @@ class Outbox:
         """All that was sent is there."""
         while self._sent:
             self._sent.pop().finish()
+        self._buffers.rest()
+        self._landings.rest()
+
+    @property
+    def most_sent(self) -> int:
+        """Buffers on the device in use at once, at the most so far."""
+        return self._buffers.most_taken
+
+    @property
+    def most_landed(self) -> int:
+        """As many on the host."""
+        return self._landings.most_taken

@@ -16,8 +16,10 @@ to 32 ranks at 124 million, up to 128 at 1.3 thousand million; equal shards of w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from colossal_lite.layout import FAR, REPLICATE
 
@@ -169,6 +171,15 @@ class Interval:
     numel: int
 
 
+def most_held(intervals: Sequence[Interval]) -> int:
+    """The elements of all that is held at the worst moment: no arena of these intervals is smaller."""
+    changes: Counter[int] = Counter()
+    for one in intervals:
+        changes[one.start] += one.numel
+        changes[one.stop + 1] -= one.numel
+    return max(accumulate(change for _, change in sorted(changes.items())), default=0)
+
+
 def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
     """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
 
@@ -202,3 +213,10 @@ def _first_fit(
             held.setdefault(moment, []).append(i)
     ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
     return tuple(offsets), max(ends, default=0)
+
+
+def visits(sizes: Mapping[int, int], width: int) -> tuple[Interval, ...]:
+    """When visitors of such sizes, by their numbers, are there, who come one after the other: each while the `width`
+    numbers from its own on have their turns. So many in a row are there at once: some that come, one whose turn it is,
+    and some that go."""
+    return tuple(Interval(number, number + width - 1, size) for number, size in sizes.items())

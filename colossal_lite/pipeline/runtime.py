@@ -210,10 +210,11 @@ class Runtime:
         return found
 
     @property
-    def slot_bytes(self) -> tuple[int, int]:
-        """Held for messages, and planned to be."""
+    def slot_bytes(self) -> tuple[int, int, int]:
+        """Held for messages, in use at once at the most, and planned to be."""
         pools = self._slots.values()
-        return sum(each.bytes for each in pools), sum(each.planned_bytes for each in pools)
+        held, most = sum(each.bytes for each in pools), sum(each.most_bytes for each in pools)
+        return held, most, sum(each.planned_bytes for each in pools)
 
 
 class _Step:

@@ -29,12 +29,14 @@ Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from itertools import chain, combinations, groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from colossal_lite.memory.pack import most_held, pack_intervals, visits
 
 
 class Kind(StrEnum):
@@ -47,32 +49,59 @@ class Kind(StrEnum):
 
 # One is updated, one comes, one goes.
 VISITORS = 3
+# One is used up, one comes.
+COMING = 2
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
 
 
 class Slot(NamedTuple):
-    """So many buffers on a tier, each as large as the largest piece that takes such."""
+    """What pieces take on a tier while they are away from where they rest: of up to `width` chunks in a row each a
+    place of its own size, or buffers as large as the largest, one for each of those, or for each of any `width`."""
 
     what: str
     tier: str
-    buffers: int
+    width: int
+    form: Literal["places", "buffers in a row", "buffers"] = "places"
+
+    def buffers(self, chunks: Collection[int]) -> int:
+        """How many, for these chunks."""
+        in_a_row = self.form == "buffers in a row"
+        return most_at_once(chunks, self.width) if in_a_row else min(self.width, len(chunks))
+
+    def bytes(self, sizes: Mapping[int, int], *, least: bool = False) -> int:
+        """For what of some chunks takes such: chunk -> bytes. `least`: if places fit together without a gap, which they
+        do as a rule."""
+        if self.form != "places":
+            return self.buffers(sizes) * max(sizes.values(), default=0)
+        places = visits(sizes, self.width)
+        return most_held(places) if least else pack_intervals(places)[1]
 
 
-VISITING = {kind: Slot(kind, "device", VISITORS) for kind in Kind}
-LEAVING = Slot("leaving", "device", OUTGOING)
+VISITING = {
+    Kind.WEIGHTS: Slot("weights", "device", VISITORS),
+    Kind.GRADIENTS: Slot("gradients", "device", COMING),
+    Kind.OPTIMIZER: Slot("records", "device", VISITORS),
+}
+LEAVING = Slot("leaving", "device", OUTGOING, "buffers")
 AWAY = {
     Kind.WEIGHTS: (VISITING[Kind.WEIGHTS],),
     Kind.GRADIENTS: (VISITING[Kind.GRADIENTS], LEAVING),
     Kind.OPTIMIZER: (VISITING[Kind.OPTIMIZER],),
     Kind.FROZEN: (),
 }
-"""What a piece takes that rests on the host and visits the device."""
+"""What a piece takes that rests on the host and visits the device; what is frozen does not."""
 # For updates on the host. A gradient is used up while another comes; weights that come, and go again, have as many as
 # visitors of the device; of those that are only written one goes while another is written.
-GRADIENT_DOWN = Slot("gradient down", "host", VISITORS - 1)
-WEIGHTS_BOTH = Slot("weights down and up", "host", VISITORS)
-WEIGHTS_UP = Slot("weights up", "host", 2)
+GRADIENT_DOWN = Slot("gradient down", "host", COMING, "buffers in a row")
+WEIGHTS_BOTH = Slot("weights down and up", "host", VISITORS, "buffers in a row")
+WEIGHTS_UP = Slot("weights up", "host", 2, "buffers in a row")
+
+
+def most_at_once(chunks: Collection[int], width: int) -> int:
+    """Of these chunks, how many an update has to do with at once, at the most, if that is `width` in a row: some that
+    come, the one that is updated, some that go."""
+    return max((sum(c + n in chunks for n in range(width)) for c in chunks), default=0)
 
 
 @dataclass(frozen=True, order=True)
@@ -181,18 +210,19 @@ class Placement:
         return "\n".join(lines)
 
 
-def visiting_bytes(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
-    """What the slots of pieces on the host take on the device: each for the largest of its kind."""
-    return slot_bytes(pieces, on_host, "device")
+def visiting_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], *, least: bool = False) -> int:
+    """What the slots of pieces on the host take on the device."""
+    return slot_bytes(pieces, on_host, "device", least=least)
 
 
-def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> int:
-    """What slots take on a tier: each for the largest piece that takes such."""
-    largest: dict[Slot, int] = {}
+def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str, *, least: bool = False) -> int:
+    """What slots take on a tier."""
+    sizes: dict[Slot, dict[int, int]] = {}
     for piece in pieces:
         for slot in piece.way(on_host).slots:
-            largest[slot] = max(largest.get(slot, 0), piece.bytes)
-    return sum(slot.buffers * held for slot, held in largest.items() if slot.tier == tier)
+            if slot.tier == tier:
+                sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
+    return sum(slot.bytes(some, least=least) for slot, some in sizes.items())
 
 
 def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None) -> Placement:
@@ -209,17 +239,22 @@ def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None)
     for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
         on_host |= frozenset(_least(pieces, kind, on_host))
     held = at(on_host).device_bytes
+    visiting = visiting_bytes(pieces, on_host, least=True)
+    tried = [on_host]
     of_chunk = _by_chunk(pieces)
     for group in _by_worth(of_chunk, on_host):
         # All of a kind or the rest of it first: with the last of them go its slots.
         for some in (group, *([step] for step in group)):
             names = frozenset(piece.name for step in some for piece in step) & on_host
-            after = held + sum(piece.bytes for step in some for piece in step if piece.name in names)
-            after += visiting_bytes(pieces, on_host - names) - visiting_bytes(pieces, on_host)
+            less = visiting_bytes(pieces, on_host - names, least=True) if names else visiting
+            after = held + sum(p.bytes for step in some for p in step if p.name in names) + less - visiting
             mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
-            if after <= budget and _moved(mine, on_host - names) <= _moved(mine, on_host):
-                on_host, held = on_host - names, after
-    return at(on_host)
+            if names and after <= budget and _moved(mine, on_host - names) <= _moved(mine, on_host):
+                on_host, held, visiting = on_host - names, after, less
+                tried.append(on_host)
+    while len(tried) > 1 and at(tried[-1]).device_bytes > budget:  # where places have gaps
+        tried.pop()
+    return at(tried[-1])
 
 
 def divide(
@@ -243,8 +278,8 @@ def divide(
 
 
 def _least(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name]) -> list[Name]:
-    """The pieces of a kind on the host where least is on the device, beside `others` that rest there: slots are as
-    large as the largest of them, so a few large pieces may take less than the slots for them."""
+    """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
+    that rest there: a few large ones may take less than the slots for them."""
     mine = sorted(
         (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
     )
@@ -252,7 +287,7 @@ def _least(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name]) -> list
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
         away = frozenset(piece.name for piece in mine[:count])
-        return visiting_bytes(mine, others | away) + sum(piece.bytes for piece in mine[count:])
+        return visiting_bytes(mine, others | away, least=True) + sum(piece.bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 

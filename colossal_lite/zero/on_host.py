@@ -27,7 +27,7 @@ from colossal_lite.memory.chunk import Chunk, PartOnHost
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.lane import ThreadLane
 from colossal_lite.memory.mover import Buffers, Link, Transfer
-from colossal_lite.zero.budget import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP
+from colossal_lite.zero.budget import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, Slot
 from colossal_lite.zero.interleave import Crossing, Part
 
 Job = Callable[[PartOnHost], None]
@@ -49,14 +49,10 @@ def bytes_of_update(crossing: Crossing, weights_bytes: int, gradient_bytes: int)
 
 def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:
     """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
-    coming = [gradients[i] for i, c in crossings.items() if Part.GRADIENT in c.down]
-    both = [weights[i] for i, c in crossings.items() if Part.WEIGHTS in c.down]
-    written = [weights[i] for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down]
-    return (
-        GRADIENT_DOWN.buffers * max(coming, default=0)
-        + WEIGHTS_BOTH.buffers * max(both, default=0)
-        + WEIGHTS_UP.buffers * max(written, default=0)
-    )
+    coming = {i: gradients[i] for i, c in crossings.items() if Part.GRADIENT in c.down}
+    both = {i: weights[i] for i, c in crossings.items() if Part.WEIGHTS in c.down}
+    written = {i: weights[i] for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down}
+    return GRADIENT_DOWN.bytes(coming) + WEIGHTS_BOTH.bytes(both) + WEIGHTS_UP.bytes(written)
 
 
 class HostUpdates:
@@ -80,17 +76,20 @@ class HostUpdates:
         self.host_bytes = 0
         chunks, crossings = self._chunks, self.crossings
         self._gradients = self._slots(
-            GRADIENT_DOWN.buffers,
-            [chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down],
+            GRADIENT_DOWN, {i: chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down}
         )
         self._both = self._slots(
-            WEIGHTS_BOTH.buffers,
-            [chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down],
+            WEIGHTS_BOTH, {i: chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down}
         )
         self._written = self._slots(
-            WEIGHTS_UP.buffers,
-            [chunks[i].own_value for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down],
+            WEIGHTS_UP,
+            {i: chunks[i].own_value for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down},
         )
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the slots in use at once, at the most so far."""
+        return sum(slots.most_bytes for slots in (self._gradients, self._both, self._written))
 
     @property
     def forecast_bytes(self) -> int:
@@ -157,12 +156,13 @@ class HostUpdates:
         chunk = self._chunks[index]
         return (self._gradients, chunk.gradient) if part is Part.GRADIENT else (self._both, chunk.own_value)
 
-    def _slots(self, count: int, like: Sequence[Tensor]) -> Buffers:
+    def _slots(self, slot: Slot, like: Mapping[int, Tensor]) -> Buffers:
         if not like:
             return Buffers(())
-        numel, dtype = max(tensor.numel() for tensor in like), like[0].dtype
-        slots = [host_room(numel, dtype, self._chunks[0].device) for _ in range(count)]
-        self.host_bytes += sum(slot.nbytes for slot in slots)
+        some = tuple(like.values())
+        numel, dtype = max(tensor.numel() for tensor in some), some[0].dtype
+        slots = [host_room(numel, dtype, self._chunks[0].device) for _ in range(slot.buffers(like))]
+        self.host_bytes += sum(room.nbytes for room in slots)
         return Buffers(slots)
 
 

@@ -32,15 +32,17 @@ from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
-from colossal_lite.memory.mover import Link, copied_to
+from colossal_lite.memory.mover import Link, Places, copied_to
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import DISK, Action, Kind
 from colossal_lite.rng import key
+from colossal_lite.zero.budget import VISITING, most_at_once
+from colossal_lite.zero.budget import Kind as Held
 from colossal_lite.zero.interleave import ON_DEVICE, Part, part_of, update_plan
 from colossal_lite.zero.on_host import HostUpdates
-from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, SLOTS, DiskStates, HostStates, States
+from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, DiskStates, HostStates, States
 from colossal_lite.zero.visits import HostShards
 
 
@@ -76,12 +78,13 @@ def ranges_to_update(
 
 @dataclass(frozen=True)
 class Visit:
-    """Bytes that state off the device takes beside itself, on a tier (None: the device): as they are, and by the
-    formula."""
+    """Bytes that state off the device takes beside itself, on a tier (None: the device): as they are, as many as were
+    used at once, and by the formula."""
 
     kind: str
     tier: str | None
     bytes: int
+    most_bytes: int
     forecast_bytes: int
     origin: str
 
@@ -92,8 +95,7 @@ class ChunkOptimizer:
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
-        open_file: Callable[[FileLayout], DiskFile] | None = None, seed: int = 0,
-        update: str = "device",
+        open_file: Callable[[FileLayout], DiskFile] | None = None, seed: int = 0, update: str = "device",
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
         to it; `open_file` makes the disk's file; None where no step is taken; `seed` of what rounds narrow states;
@@ -439,29 +441,43 @@ class ChunkOptimizer:
         if tiers is None:
             return ()
         sizes = [0 if i in self._stays else self.record_bytes(i) for i in range(len(self._chunks))]
-        visit = [0 if self._is_on_host(i) else size for i, size in enumerate(sizes)]
-        shards, foreseen = (self.shards.device_bytes, self.shards.forecast_bytes) if self.shards else (0, 0)
-        device = Visit(
-            "visiting", None, tiers.device_bytes + shards, SLOTS * max(visit) + foreseen,
-            "slots of state that visits the device",
-        )  # fmt: skip
+        moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
+        visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
+        held, most = tiers.device_bytes, tiers.most_device_bytes
+        foreseen = VISITING[Held.OPTIMIZER].bytes(visiting)
+        if shards:
+            held, most = held + shards.device_bytes, most + shards.most_device_bytes
+            foreseen += shards.forecast_bytes
+        device = Visit("visiting", None, held, most, foreseen, "places of state that visits the device")
         on_host = () if self.below is None else (
-            Visit("updating", "host", self.below.host_bytes, self.below.forecast_bytes,
+            Visit("updating", "host", self.below.host_bytes, self.below.most_bytes, self.below.forecast_bytes,
                   "slots of gradients and weights for updates on the host"),
         )  # fmt: skip
-        landings = self.shards.host_bytes if self.shards else 0
-        if landings:
+        landings = shards.host_bytes if shards else 0
+        if shards and landings:
             origin = "what sums of gradients land in to be added"
-            return (device, *on_host, Visit("landing", "host", landings, landings, origin))
+            return (
+                device,
+                *on_host,
+                Visit("landing", "host", landings, shards.most_host_bytes, landings, origin),
+            )
         if tiers.below is None:
             return (device, *on_host)
+        unused = tiers.disk_bytes - tiers.record_bytes
         padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
         return (
             device,
             *on_host,
-            Visit("passing", "host", tiers.host_bytes, HOST_SLOTS * max(padded), "slots of state from and to the disk"),
-            Visit("unused", "disk", tiers.disk_bytes - tiers.record_bytes, sum(padded) - sum(sizes), "ends of pages"),
+            Visit("passing", "host", tiers.host_bytes, tiers.most_host_bytes,
+                  most_at_once(moving, HOST_SLOTS) * max(padded), "slots of state from and to the disk"),
+            Visit("unused", "disk", unused, unused, sum(padded) - sum(sizes), "ends of pages"),
         )  # fmt: skip
+
+    @property
+    def visited(self) -> tuple[Places, ...]:
+        """The places on the device of what rests off it."""
+        here = (self.tiers.visited,) if self.tiers else ()
+        return (*here, *(self.shards.visited if self.shards else ()))
 
     @property
     def forecast_bytes(self) -> int:

@@ -14,9 +14,9 @@ of it without a run.  With one rank a shard that rests on the device is copied t
 A later batch with more samples or longer ones than any before, to train on or to evaluate, is foretold in the same way
 before it runs: it is let in where it fits beside what has been settled, and else refused with the bytes that it needs.
 Where nobody can foretell it, it is taken to need no more than in proportion to the largest that was measured, by the
-square of the length.  So ranks tell each other the shape of every batch.  An evaluation before the first step of such a
-model is not measured.  What is advised where nothing fits has been planned as it is told.  Cost: the run without
-tensors, one exchange of two numbers a batch; counting makes the first step slower.
+square of the length. So ranks tell each other the shape of every batch. Evaluations before the first step are measured,
+and refused, if they held more than fits, when they are over. What is advised where nothing fits has been planned as it
+is told. Cost: the run without tensors, one exchange of two numbers a batch; counting makes the first step slower.
 
 A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
 of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
@@ -181,6 +181,8 @@ class Residence:
         """Whether they train, samples of a step of a rank and their tokens, of the batches that fit."""
         self._measured_by: float | None = None
         """How much more the first step has held than was foretold, as a factor; None: nobody could."""
+        self._evaluated_bytes = 0
+        """The most that the model has held in an evaluation before that, on any rank."""
         self._tell: Callable[[Sequence[str]], Mapping[str, int] | None] = lambda changes: None
         """Of the batch that was looked at last, with such changes of the config."""
         self._samples = 0
@@ -196,6 +198,22 @@ class Residence:
         self._meter = self._meter or self._new_meter()
         with self._meter:
             yield
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Around an evaluation; those before the first update are measured. Collective; raises ConfigError on every
+        rank, when it is over, for one that held more than fits."""
+        if self.placement is not None or self._memory.device_budget is None:
+            yield
+            return
+        meter = self._new_meter()
+        with meter:
+            yield
+        with self._world.ledger.paused():
+            most = max(self._world.gather_json(meter.peak_bytes))
+        let_in, self._let_in = self._let_in, {each for each in self._let_in if each[0]}
+        self._refuse(self._placed(self._gathered(None), most))
+        self._let_in, self._evaluated_bytes = let_in, max(self._evaluated_bytes, most)
 
     def _new_meter(self) -> LiveBytes | AllocatedBytes:
         """On a GPU what is there beside the state of this moment, all of whose pieces rest on the host, counts too."""
@@ -276,7 +294,8 @@ class Residence:
         self._measured_by = max(1.0, measured / self.activations_bytes) if self.activations_bytes else None
         self.activations_bytes = max(measured, self.activations_bytes)
         plan = self._weights.plan if isinstance(self._weights, ShardedWeights) else None
-        placed = self._placed(self._gathered(plan), self.activations_bytes, plan)
+        activations = max(self.activations_bytes, self._evaluated_bytes)
+        placed = self._placed(self._gathered(plan), activations, plan)
         self._refuse(placed)
         self.placement = placed
         if self._memory.moves:

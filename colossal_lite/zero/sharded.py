@@ -75,6 +75,8 @@ class ShardedWeights(Weights):
         self.up: Link | None = None
         """By which shards come that rest on the host."""
         self._arena: Tensor | None = None
+        self.most_numel = self.most_held_numel = 0
+        """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
         self._phase = Phase.IDLE
         self._steps: tuple[Step, ...] = ()
         self._next = 0  # the step to execute next
@@ -91,6 +93,10 @@ class ShardedWeights(Weights):
     @property
     def arena_bytes(self) -> int:
         return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+
+    @property
+    def most_bytes(self) -> int:
+        return self.most_numel * self._all[0].own_value.element_size()
 
     @property
     def forecast_bytes(self) -> int:
@@ -341,6 +347,14 @@ class ShardedWeights(Weights):
         else:
             chunk.unshard(slot)
         self._resident[index] = -1 if offset is None else offset
+        if self._arena is not None and offset is not None:
+            self._count(offset + numel)
+
+    def _count(self, stop: int) -> None:
+        """The arena is used up to element `stop`."""
+        self.most_numel = max(self.most_numel, stop)
+        held = sum(self._all[index].spec.numel for index in self._resident)
+        self.most_held_numel = max(self.most_held_numel, held)
 
     def _gather(self, index: int) -> None:
         """The shards of the others set out, if they have not."""
@@ -355,7 +369,9 @@ class ShardedWeights(Weights):
     def _keep_part(self, index: int) -> None:
         """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
         if self.plan is not None and index in self.plan.kept and index not in self._kept:
-            self._all[index].keep_part(self._part(index))
+            part = self._part(index)
+            self._all[index].keep_part(part)
+            self._count(self.plan.kept[index] + part.numel())
             self._kept.add(index)
 
     def _drop(self, index: int) -> None:

@@ -2,13 +2,15 @@
 
 Note: records and slots.
 A chunk has a record: its state tensors and what its masters have beside the weights, if anything, side by side in one
-buffer, so that a visit is one copy each way.  On the device there are `AHEAD + 2` slots as large as the largest record:
-one is updated, `AHEAD` are filled, one is emptied.  Records that rest on the host have a place there.  Records that
+buffer, so that a visit is one copy each way.  On the device it has a place that it shares with those that are there at
+other times: one is updated, `AHEAD` come, one goes, so `AHEAD + 2` in a row have places apart (memory/mover.py).
+Records that rest on the host have a place there.  Records that
 rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
-down, one is written.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into
-it is done and comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order,
-is the same as without tiers: so are the bits.  Records that are updated on the host (zero/on_host.py) do not visit:
-they are updated where they rest, or in the slot on the host between their read and their write.
+down, one is written.  There are never more slots than records near each other: one that comes again waits for its own
+going.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into it is done and
+comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order, is the same as
+without tiers: so are the bits.  Records that are updated on the host (zero/on_host.py) do not visit: they are updated
+where they rest, or in the slot on the host between their read and their write.
 
 The first records are fetched while backward still runs (`prepare`), and the last ones are on their way back when the
 next step has begun.  Whoever reads or changes a record outside of a step first brings everything to rest (`flush`):
@@ -30,9 +32,10 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.host import host_pages, host_room
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane, lane_beside
-from colossal_lite.memory.mover import Buffers, Link, Transfer
+from colossal_lite.memory.mover import Buffers, Link, Places, Transfer
 from colossal_lite.memory.records import FileLayout
 from colossal_lite.plan import DISK, Action, Kind
+from colossal_lite.zero.budget import most_at_once
 
 AHEAD = 1
 SLOTS = AHEAD + 2
@@ -69,8 +72,8 @@ class States(ABC):
     """Records that are read before the one that is copied to the device; None: they are on the host."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
-        *, update: str = "device",
+        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
+        speed: LinkSpeed, *, update: str = "device",
     ) -> None:  # fmt: skip
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
         between device and host; `update`: on the "host", where no record visits the device, or on the "device"."""
@@ -109,11 +112,34 @@ class States(ABC):
         return frozenset(i for i, record in enumerate(self._records) if here and record.size)
 
     def _make_slots(self) -> None:
+        self._slots = Places({}, SLOTS, self._dtype, self._device)  # the old ones go first
         on_host = self.on_host
-        largest = max((r.size for i, r in enumerate(self._records) if i not in on_host), default=0)
-        self._slots = Buffers(())  # the old ones go first
-        self._slots = Buffers(torch.zeros(SLOTS, largest, dtype=self._dtype, device=self._device))
-        self.device_bytes = SLOTS * largest * self._dtype.itemsize
+        sizes = {i: record.size for i, record in enumerate(self._records) if i not in on_host}
+        self._slots = Places(sizes, SLOTS, self._dtype, self._device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the places on the device."""
+        return self._slots.bytes
+
+    @property
+    def most_device_bytes(self) -> int:
+        """As much of them as was used, at the most so far."""
+        return self._slots.most_bytes
+
+    @property
+    def visited(self) -> Places:
+        """The places on the device."""
+        return self._slots
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Of the places, or of the slots in use at once, at the most so far."""
+        return self.host_bytes
+
+    def _passing_slots(self) -> int:
+        """Where up to `HOST_SLOTS` chunks in a row have to do with an update, and some have a record."""
+        return most_at_once({i for i, record in enumerate(self._records) if record.size}, HOST_SLOTS)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -149,7 +175,8 @@ class States(ABC):
         """Every record is whole where it rests; what was fetched and not updated is dropped."""
         for index in tuple(self._here):
             coming = self._incoming.pop(index, None)
-            self._slots.give(self._here.pop(index), *() if coming is None else (coming,))
+            del self._here[index]
+            self._slots.give(index, *() if coming is None else (coming,))
         while self._outgoing:
             self._outgoing.popitem()[1].finish()
 
@@ -178,17 +205,18 @@ class States(ABC):
     # ---- how ----
 
     def _bring(self, index: int, source: Tensor, *after: Transfer) -> Transfer:
-        slot, emptied = self._slots.take()
+        ready = (*after, *self._back(index))
+        slot, emptied = self._slots.take(index)
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(
-            slot[: source.numel()], source, after=(*emptied, *after, *self._back(index))
+            slot[: source.numel()], source, after=(*emptied, *ready)
         )
         return transfer
 
     def _take_back(self, index: int, target: Tensor, *after: Transfer) -> Transfer:
         slot = self._here.pop(index)
         transfer = self.down.copy(target, slot[: target.numel()], after=after)
-        self._slots.give(slot, transfer)
+        self._slots.give(index, transfer)
         return transfer
 
     def _back(self, index: int) -> tuple[Transfer, ...]:
@@ -218,8 +246,8 @@ class HostStates(States):
     tier = "host"
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
-        *, update: str = "device",
+        self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
+        speed: LinkSpeed, *, update: str = "device",
     ) -> None:  # fmt: skip
         super().__init__(chunks, states, timeout_s, speed, update=update)
         self.host_bytes = self.record_bytes
@@ -285,9 +313,9 @@ class DiskStates(States):
         self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
         self._file = open_file(self.layout) if open_file else None
         self.disk_bytes, largest = self.layout.file_bytes, self.layout.largest_bytes
-        self.host_bytes = HOST_SLOTS * largest
+        self.host_bytes = self._passing_slots() * largest
         room = host_pages(self.host_bytes, self._device)
-        self._passing = Buffers(room[i * largest : (i + 1) * largest] for i in range(HOST_SLOTS))
+        self._passing = Buffers(room[i * largest : (i + 1) * largest] for i in range(self._passing_slots()))
         self._came: dict[int, tuple[Tensor, Transfer]] = {}  # read from disk, or on its way
         self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
@@ -327,11 +355,10 @@ class DiskStates(States):
         """Begin to read a record into a slot of the host; nothing if that has begun."""
         self.settle()
         if self._records[index].size and index not in self._came and index not in self._here:
-            slot, free = self._passing.take()
+            back = self._back(index)
+            slot, free = self._passing.take(*back)
             size_bytes = self.layout.sizes_bytes[index]
-            transfer = self.reads.run(
-                partial(self._read, index, slot), size_bytes, after=(*free, *self._back(index))
-            )
+            transfer = self.reads.run(partial(self._read, index, slot), size_bytes, after=(*free, *back))
             self._came[index] = slot, transfer
 
     def fetch(self, index: int) -> None:
@@ -367,6 +394,11 @@ class DiskStates(States):
             slot, transfer = self._came.pop(index)
             self._passing.give(slot, transfer)
         super().flush()
+        self._passing.rest()
+
+    @property
+    def most_host_bytes(self) -> int:
+        return self._passing.most_taken * self.layout.largest_bytes
 
     def close(self) -> None:
         super().close()
@@ -393,7 +425,7 @@ class DiskStates(States):
         if not record.size:
             return {}
         if index not in self._opened:
-            if len(self._opened) == HOST_SLOTS:
+            if len(self._opened) == len(self._passing):
                 self._put_back(next(iter(self._opened)))
             slot, free = self._passing.take()
             for transfer in free:

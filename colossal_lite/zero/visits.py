@@ -7,15 +7,15 @@ those of the micro-batches before, in their order: the same bits as on the devic
 squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
 (`Chunk.squares`).  For its update, with the optimizer's
 record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
-into slots, and the weights go back.  Weights beside whole masters are written whole and need not come.  There are as
-many slots as records: one is updated, `AHEAD` are filled, one is emptied.  Of a chunk that is updated on the host
-nothing comes (zero/on_host.py).  Whoever reads a chunk's `own_value`,
+into places, and the weights go back.  Weights beside whole masters are written whole and need not come.  As many in a
+row are there at once as of records: one is updated, `AHEAD` come, one goes; of gradients, which do not go back, one
+less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `own_value`,
 `master` or `gradient` between steps reads what is on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from torch import Tensor
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.memory.mover import Buffers, Link, Outbox, Transfer
-from colossal_lite.zero.budget import OUTGOING, VISITORS
+from colossal_lite.memory.mover import Link, Outbox, Places, Transfer
+from colossal_lite.zero.budget import COMING, LEAVING, OUTGOING, VISITING, VISITORS, Kind
 
 
 class HostShards:
@@ -37,27 +37,52 @@ class HostShards:
         self._gradients_here: dict[int, Tensor] = {}
         self._outgoing: list[Transfer] = []
         self._adds = Link("add", ThreadLane(), timeout_s=down.timeout_s)
-        self.device_bytes = self.host_bytes = 0
-        """Of the slots, and of what sums land in."""
+        self.host_bytes = 0
+        """Of what sums land in."""
         self._on_host: frozenset[int] = frozenset()
 
     def settle(self, on_host: Collection[int] = ()) -> None:
         """As many and as large slots as what rests on the host now needs, beside chunks that are updated there. Nothing
         may be on its way."""
-        self.device_bytes, self._on_host = 0, frozenset(on_host)
-        self._weight_slots = self._gradient_slots = Buffers(())  # the old ones go first
-        gradients = [c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None]
+        self._on_host = frozenset(on_host)
+        self._weight_slots, self._gradient_slots = (
+            self._places({}, VISITORS),
+            self._places({}, COMING),
+        )  # the old ones go first
         visit = self._visitors
-        self._weight_slots = Buffers(
-            self._slots(VISITORS, [c.weights_at_rest for c in visit if c.weights_at_rest is not None])
-        )
-        self._gradient_slots = Buffers(
-            self._slots(VISITORS, [c.gradient_at_rest for c in visit if c.gradient_at_rest is not None])
-        )
-        landings = self._landings(gradients)
-        outbox = Outbox(self._down, self._adds, self._slots(OUTGOING, gradients), landings)
+        weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
+        gradients = {i: c.gradient_at_rest for i, c in visit if c.gradient_at_rest is not None}
+        self._weight_slots = self._places(weights, VISITORS)
+        self._gradient_slots = self._places(gradients, COMING)
+        rest = tuple(c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None)
+        self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
+        self._outgoing_count = min(OUTGOING, len(rest))
+        landings = self._landings(rest)
+        self._outbox = Outbox(self._down, self._adds, self._buffers(rest), landings)
         for chunk in self._chunks:
-            chunk.outbox = outbox if chunk.gradient_at_rest is not None else None
+            chunk.outbox = self._outbox if chunk.gradient_at_rest is not None else None
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the places, and of what sums leave through."""
+        leaving = self._outgoing_count * self._largest_bytes
+        return self._weight_slots.bytes + self._gradient_slots.bytes + leaving
+
+    @property
+    def most_device_bytes(self) -> int:
+        """As much of them as was used, at the most so far."""
+        leaving = self._outbox.most_sent * self._largest_bytes
+        return self._weight_slots.most_bytes + self._gradient_slots.most_bytes + leaving
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Of what sums have landed in at once, at the most so far."""
+        return self._outbox.most_landed * self._largest_bytes
+
+    @property
+    def visited(self) -> tuple[Places, ...]:
+        """The places on the device, of weights and of gradients."""
+        return self._weight_slots, self._gradient_slots
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -77,31 +102,32 @@ class HostShards:
     def forecast_bytes(self) -> int:
         """By the formula: of the slots, each for the largest shard of its kind."""
         visit = self._visitors
-        weights = [_owned(c) * c.own_value.element_size() for c in visit if c.weights_at_rest is not None]
-        gradients, leave = (
-            [_owned(c) * c.gradient.element_size() for c in some if c.gradient_at_rest is not None]
-            for some in (visit, self._chunks)
+        weights = {
+            i: _owned(c) * c.own_value.element_size() for i, c in visit if c.weights_at_rest is not None
+        }
+        coming, leaving = (
+            {i: _owned(c) * c.gradient.element_size() for i, c in some if c.gradient_at_rest is not None}
+            for some in (visit, enumerate(self._chunks))
         )
-        return VISITORS * (max(weights, default=0) + max(gradients, default=0)) + OUTGOING * max(
-            leave, default=0
-        )
+        at = VISITING[Kind.WEIGHTS].bytes(weights) + VISITING[Kind.GRADIENTS].bytes(coming)
+        return at + LEAVING.bytes(leaving)
 
     @property
-    def _visitors(self) -> list[Chunk]:
-        """Those that are updated on the device."""
-        return [chunk for index, chunk in enumerate(self._chunks) if index not in self._on_host]
+    def _visitors(self) -> list[tuple[int, Chunk]]:
+        """Those that are updated on the device, by their numbers."""
+        return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
 
     def fetch(self, index: int) -> None:
         """Begin to bring to the device what the update of a chunk reads."""
         chunk = self._chunks[index]
         self._incoming[index] = []
         if (weights := chunk.weights_at_rest) is not None:
-            slot, before = self._weight_slots.take()
+            slot, before = self._weight_slots.take(index)
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
                 self._incoming[index].append(self._up.copy(slot[: weights.numel()], weights, after=before))
         if (gradient := chunk.gradient_at_rest) is not None:
-            slot, before = self._gradient_slots.take()
+            slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
             self._incoming[index].append(self._up.copy(slot[: gradient.numel()], gradient, after=before))
 
@@ -130,12 +156,13 @@ class HostShards:
         if (weights := chunk.weights_at_rest) is not None:
             slot, _ = self._weights_here.pop(index)
             transfer = self._down.copy(weights, slot[: weights.numel()])
-            self._weight_slots.give(slot, transfer)
+            self._weight_slots.give(index, transfer)
             self._outgoing.append(transfer)
             chunk.master = weights if chunk.master is chunk.own_value else chunk.master
             chunk.own_value = weights
         if chunk.gradient_at_rest is not None:
-            self._gradient_slots.give(self._gradients_here.pop(index))
+            del self._gradients_here[index]
+            self._gradient_slots.give(index)
             chunk.gradient = chunk.gradient_at_rest
 
     def flush(self) -> None:
@@ -148,19 +175,28 @@ class HostShards:
 
     def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
         """Where sums come down to be added; a thread adds as it copies, and needs none."""
-        numel = max((tensor.numel() for tensor in rest), default=0) if self._down.lane.on_stream else 0
+        count = self._outgoing_count if self._down.lane.on_stream else 0
         landings = [
-            host_room(numel, rest[0].dtype, self._chunks[0].device) for _ in range(OUTGOING if numel else 0)
+            host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)
+            for _ in range(count)
         ]
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _slots(self, count: int, rest: Sequence[Tensor]) -> list[Tensor]:
+    def _buffers(self, rest: Sequence[Tensor]) -> list[Tensor]:
+        """What sums leave through."""
         if not rest:
             return []
-        numel, dtype = max(tensor.numel() for tensor in rest), rest[0].dtype
-        self.device_bytes += count * numel * dtype.itemsize
-        return list(torch.zeros(count, numel, dtype=dtype, device=self._chunks[0].device))
+        numel = max(tensor.numel() for tensor in rest)
+        return list(
+            torch.zeros(self._outgoing_count, numel, dtype=rest[0].dtype, device=self._chunks[0].device)
+        )
+
+    def _places(self, rest: Mapping[int, Tensor], width: int) -> Places:
+        """For the visits of these to the device."""
+        dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
+        sizes = {index: tensor.numel() for index, tensor in rest.items()}
+        return Places(sizes, width, dtype, self._chunks[0].device)
 
 
 def _owned(chunk: Chunk) -> int:

@@ -279,7 +279,8 @@ def _not_taken_back(original: Any, self: tiers.HostStates, index: int) -> None:
     if index < len(self._records) - 1:
         original(self, index)
     else:
-        self._slots.give(self._here.pop(index))
+        del self._here[index]
+        self._slots.give(index)
 
 
 def _not_awaited(original: Any, self: Transfer) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane
-from colossal_lite.memory.mover import Link
+from colossal_lite.memory.mover import Link, Places
 
 
 @pytest.fixture
@@ -76,3 +79,70 @@ def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
     link.close()
     transfer.wait()
     assert float(target[0]) == 1.0
+
+
+# ---- places for visitors ----
+
+
+class Leaving:
+    """A transfer by which a visitor leaves, after the one that brought it, and after what that has waited for."""
+
+    def __init__(self, waited: set[Leaving]) -> None:
+        self.before = waited
+
+
+visitors = st.dictionaries(st.integers(0, 14), st.integers(1, 60), min_size=1)
+
+
+@settings(max_examples=60)
+@given(visitors, st.integers(2, 5))
+def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_their_place_has_left(
+    sizes: dict[int, int], width: int
+) -> None:
+    """In rounds of turns: each comes `width - 2` turns before its own, and leaves in the one after it. What is used at
+    once, at the most, is what is planned, and no less than any place could do with."""
+    places = Places(sizes, width, torch.float32, torch.device("cpu"))
+    spans = places._spans
+    left: list[list[Leaving]] = [[] for _ in range(places.numel)]  # of each element, all who have left it
+    waited: dict[int, set[Leaving]] = {}
+    for _ in range(3):
+        coming = sorted(sizes)
+        for turn in range(15):
+            while coming and coming[0] <= turn + width - 2:
+                number = coming.pop(0)
+                start, stop = spans[number]
+                assert stop - start == sizes[number] and places.numel >= stop
+                assert all(stop <= spans[n][0] or spans[n][1] <= start for n in waited), "two in one place"
+                _, before = places.take(number)
+                known: set[Any] = {*before}.union(*(each.before for each in before))  # type: ignore[attr-defined]
+                assert known >= {leaving for element in left[start:stop] for leaving in element}
+                waited[number] = known
+            if turn in waited:
+                gone = Leaving(waited.pop(turn))
+                for element in left[slice(*spans[turn])]:
+                    element.append(gone)
+                places.give(turn, gone)  # type: ignore[arg-type]
+    assert not waited
+    window = max(sum(sizes.get(n + k, 0) for k in range(width)) for n in sizes)
+    assert places.most_held_numel == places.planned_held_numel == window <= places.numel == places.most_numel
+    assert places.numel <= sum(sizes.values())
+
+
+def test_equal_visitors_in_a_row_take_as_many_places_as_there_are_of_them_at_once() -> None:
+    for width in (2, 3, 5):
+        places = Places(dict.fromkeys(range(20), 8), width, torch.float32, torch.device("cpu"))
+        assert places.numel == width * 8 == places.planned_held_numel
+
+
+def test_one_large_visitor_among_small_ones_has_one_large_place() -> None:
+    """The embedding of a model: equal buffers would each be as large."""
+    sizes = {0: 1000} | dict.fromkeys(range(1, 30), 10) | {30: 900}
+    places = Places(sizes, 3, torch.float32, torch.device("cpu"))
+    assert places.numel == 1000 + 2 * 10
+
+
+def test_a_place_that_is_taken_is_given_to_nobody_else() -> None:
+    places = Places({0: 4, 5: 4}, 3, torch.float32, torch.device("cpu"))
+    places.take(0)
+    with pytest.raises(AssertionError, match="5 comes to a place that is taken"):
+        places.take(5)

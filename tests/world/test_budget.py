@@ -564,6 +564,41 @@ def test_a_batch_larger_than_the_first_is_let_in_where_it_fits_and_else_refused_
             assert needed(text) > budget
 
 
+def evaluated_first(env: RankEnv, case: Case, budget: int, samples: int) -> tuple[str, int]:
+    """What an evaluation before the first step was refused with, or nothing, and the most that the device held."""
+    with env.launch(replace(case, config={**case.config, **auto(budget)}).full_config) as context:
+        engine, said = start(case, context), ""
+        inputs = torch.randint(64, (samples, case.tokens), generator=torch.Generator().manual_seed(env.rank))
+        before = on_tier(engine, "cpu")
+        with LiveBytes() as meter:
+            try:
+                engine.eval_step((inputs, inputs.roll(-1, 1)))
+            except ConfigError as error:
+                said = str(error)
+        held = before + meter.peak_bytes
+        small = inputs[:1], inputs[:1].roll(-1, 1)
+        engine.eval_step(small)
+        engine.train_step(small)
+        try:
+            engine.eval_step((inputs, inputs.roll(-1, 1)))
+            assert not said, "it does not fit after the first step either"
+        except ConfigError:
+            assert said
+        return said, held
+
+
+@pytest.mark.parametrize(("samples", "fits"), [(4, True), (256, False)])
+def test_an_evaluation_before_the_first_step_of_what_nobody_can_foretell_is_held_to_the_budget(
+    samples: int, fits: bool
+) -> None:
+    """It is measured, and refused on every rank; what fits may be evaluated before and after the first step."""
+    case = replace(GROWING, build="module", adapters=2, config=config_of(1, reduction="fast"))
+    budget = 1_200_000
+    for said, held in run_world(evaluated_first, 2, case, budget, samples):
+        assert (held <= budget) == fits == (not said), (said, held)
+        assert fits or needed(said) > budget and "activations" in said
+
+
 def test_ranks_with_smaller_batches_learn_that_another_has_too_large_a_one() -> None:
     case = replace(GROWING, config=config_of(3, reduction="fast"))
     (mine, other) = run_world(one_grows, 2, case, timeout_s=60)

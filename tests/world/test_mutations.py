@@ -763,13 +763,11 @@ def _gradient_not_brought(original: Any, self: HostShards, index: int, **more: A
     self._chunks[index].gradient.fill_(0.1)
 
 
+EVERYTHING = dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0))
 BUDGET = replace(
     HOST,
     layers=3,
-    config=HOST.config
-    | dict(
-        zero=dict(stage=3), memory=dict(placement="auto", device_budget=560_000), activation_checkpoint="none"
-    ),
+    config=HOST.config | dict(zero=dict(stage=3), memory=EVERYTHING, activation_checkpoint="none"),
 )
 FAULTS_BUDGET: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a sum on the host is overwritten": (BUDGET, Outbox, "send", _sum_overwritten),
@@ -807,8 +805,8 @@ def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None
 
 def _not_written(original: Any, self: DiskStates, index: int) -> None:
     if index == 0:
-        slot, _ = self._leaving.pop(index)
-        self._passing.give(slot)
+        slot, came = self._leaving.pop(index)
+        self._passing.give(slot, came)
     else:
         original(self, index)
 

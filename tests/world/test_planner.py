@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -392,19 +394,35 @@ model = GPTConfig(**json.loads(sys.argv[1]))
 ids = torch.arange(int(sys.argv[2]) * model.sequence).view(-1, model.sequence) % model.vocabulary
 with cl.launch(json.loads(sys.argv[3])) as context:
     engine = cl.initialize(lambda: GPT(model), context=context)
+    cut = context.local_batch(len(ids))
     for _ in range(2):
-        engine.train_step((ids, ids.roll(1)))
+        engine.train_step((ids[cut], ids.roll(1)[cut]))
 print(status("VmHWM") - imported)
 """
 
 
-def resident_bytes(model: dict[str, int], batch: int, config: dict[str, Any]) -> int:
-    """Most memory that a process has resident in two steps, less what importing torch takes."""
+def resident_bytes(model: dict[str, int], batch: int, config: dict[str, Any], ranks: int = 1) -> list[int]:
+    """Most memory that each process of a world has resident in two steps, less what importing torch takes."""
     root = str(Path(__file__).parents[2])
     arguments = [sys.executable, "-c", PROCESS, json.dumps(model), str(batch), json.dumps(config)]
-    ended = subprocess.run(arguments, cwd=root, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return int(ended.stdout)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    world = dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    begun = [
+        subprocess.Popen(
+            arguments, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | world | dict(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=120) for process in begun]
+    finally:
+        for process in begun:
+            process.kill()
+    assert all(process.returncode == 0 for process in begun), [error for _, error in ended]
+    return [int(out) for out, _ in ended]
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -428,7 +446,33 @@ def test_a_whole_process_holds_what_is_planned(name: str, tmp_path: Path) -> Non
     if name.startswith("disk"):
         config = config | dict(memory=dict(placement="disk", disk_dir=str(tmp_path)))
     foretold = plan(config, GPTConfig(**model), batch=4, sequence=256, world_size=1)
-    assert foretold.process_bytes == pytest.approx(resident_bytes(model, 4, config), rel=0.10)
+    assert resident_bytes(model, 4, config) == pytest.approx([foretold.process_bytes], rel=0.10)
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "stage 0": dict(precision="fp32", zero=dict(stage=0)),
+    "stage 1": dict(precision="fp32", zero=dict(stage=1)),
+    "stage 2": dict(precision="fp32", zero=dict(stage=2)),
+    "stage 3": dict(precision="fp32", zero=dict(stage=3)),
+    "stage 1, host": dict(precision="bf16", zero=dict(stage=1), memory=dict(placement="host")),
+}
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="resident memory is glibc's and Linux's to tell"
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n != "stage 3")) for n in SEVERAL]
+)
+def test_each_process_of_a_world_holds_what_is_planned(name: str) -> None:
+    """Each rank by its own peak, what it posts for the other to read and what it reads of it included."""
+    model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
+    found = resident_bytes(model, 8, SEVERAL[name], 2)
+    for rank, held in enumerate(found):
+        foretold = plan(
+            SEVERAL[name], GPTConfig(**model), batch=8, sequence=256, world_size=2, rank=rank, one_host=True
+        )
+        assert held == pytest.approx(foretold.process_bytes, rel=0.10), (name, rank)
 
 
 @pytest.mark.skipif(
@@ -437,4 +481,4 @@ def test_a_whole_process_holds_what_is_planned(name: str, tmp_path: Path) -> Non
 def test_libraries_take_what_the_planner_says() -> None:
     """A process that loads more (torch's compiler is 155 MB) is a fault of its imports."""
     tiny = dict(vocabulary=64, layers=1, heads=2, width=16, sequence=16)
-    assert resident_bytes(tiny, 1, dict(precision="fp32")) == pytest.approx(LIBRARIES_BYTES, rel=0.25)
+    assert resident_bytes(tiny, 1, dict(precision="fp32")) == pytest.approx([LIBRARIES_BYTES], rel=0.25)

@@ -162,9 +162,9 @@ def faulty(env: RankEnv, case: Case, name: str) -> Any:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_split_changes_bits(name: str) -> None:
     """Of weights, or of what they lead to."""
-    config = dict(zero=dict(stage=3), optimizer=OPTIMIZERS["adamw"], memory=dict(placement="auto"))
-    # more layers than slots: some of their weights rest on the host
-    case = replace(CASE, world_size=1, layers=5, config=config | dict(precision=SPLIT))
+    memory = dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0))
+    config = dict(zero=dict(stage=3), optimizer=OPTIMIZERS["adamw"], memory=memory)
+    case = replace(CASE, world_size=1, config=config | dict(precision=SPLIT))
     right, wrong = run_world(tied_bits, 1, case), run_world(faulty, 1, case, name)
     with pytest.raises(AssertionError):
         assert_same_bits([found for found, _ in wrong], [found for found, _ in right])

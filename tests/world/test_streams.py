@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from colossal_lite.memory.lane import StreamLane, ThreadLane
-from colossal_lite.memory.mover import Buffers, Link, Transfer
+from colossal_lite.memory.mover import Link, Places, Transfer
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.streams import Recorder, races
@@ -122,14 +122,14 @@ def _at_once(self: ThreadLane, work: Callable[[], object], *more: Any) -> None:
 
 
 COPY = Link.copy
-RUN, GIVE = Link.run, Buffers.give
+RUN, GIVE = Link.run, Places.give
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "a copy does not come after what was computed": ("host", StreamLane, "now", lambda self: None),
     "the computing does not wait for a copy": ("host", Transfer, "wait", _only_thread_waits),
     "a copy does not come after another": ("host", Link, "run", _after_nothing),
     "the host does not wait for a copy": ("host", Transfer, "finish", _only_thread_waits),
     "a buffer is handed back as if nobody used it": (
-        "half of each", Buffers, "give", lambda self, buffer, *last: GIVE(self, buffer)
+        "half of each", Places, "give", lambda self, number, *last: GIVE(self, number)
     ),
     "a thread does not wait for a stream": ("disk", ThreadLane, "run", _at_once),
     "a sum is added before it has landed": ("half of each", ThreadLane, "run", _at_once),
