@@ -20,6 +20,7 @@ from colossal_lite.exchange import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import groups_of
@@ -83,7 +84,9 @@ def memory_rows(
     """What is held, and under a budget what rests where."""
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     placement = config.memory.records_tier
-    optimizer = ChunkOptimizer(chunks, groups_of(config.optimizer), TORCH, {}, placement=placement)
+    optimizer = ChunkOptimizer(
+        chunks, groups_of(config.optimizer), TORCH, {}, records=TaskRecords("", META), placement=placement
+    )
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
     update = max((chunk.update_bytes for chunk in chunks), default=0)
     peak = max(cost.until, cost.after, update)
