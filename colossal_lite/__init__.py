@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from colossal_lite.engine import Engine as Engine
     from colossal_lite.engine import StepResult as StepResult
     from colossal_lite.launcher import launch as launch
+    from colossal_lite.memory.store import HostStore as HostStore
     from colossal_lite.mesh import Mesh as Mesh
     from colossal_lite.parallel.alone import finish_gradients as finish_gradients
     from colossal_lite.parallel.alone import parallelize as parallelize
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "ConfigError": "config",
     "Context": "context",
     "Engine": "engine",
+    "HostStore": "memory.store",
     "Mesh": "mesh",
     "StepResult": "engine",
     "finish_gradients": "parallel.alone",

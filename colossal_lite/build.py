@@ -28,6 +28,7 @@ from colossal_lite.engine import Built, Criterion, Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of, trains
+from colossal_lite.memory.store import HostStore, TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT
 from colossal_lite.optim import assign_groups, check_whole_tensors, groups_of
@@ -59,6 +60,8 @@ def initialize(
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     optimizer: Factory | None = None,
     example: Any = None,
+    store: HostStore | None = None,
+    task: str = "model",
 ) -> Engine:
     """A model and a context to an engine that trains it.
 
@@ -69,7 +72,33 @@ def initialize(
     `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
     `example`: a batch of this rank as `train_step` will get them, which `pipeline.partition='profiled'` takes its times
     by; a model that states no sizes needs one there.
+    `store`: where the engine leaves its state under the name `task` when it is closed, for the next engine of that task
+    in this process, which goes on with it as if there had been one engine: weights, masters, moments, step counts, loss
+    scale and buffers (frozen parameters are the model's).  Raises ValueError on every rank if what was left there is
+    not what this engine has; then it is still there.
     """
+    if store is None:
+        records = TaskRecords(task, context.device)
+    elif optimizer is not None:
+        raise ValueError(
+            "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
+        )
+    else:
+        records = store.open(task, beside=context.device)
+    try:
+        return _initialize(
+            model, context, criterion, plan, optimizer, example, records, outlives=store is not None
+        )
+    except BaseException:
+        records.give_up()
+        raise
+
+
+def _initialize(
+    model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | None,
+    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, records: TaskRecords, *,
+    outlives: bool,
+) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = facts_of(module)
@@ -120,12 +149,33 @@ def initialize(
     packed = tuple(spec for spec in all_packed if trains(spec))
     keep_own(module, stages)
     chunks, frozen = _build_chunks(
-        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels)
+        module,
+        names,
+        originals,
+        recipes,
+        parallelized.specs,
+        all_packed,
+        stages,
+        context,
+        tuple(numels),
+        records,
     )
     if order is None and context.is_main and config.compile == "none":
         notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
     buffers_to_device(module, context.device)
-    built = Built(module, names, stages, parallelized, streams, packed, chunks, frozen, trainable)
+    built = Built(
+        module,
+        names,
+        stages,
+        parallelized,
+        streams,
+        packed,
+        chunks,
+        frozen,
+        trainable,
+        records,
+        outlives=outlives,
+    )
     return Engine(built, context, criterion, optimizer, foretell)
 
 
@@ -256,10 +306,11 @@ def _check_optimizer(
 def _build_chunks(
     module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
-    order: Sequence[str],
+    order: Sequence[str], records: TaskRecords,
 ) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
     """Allocate the chunks of this rank's parameters, of which all are named in `order` of use, and fill them: those
-    that train, and frozen ones; of these, what is in no chunk is converted where it is."""
+    that train, if no engine before has left their values, and frozen ones; of these, what is in no chunk is converted
+    where it is."""
     config, device = context.config, context.device
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     layout, coords = context.mesh.layout, context.mesh.coords
@@ -278,11 +329,12 @@ def _build_chunks(
     mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
-        lambda spec: stages.is_first_holder(stages_of(spec)),
+        lambda spec: stages.is_first_holder(stages_of(spec)), records,
     )  # fmt: skip
-    frozen = build_frozen(mine, config, context.mesh, device)
+    frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):
-        chunk.adopt(named, {entry.name: initial(entry.name) for entry in chunk.spec.entries})
+        left = records.kept is not None and trains(chunk.spec)
+        chunk.adopt(named, None if left else {e.name: initial(e.name) for e in chunk.spec.entries})
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
         named[name].data = initial(name).to(precision.compute)

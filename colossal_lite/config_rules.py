@@ -109,9 +109,9 @@ def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_ty
     """What of `memory` is not for a device of this type, where there are `data` ranks along the data axis."""
     if device_type == "cpu":
         return
-    if memory.link_bandwidth is not None:
+    for name in memory.emulates:
         rule = f"emulates a link, and {device_type} has one"
-        yield Problem("memory.link_bandwidth", memory.link_bandwidth, rule, "None")
+        yield Problem(f"memory.{name}", getattr(memory, name), rule, "0" if name.endswith("_s") else "None")
     if memory.moves and zero.is_hybrid(data):
         rule = f"keeps gradients on the host, over which copies of {zero.shard} ranks are not summed on {device_type}"
         legal = "zero.shard=None, or memory.placement='host', 'disk' or 'device'"

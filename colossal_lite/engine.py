@@ -41,7 +41,9 @@ from colossal_lite.data import check_batch
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
+from colossal_lite.memory.mover import to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.memory.store import Kept, TaskRecords
 from colossal_lite.memory.timeline import MemoryTimeline
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.optim import learning_rate_factor
@@ -119,6 +121,10 @@ class Built:
     """This rank's chunks that do not train; none where frozen parameters are whole."""
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
+    records: TaskRecords
+    """What rests on the host."""
+    outlives: bool
+    """Whether that is to be there for another engine."""
 
 
 class Engine:
@@ -156,7 +162,9 @@ class Engine:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
-            self._optimizer = chunk_optimizer(chunks, config, parallelized.ops, shapes, self.mesh)
+            self._optimizer = chunk_optimizer(
+                chunks, config, parallelized.ops, shapes, self.mesh, built.records
+            )
         else:
             scheduled = config.lr_scheduler.type != "constant"
             self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
@@ -196,8 +204,11 @@ class Engine:
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
+        self._records, self._outlives, self._has_left = built.records, built.outlives, False
         context.on_close(self._end)
         context.on_close(self._checkpoints.settle)
+        self._take_up()
+        self._records.on_flush = self._rest
 
     # ---- a step ----
 
@@ -264,7 +275,7 @@ class Engine:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         parts = self._read(batch)
         self._foresee([part.inputs for part in parts])
-        self._weights.flush()
+        self._rest()
         was_training = self.model.training
         self.model.eval()
         sums = Sums(self.context.device)
@@ -364,7 +375,12 @@ class Engine:
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
         self._rest()
-        self._whole.load(state)
+        self._optimizer.changing(self._frozen)
+        try:
+            self._whole.load(state)
+        except ValueError:  # of tensors that do not fit
+            self._optimizer.unchanged()
+            raise
 
     # ---- checkpoints ----
 
@@ -408,10 +424,18 @@ class Engine:
         with suppress(DiskError):  # as in `save`
             self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
-        with self._phase("load"):
-            loaded = self._checkpoints.load(
-                Path(directory), held, self._settings(), complete=complete, missing_ok=missing_ok
-            )
+        self._optimizer.changing(self._frozen)
+        try:
+            with self._phase("load"):
+                loaded = self._checkpoints.load(
+                    Path(directory), held, self._settings(), complete=complete, missing_ok=missing_ok
+                )
+        except BaseException:
+            if not self._checkpoints.is_mixed:
+                self._optimizer.unchanged()
+            raise
+        if loaded is None:
+            self._optimizer.unchanged()
         if loaded is not None:
             for chunk in self._chunks:
                 with self._optimizer.at_hand(chunk):
@@ -535,14 +559,17 @@ class Engine:
         return self.mesh.ledger
 
     def close(self) -> None:
-        """Take the hooks off the model; its parameters keep their values. A save in flight is waited for."""
+        """Take the hooks off the model; its parameters keep their values. A save in flight is waited for.  With a
+        store, all state is there from now on, for the next engine of its task."""
         self._checkpoints.settle()
+        kept = self._kept()
         self._hooks.remove()
         restore(self.model)
         restore_weights(self.model)
         unbind(self.model)
         self._weights.remove()
         self._optimizer.close()
+        self._leave(kept)
 
     def _end(self) -> None:
         """The context closes: what is owed and on its way comes while there are links and ranks to come from, unless a
@@ -550,15 +577,85 @@ class Engine:
         fault = self.mesh.progress.fault
         if fault:
             self.context.stops(fault)
+        kept = None
         try:
             if self.mesh.world_size == 1 or not self.context.heard():
                 self._weights.flush()
+                kept = None if fault else self._kept()
         except DiskError as error:
             if reason_of(error) != fault:  # else it was told when it came
                 raise
         finally:
             self._weights.lose()
             self._optimizer.close()
+            self._leave(kept)
+
+    # ---- what outlives it ----
+
+    def _take_up(self) -> None:
+        """Go on where the engine before this one has ended, if there was one. Collective with a store."""
+        if not self._outlives:
+            return
+        kept, faults = self._records.kept, list(self._records.misfits)
+        if kept is not None and isinstance(self._optimizer, ChunkOptimizer):
+            form = self._form()
+            odd = [name for name in {**kept.form, **form} if kept.form.get(name) != form.get(name)]
+            faults += [f"{name}: {_differs(kept.form.get(name), form.get(name))}" for name in odd[:4]]
+        rows = self.mesh.world.gather_json([None if kept is None else kept.facts["steps"], faults])
+        faults = [f"rank {rank}: {fault}" for rank, (_, told) in enumerate(rows) for fault in told]
+        if len({steps for steps, _ in rows}) > 1:
+            faults.append(f"ranks have it after different steps (None: not at all): {[s for s, _ in rows]}")
+        if faults:
+            self._has_left = True
+            raise ValueError(
+                f"store: what was left of task {self._records.task!r} cannot be taken up:\n  "
+                + "\n  ".join(faults)
+                + "\nlegal: the model and the config that it was trained with, a checkpoint, or store.drop"
+            )
+        if self._records.take_up() is None or kept is None:
+            return
+        facts = kept.facts
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        self._optimizer.take_up()
+        for chunk in self._chunks:
+            chunk.start_gather()
+        self._weights.flush()
+        self._optimizer.set_updates(facts["updates"])
+        self._loss_scale = self._loss_scale.at(facts["loss_scale"])
+        self.steps = facts["steps"]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(facts["buffers"][name])
+
+    def _kept(self) -> Kept | None:
+        """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
+        if not self._outlives or self._has_left or self._checkpoints.is_mixed:
+            return None
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        self._rest()
+        self._optimizer.park(self.steps)
+        facts = {
+            "steps": self.steps,
+            "updates": self._optimizer.updates(),
+            "loss_scale": self._loss_scale.state,
+            "buffers": {name: to_host(buffer) for name, buffer in self.model.named_buffers()},
+        }
+        return Kept(self._form(), facts)
+
+    def _form(self) -> dict[str, list[Any]]:
+        """What an engine must have to take up what this one leaves."""
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        buffers = [[name, [*b.shape], str(b.dtype)] for name, b in self.model.named_buffers()]
+        return self._optimizer.form() | {"buffers": [buffers]}
+
+    def _leave(self, kept: Kept | None) -> None:
+        """The records are no longer this engine's."""
+        if not self._has_left:
+            self._has_left = True
+            if self._outlives:
+                self._forget()  # gradients that rested there are gone
+                self._records.leave(kept)
+            else:
+                self._records.close()
 
     # ---- what the actions do ----
 
@@ -787,6 +884,7 @@ class Engine:
             if any(totals.used[chunk.spec.id]):
                 chunk.count_change()
         self._optimizer.changed = False
+        self._optimizer.owe()
         scale = totals.weight / totals.clip_factor(self.context.config.clip_grad_norm)
 
         def end() -> None:
@@ -891,6 +989,16 @@ class Engine:
                 "model: its forward draws from torch's own generator (a functional dropout?), so that masks would "
                 "depend on the number of ranks; use nn.Dropout, which is replaced, or set its probability to 0"
             )
+
+
+def _differs(was: Any, wanted: Any) -> str:
+    """The first of a chunk's entries, owned elements, dtype and records in which it is another."""
+    if was is None or wanted is None:
+        return "there is none now" if wanted is None else "it is new"
+    for what, old, new in zip(("entries", "owned elements", "dtype", "records"), was, wanted, strict=False):
+        if old != new:
+            return f"{what} were {str(old)[:120]}, this engine has {str(new)[:120]}"
+    return "is the same"
 
 
 def _own_config(model: nn.Module) -> dict[str, Any] | None:

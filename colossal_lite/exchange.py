@@ -57,10 +57,8 @@ class Outbox:
     """This rank's shared memory: places of it are lent to readers, the lowest that is free first."""
 
     def __init__(self) -> None:
-        self.capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.descriptor = os.memfd_create("colossal_lite outbox", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, self.capacity_bytes)
-        self.memory = _map(self.descriptor, self.capacity_bytes)
+        self.capacity_bytes = physical_bytes()
+        self.descriptor, self.memory = shared_memory("outbox", self.capacity_bytes)
         self.posted_bytes = 0
         """What was ever laid here."""
         self.peak_bytes = 0
@@ -463,13 +461,31 @@ def _enter(rank: int, outbox: Outbox, other: int, token: bytes, timeout_s: float
 
 
 def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> _Neighbour:
-    memory = _map(descriptor, capacity_bytes)
+    memory = mapped(descriptor, capacity_bytes)
     os.close(descriptor)
     link.setblocking(False)
     return _Neighbour(rank, link, memory)
 
 
-def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
+def physical_bytes() -> int:
+    """Of the host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_memory(name: str, size_bytes: int) -> tuple[int, mmap.mmap]:
+    """A descriptor of memory without a name in any directory, and its mapping here; it takes no page that is not
+    written. Raises OSError."""
+    descriptor = os.memfd_create(f"colossal_lite {name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        return descriptor, mapped(descriptor, size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """The memory of a descriptor, which this process maps until the last tensor in it has gone. Raises OSError."""
     memory = mmap.mmap(descriptor, size_bytes)
     memory.madvise(mmap.MADV_DONTFORK)  # a loader's workers need none of it
     return memory

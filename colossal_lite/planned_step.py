@@ -20,6 +20,7 @@ from colossal_lite.exchange import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import groups_of
@@ -84,7 +85,13 @@ def memory_rows(
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     placement = config.memory.records_tier
     optimizer = ChunkOptimizer(
-        chunks, groups_of(config.optimizer), TORCH, {}, placement=placement, update=config.memory.update
+        chunks,
+        groups_of(config.optimizer),
+        TORCH,
+        {},
+        records=TaskRecords("", META),
+        placement=placement,
+        update=config.memory.update,
     )
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
     update = update_bytes_of(config.memory, chunks, optimizer)

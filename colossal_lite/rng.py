@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -225,16 +226,32 @@ class _Recorder(TorchDispatchMode):
         return meta
 
 
+# What torch calls for every thread, one builder at a time may hold: other threads build, and register, meanwhile.
+_HOLDS_HOOKS = threading.RLock()
+
+
 @contextmanager
 def _parameters_on_meta(recorder: _Recorder) -> Iterator[None]:
+    with _HOLDS_HOOKS, _hooks_of(recorder, threading.get_ident()):
+        yield
+
+
+@contextmanager
+def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
+    """What `thread` alone builds goes to the recorder."""
+
     def register(module: nn.Module, name: str, parameter: Any) -> Any:
-        if not isinstance(parameter, nn.Parameter) or parameter.is_meta:
+        is_ours = threading.get_ident() == thread
+        if not is_ours or not isinstance(parameter, nn.Parameter) or parameter.is_meta:
             return parameter
         return recorder.to_meta(f"{type(module).__name__}.{name}", parameter)
 
     def truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
+        if threading.get_ident() != thread:
+            drawn: Tensor = original(tensor, mean, std, a, b, generator=generator)
+            return drawn
         recorder.truncated_normal(tensor, mean, std, a, b)
         return tensor
 

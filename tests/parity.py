@@ -225,8 +225,9 @@ def parallel_run(env: RankEnv, case: Case) -> list[Step]:
     return list(parallel_steps(env, case)[0])
 
 
-def start(case: Case, context: cl.Context) -> Engine:
-    """The engine of a case. Chunks have its size until the context is closed, as a budget is foretold later."""
+def start(case: Case, context: cl.Context, **more: Any) -> Engine:
+    """The engine of a case, with `more` of `initialize`. Chunks have its size until the context is closed, as a
+    budget is foretold later."""
     torch.manual_seed(3)
     model = case.model() if case.build == "module" else case.model
     size = patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES)
@@ -234,7 +235,7 @@ def start(case: Case, context: cl.Context) -> Engine:
     context.on_close(size.stop)
     cut = context.local_batch(case.global_batch)
     example = tuple(t[cut] for t in case.batch(0)) if case.shows else None
-    return cl.initialize(model, context=context, optimizer=case.own, example=example)
+    return cl.initialize(model, context=context, optimizer=case.own, example=example, **more)
 
 
 def steps_of(engine: Engine, context: cl.Context, case: Case, numbers: Sequence[int] = ()) -> Iterator[Step]:

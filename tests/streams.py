@@ -7,8 +7,8 @@ gives each of them a vector clock, and finds every pair of accesses to the same 
 neither is known to come first; and memory that is freed while a stream still uses it.
 
 The computing is whatever a thread does outside of the other streams: it is given to the device, which does it later, in
-order.  What touches host memory alone (`host_room`) the thread does itself; a copy between the two, or a number that is
-read, waits for the device, as torch's do.
+order.  What touches host memory alone (`host_room`, a record) the thread does itself; a copy between the two, or a
+number that is read, waits for the device, as torch's do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from colossal_lite.memory import host, mover, weight_chunk
+from colossal_lite.memory import host, mover, store
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import StreamLane
 from colossal_lite.zero import on_host, sharded, tiers, visits, weights
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
-ROOM, PAGES = host.host_room, host.host_pages
+ROOM, PAGES, RECORD = host.host_room, host.host_pages, store.TaskRecords.room
 Region = tuple[int, int, int]
 """A storage, and bytes [start, stop) of it."""
 
@@ -90,7 +90,7 @@ class Recorder:
 
     log: list[Entry] = field(default_factory=list)
     host: set[int] = field(default_factory=set)
-    """Storages of `host_room`."""
+    """Storages of `host_room`, and of records."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     _storages: dict[int, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -199,6 +199,30 @@ class Recorder:
                 future.result = known  # type: ignore[method-assign]
                 return future
 
+        class Request(mover.Request):
+            """Hands over what the thread that asks knows, and to who wants its end what the one that served it does."""
+
+            def __init__(self, begin: Callable[[], Any]) -> None:
+                begins, ends = FakeEvent(recorder), FakeEvent(recorder)
+                recorder.note("record", recorder.thread, "asked", begins.number)
+
+                def watched() -> Any:
+                    recorder.note("know", recorder.thread, "what is asked", begins.number)
+                    try:
+                        return begin()
+                    finally:
+                        recorder.note("record", recorder.thread, "served", ends.number)
+
+                super().__init__(watched)
+                result = self.future.result
+
+                def known(timeout: float | None = None) -> Any:
+                    found = result(timeout)
+                    recorder.note("know", recorder.thread, "what is served", ends.number)
+                    return found
+
+                self.future.result = known  # type: ignore[method-assign]
+
         read, write = DiskFile.read, DiskFile.write
 
         def file_read(file: DiskFile, record: int, target: Tensor) -> None:
@@ -209,15 +233,18 @@ class Recorder:
             recorder.touched("written to the file", (source,), ())
             write(file, record, source)
 
+        def of_records(records: store.TaskRecords, *form: Any) -> Tensor:
+            return recorder._on_host(RECORD(records, *form))
+
         with ExitStack() as stack:
             for target, name, value in (
                 (mover, "ThreadPoolExecutor", Pool),
+                (mover, "Request", Request),
                 (tiers, "lane_beside", lambda device, speed: StreamLane(device, recorder)),
-                (tiers, "host_room", self.room),
                 (tiers, "host_pages", self.pages),
                 (visits, "host_room", self.room),
-                (weight_chunk, "host_room", self.room),
                 (on_host, "host_room", self.room),
+                (store.TaskRecords, "room", of_records),
                 (weights, "_disable_current_modes", nullcontext),
                 (sharded, "_disable_current_modes", nullcontext),
                 (DiskFile, "read", file_read),

@@ -56,24 +56,36 @@ class VirtualTransfer:
         clock.now_s = max(clock.now_s, self.end_s)
 
     finish = wait
+    priority, after, is_revoked = mover.Priority.DEMAND, (), False
+
+    def revoke(self) -> bool:
+        return False
 
 
 class VirtualLink(mover.Link):
     def __init__(self, clock: Clock, name: str, lane: ThreadLane) -> None:
         super().__init__(name, lane)
-        self.speed = lane.speed
+        self.speed, self.bus = lane.speed, lane.bus
         super().close()
-        self.clock, self.free_s = clock, 0.0
+        self.clock = clock
         self.timeout_s = 600.0
 
     def run(
-        self, work: Callable[[], object], size_bytes: int, *, after: Sequence[VirtualTransfer] = ()
+        self,
+        work: Callable[[], object],
+        size_bytes: int,
+        *,
+        after: Sequence[VirtualTransfer] = (),
+        priority: mover.Priority = mover.Priority.DEMAND,
+        then: Callable[[], object] | None = None,
     ) -> VirtualTransfer:  # type: ignore[override]
         work()
+        if then is not None:
+            then()
         self.moved_bytes += size_bytes
-        start_s = max(self.clock.now_s, self.free_s, *(transfer.end_s for transfer in after), 0.0)
-        self.free_s = start_s + self.clock.planted_s.get(self.name, self.speed.seconds(size_bytes))
-        return VirtualTransfer(self, self.free_s)
+        start_s = max(self.clock.now_s, *(transfer.end_s for transfer in after), 0.0)
+        seconds = self.clock.planted_s.get(self.name, self.speed.seconds(size_bytes))
+        return VirtualTransfer(self, self.bus.take(start_s, seconds))
 
     def close(self) -> None:
         return

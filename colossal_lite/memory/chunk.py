@@ -29,6 +29,7 @@ from colossal_lite.kernels import split
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.mover import Outbox, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
+from colossal_lite.memory.store import GRADIENTS, TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.precision import ChunkTypes
 
@@ -129,12 +130,13 @@ class Chunk(OwnedPart, WeightChunk):
         staging: Slots | None = None,
         received: Slots | None = None,
         slot: int = 0,
-        on_host: bool = False,
+        on_host: TaskRecords | None = None,
         master_on_host: bool = False,
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send.  `on_host`: what of its shards can rest on the host does (zero/visits.py).
+        those for what other ranks send.  `on_host`: what of its shards can rest on the host does, in these records
+        (zero/visits.py).
         `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
         super().__init__(
             spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
@@ -169,10 +171,8 @@ class Chunk(OwnedPart, WeightChunk):
         """By which sums go to the host."""
         if by_micro_batch:
             assert staging is not None
-            rests = on_host and self.owned == self._scattered
-            self.gradient = (
-                self._room(length, types.gradient) if rests else zeros_on(device, length, types.gradient)
-            )
+            rests = on_host is not None and self.owned == self._scattered
+            self.gradient = self._room(GRADIENTS, length, types.gradient, rests=rests)
             self.gradient_at_rest = self.gradient if rests else None
         else:
             self.filling = zeros_on(device, spec.numel, types.gradient)
@@ -247,6 +247,7 @@ class Chunk(OwnedPart, WeightChunk):
         assert self.gradient_at_rest is not None and self.gradient is self.gradient_at_rest
         self.gradient, self.gradient_at_rest = copied_to(self.gradient, self.device), None
         self.outbox = None
+        self._gone(GRADIENTS)
 
     # ---- gradients ----
 

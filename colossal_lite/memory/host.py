@@ -44,10 +44,8 @@ def pages(size_bytes: int, device: torch.device) -> Tensor:
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
     """`room` of `pages` with its pages locked by CUDA's `runtime` until its memory is freed, or as much of torch's
     pinned memory."""
-    start, whole = room.data_ptr(), -(-room.numel() // PAGE_BYTES) * PAGE_BYTES
-    error = int(runtime.cudaHostRegister(start, whole, 0))
+    error = lock(room, runtime)
     if error == 0:
-        weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False
         return room
     with suppress(RuntimeError):
         torch.empty(1, device=beside).zero_()  # the next launch would be told the error of this call
@@ -57,3 +55,12 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
         stacklevel=2,
     )
     return torch.zeros(room.numel(), dtype=torch.uint8, pin_memory=True)
+
+
+def lock(room: Tensor, runtime: Any) -> int:
+    """Lock the pages that `room` begins on by CUDA's `runtime` until its storage is freed: its error, 0 for none."""
+    start, whole = room.data_ptr(), -(-room.nbytes // PAGE_BYTES) * PAGE_BYTES
+    error = int(runtime.cudaHostRegister(start, whole, 0))
+    if error == 0:
+        weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False
+    return error

@@ -53,6 +53,21 @@ class LinkSpeed:
 AS_IT_COPIES = LinkSpeed()
 
 
+class Bus:
+    """What several links have one speed together on, if they share it: one copy takes its time after another's."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        """When all copies so far have had their time, by whatever clock runs them."""
+        self._lock = threading.Lock()
+
+    def take(self, start_s: float, seconds: float) -> float:
+        """Time of the bus from `start_s` on, or when it is free: when that ends."""
+        with self._lock:
+            self.free_s = max(start_s, self.free_s) + seconds
+            return self.free_s
+
+
 class Lane(ABC):
     """Where the work of one link runs."""
 
@@ -83,10 +98,10 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """Work on the thread that runs it, no faster than `speed`."""
+    """Work on the thread that runs it, no faster than `speed`, on a `bus` that it may share."""
 
-    def __init__(self, speed: LinkSpeed = AS_IT_COPIES) -> None:
-        self.speed = speed
+    def __init__(self, speed: LinkSpeed = AS_IT_COPIES, bus: Bus | None = None) -> None:
+        self.speed, self.bus = speed, bus or Bus()
         self._held_s = 0.0
         self._hurries = threading.Event()
 
@@ -100,7 +115,7 @@ class ThreadLane(Lane):
             ended(event, timeout_s)
         start = time.perf_counter()
         work()
-        left_s = self.speed.seconds(size_bytes) - (time.perf_counter() - start)
+        left_s = self.bus.take(start, self.speed.seconds(size_bytes)) - time.perf_counter()
         if left_s > 0:
             self._hurries.wait(left_s)
 

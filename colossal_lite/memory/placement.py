@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from colossal_lite.settings import Fault, Legal, Ratio, Section, Unread
+from colossal_lite.settings import Fault, Legal, NotNegative, Ratio, Section, Unread
 
 UNITS = {
     "B": 1,
@@ -67,6 +67,16 @@ class MemoryConfig(Section):
     """Where optimizer state that rests on the host or on disk is updated: it visits the device, whose op gives the bits
     that it gives to state that stays there; or on the host, with the CPU's op, and gradients go down and weights up in
     its place."""
+    link_latency_s: NotNegative = 0.0
+    """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
+    disk_bandwidth: Budget | None = None
+    """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
+
+    @property
+    def emulates(self) -> tuple[str, ...]:
+        """The settings of links that are only emulated, as they are given."""
+        given = ("link_bandwidth", "link_latency_s", "disk_bandwidth")
+        return tuple(name for name in given if getattr(self, name))
 
     @property
     def moves(self) -> bool:
@@ -93,7 +103,8 @@ class MemoryConfig(Section):
         if self.placement == "auto" and self.device_budget is None:
             yield Unread("placement", "without device_budget all model state rests on the device")
         if self.records_tier == "device":
-            yield Unread("link_bandwidth", "all model state rests on the device, and nothing moves")
+            for name in ("link_bandwidth", "link_latency_s"):
+                yield Unread(name, "all model state rests on the device, and nothing moves")
             yield Unread("update", "all model state rests on the device, and is updated there")
         if self.placement != "static":
             for name in HostFraction.model_fields:
@@ -101,4 +112,5 @@ class MemoryConfig(Section):
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
         if self.records_tier != "disk":
-            yield Unread("disk_dir", f"placement={self.placement!r} does not use the disk")
+            for name in ("disk_dir", "disk_bandwidth"):
+                yield Unread(name, f"placement={self.placement!r} does not use the disk")

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from colossal_lite.comm import AxisComm, Pending
-from colossal_lite.memory.host import host_room
-from colossal_lite.memory.mover import Link, Transfer, copied_to
+from colossal_lite.memory.mover import Link, Priority, Transfer, copied_to
 from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.store import WEIGHTS, TaskRecords
 from colossal_lite.precision import ChunkTypes
 
 
@@ -97,20 +97,21 @@ class WeightChunk:
 
     def __init__(
         self, spec: ChunkSpec, groups: Groups, *, types: ChunkTypes, device: torch.device,
-        shard_state: bool = False, shard_value: bool = False, on_host: bool = False,
+        shard_state: bool = False, shard_value: bool = False, on_host: TaskRecords | None = None,
     ) -> None:  # fmt: skip
-        """`groups`: the ranks that have the same values.  `on_host`: what of its shards can rest on the host does
-        (zero/visits.py)."""
+        """`groups`: the ranks that have the same values.  `on_host`: what of its shards can rest on the host does, in
+        these records (zero/visits.py)."""
         self.spec, self.groups, self.shards = spec, groups, groups.shards
         self.shard = spec.shard(self.shards.size, self.shards.coord)
         self.owned = self.shard if shard_state else (0, spec.numel)
-        self.on_host = on_host
+        self._records = on_host
         self.types, dtype = types, types.compute
         self._nowhere = torch.full((), torch.nan, dtype=dtype, device=device)
-        self.is_sharded = shard_value and (self.shards.size > 1 or on_host)
+        self.is_sharded = shard_value and (self.shards.size > 1 or on_host is not None)
         length = self.owned[1] - self.owned[0]
-        kept = self._room(length, dtype) if self.is_sharded else zeros_on(device, spec.numel, dtype)
-        self.weights_at_rest = kept if self.is_sharded and on_host else None
+        rests = self.is_sharded and on_host is not None
+        kept = self._room(WEIGHTS, length if self.is_sharded else spec.numel, dtype, rests=rests)
+        self.weights_at_rest = kept if rests else None
         """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
         self._value = None if self.is_sharded else kept
         self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
@@ -127,9 +128,16 @@ class WeightChunk:
         """Where it is computed with."""
         return self._nowhere.device
 
-    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros where rests what can rest on the host."""
-        return host_room(numel, dtype, self.device) if self.on_host else zeros_on(self.device, numel, dtype)
+    def _room(self, kind: str, numel: int, dtype: torch.dtype, *, rests: bool) -> Tensor:
+        """Where such a shard is kept, that rests on the host or does not."""
+        if rests and self._records is not None:
+            return self._records.room(self.spec.id, kind, numel, dtype)
+        return zeros_on(self.device, numel, dtype)
+
+    def _gone(self, kind: str) -> None:
+        """Such a shard rests on the host no more."""
+        if self._records is not None:
+            self._records.free(self.spec.id, kind)
 
     # ---- weights ----
 
@@ -145,15 +153,17 @@ class WeightChunk:
         kept = self.own_value if self.is_sharded else self.value
         return self.types.resting_bytes(kept.numel())
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor] | None) -> None:
         """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
 
-        `initial` holds each entry's value in the master dtype or any other, of the parameter's shape.
+        `initial` holds each entry's value in the master dtype or any other, of the parameter's shape; None: values come
+        later.
         """
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
-        for entry in self.spec.entries:
-            self.load(entry, initial[entry.name])
+        if initial is not None:
+            for entry in self.spec.entries:
+                self.load(entry, initial[entry.name])
         (self._hide if self.is_sharded else self._show)()
 
     def load(self, entry: Entry, value: Tensor) -> None:
@@ -237,7 +247,7 @@ class WeightChunk:
         self.move_weights(WeightState.FETCHING)
         self._value = slot
         if self.own_value is self.weights_at_rest:
-            self._incoming = up.copy(slot[slice(*self.shard)], self.own_value)
+            self._incoming = up.copy(slot[slice(*self.shard)], self.own_value, priority=Priority.PREFETCH)
         else:
             slot[slice(*self.shard)].copy_(self.own_value)
 
@@ -254,7 +264,9 @@ class WeightChunk:
             self._incoming = None
 
     def reshard(self) -> None:
-        """Hand the slot back. Nothing may read the weights any more."""
+        """Hand the slot back. Nothing may read the weights any more; a shard that has not set out need not come."""
+        if self.weights is WeightState.FETCHING and self._incoming is not None and self._incoming.revoke():
+            self._incoming = None
         self._finish_fetch()
         self.finish_gather()
         self.move_weights(WeightState.SHARDED)
@@ -311,6 +323,7 @@ class WeightChunk:
         """This rank's shard rests on the device from now on."""
         assert self.weights_at_rest is not None and self.own_value is self.weights_at_rest
         self.own_value, self.weights_at_rest = copied_to(self.own_value, self.device), None
+        self._gone(WEIGHTS)
 
     # ---- shards ----
 

@@ -31,6 +31,7 @@ from colossal_lite.memory.pack import (
     stages_of,
     trains,
 )
+from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
@@ -104,14 +105,16 @@ def build_chunks(
     mesh: Mesh,
     device: torch.device,
     counts: Callable[[ChunkSpec], bool] = lambda spec: True,
+    records: TaskRecords | None = None,
 ) -> tuple[Chunk, ...]:
-    """This rank's chunks that train, without values.
+    """This rank's chunks that train, without values; what rests on the host does in `records`, or, on meta, nowhere.
 
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
     with a chunk this one adds to the norm."""
     packed = [spec for spec in packed if trains(spec)]
     precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
     sharding = sharding_of(config)
+    records = records or TaskRecords("", device)
     groups = [_groups(spec, mesh) for spec in packed]
     scatterers = [group.scatterers(ordered=sharding.ordered) for group in groups]
     staging, received = _slots(sharding, names, packed, scatterers, precision.gradient, device)
@@ -126,7 +129,7 @@ def build_chunks(
             shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
             ordered=sharding.ordered,
-            on_host=config.memory.moves,
+            on_host=records if config.memory.moves else None,
             master_on_host=config.memory.records_tier != "device",
             staging=staging,
             received=received if sharding.state or sharding.by_micro_batch else None,
@@ -137,9 +140,11 @@ def build_chunks(
 
 
 def build_frozen(
-    packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, device: torch.device
-) -> tuple[WeightChunk, ...]:
-    """This rank's chunks that do not train, without values."""
+    packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, device: torch.device,
+    records: TaskRecords | None = None,
+) -> tuple[WeightChunk, ...]:  # fmt: skip
+    """This rank's chunks that do not train, without values; `records` as above."""
+    records = records or TaskRecords("", device)
     precision, sharding = (
         Precision.of(config.precision.dtype, config.precision.master_dtype),
         sharding_of(config),
@@ -147,7 +152,7 @@ def build_frozen(
     return tuple(
         WeightChunk(
             spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,
-            shard_value=sharding.weight, on_host=config.memory.moves,
+            shard_value=sharding.weight, on_host=records if config.memory.moves else None,
         )
         for spec in packed
         if not trains(spec)
@@ -155,10 +160,11 @@ def build_frozen(
 
 
 def chunk_optimizer(
-    chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh
-) -> ChunkOptimizer:
-    """The optimizer over these chunks. Where its state rests on disk it is collective, and raises ConfigError on every
-    rank if that of one has no room or cannot be written."""
+    chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
+    records: TaskRecords,
+) -> ChunkOptimizer:  # fmt: skip
+    """The optimizer over these chunks, whose state on the host is in `records`. Where its state rests on disk it is
+    collective, and raises ConfigError on every rank if that of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file = None
     if memory.records_tier == "disk" and memory.disk_dir is not None:
@@ -168,8 +174,9 @@ def chunk_optimizer(
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
-            placement=memory.records_tier, timeout_s=config.timeout_s,
-            speed=LinkSpeed(memory.link_bandwidth), open_file=open_file, seed=config.seed,
+            records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
+            speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
+            disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
             update=memory.update,
         )  # fmt: skip
     except DiskError as error:

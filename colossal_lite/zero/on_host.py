@@ -107,10 +107,12 @@ class HostUpdates:
         self._came[index, part] = slot, self._down.copy(here, source, after=free)
 
     def update(
-        self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool
-    ) -> Transfer:
+        self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool,
+        then: Callable[[], object],
+    ) -> Transfer:  # fmt: skip
         """Begin the update of a chunk, which `job` does, when what it needs is here, and all of `after` is done.
-        `words`: what its masters have beside the weights, if anything. `is_whole`: `job` writes all of the weights."""
+        `words`: what its masters have beside the weights, if anything. `is_whole`: `job` writes all of the weights.
+        `then` is called when what it writes in its place has been written."""
         chunk, crossing = self._chunks[index], self.crossings[index]
         numel, before = chunk.own_value.numel(), [*after]
         gradient, weights = chunk.gradient, chunk.own_value
@@ -129,7 +131,7 @@ class HostUpdates:
             weights = slot[:numel]
         part = _part_of(chunk, weights, words, gradient)
         work = partial(_run, part, job, is_whole=is_whole)
-        done = self.lane.run(work, 0, after=before)
+        done = self.lane.run(work, 0, after=before, then=then)
         for slot_of_gradient in took:
             self._gradients.give(slot_of_gradient, done)
         if crossing.up:

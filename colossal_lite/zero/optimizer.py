@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.mover import Link, Places, copied_to
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.records import PAGE_BYTES, FileLayout
+from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, TaskRecords
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.optim import Group, Rule, rule_of
 from colossal_lite.plan import DISK, Action, Kind
 from colossal_lite.rng import key
@@ -42,7 +45,16 @@ from colossal_lite.zero.budget import VISITING, most_at_once
 from colossal_lite.zero.budget import Kind as Held
 from colossal_lite.zero.interleave import ON_DEVICE, Part, part_of, update_plan
 from colossal_lite.zero.on_host import HostUpdates
-from colossal_lite.zero.tiers import AHEAD, HOST_SLOTS, MASTER, DiskStates, HostStates, States
+from colossal_lite.zero.tiers import (
+    AHEAD,
+    HOST_SLOTS,
+    MASTER,
+    DiskStates,
+    HostStates,
+    Record,
+    States,
+    record_of,
+)
 from colossal_lite.zero.visits import HostShards
 
 
@@ -94,13 +106,15 @@ class ChunkOptimizer:
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
-        open_file: Callable[[FileLayout], DiskFile] | None = None, seed: int = 0, update: str = "device",
+        records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
+        disk_speed: LinkSpeed = AS_IT_COPIES, open_file: Callable[[FileLayout], DiskFile] | None = None,
+        seed: int = 0, update: str = "device",
     ) -> None:  # fmt: skip
-        """`placement`: the tier on which state, and masters that are apart from the weights, rest; `speed` of the link
-        to it; `open_file` makes the disk's file; None where no step is taken; `seed` of what rounds narrow states;
-        `update`: on the "host" what rests off the device is updated there.  Raises DiskError."""
-        self._seed = seed
+        """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
+        `records`; `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's file; None where no
+        step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off the device is updated
+        there.  Raises DiskError."""
+        self._records, self._seed = records, seed
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
@@ -109,9 +123,11 @@ class ChunkOptimizer:
         if not self._chunks:  # of a pipeline stage where nothing trains
             pass
         elif placement == "host":
-            self.tiers = HostStates(self._chunks, forms, timeout_s, speed, update=update)
+            self.tiers = HostStates(self._chunks, forms, timeout_s, speed, records, update=update)
         elif placement == "disk":
-            self.tiers = DiskStates(self._chunks, forms, timeout_s, speed, open_file, update=update)
+            self.tiers = DiskStates(
+                self._chunks, forms, timeout_s, speed, open_file, disk_speed, update=update
+            )
         self.below: HostUpdates | None = None
         """Updates on the host; None if there are none."""
         if self.tiers and self.tiers.on_host:
@@ -134,10 +150,11 @@ class ChunkOptimizer:
         """Copies of weights and gradients that rest on the host; None if none does."""
         if any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks):
             assert self.tiers is not None
-            self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down)
+            self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down, records)
             self.shards.settle(self.tiers.on_host)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
+        self._changing: set[tuple[int, str]] = set()  # records that are written between steps
         self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
         self.changed = False
         """Whether an update has changed any master weight since this was last set to False."""
@@ -181,9 +198,18 @@ class ChunkOptimizer:
         words = parts.pop(MASTER, None)
         is_whole = sum(span.stop - span.start for span in spans) == chunk.own_value.numel()
         updated = self.below.update(
-            index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole
-        )
+            index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
+            then=partial(self._landed, index),
+        )  # fmt: skip
         self.tiers.end_on_host(index, updated)
+
+    def _landed(self, index: int) -> None:
+        """An update on the host has written what rests there."""
+        chunk = self._chunks[index]
+        if isinstance(self.tiers, HostStates):
+            self._records.commit(chunk.spec.id, OPTIMIZER)
+        if chunk.weights_at_rest is not None:
+            self._records.commit(chunk.spec.id, WEIGHTS)
 
     def _apply(
         self, index: int, spans: Sequence[Range], part: OwnedPart, state: Mapping[str, Tensor], ops: Ops,
@@ -246,6 +272,13 @@ class ChunkOptimizer:
         if self.tiers and self.shards is None:
             for action in takewhile(lambda a: a.kind is Kind.FETCH, self.plan[0]):
                 self.tiers.moves[action.kind](action)
+
+    def owe(self) -> None:
+        """A step has ended, and what it updates is not whole where it rests before its updates have come."""
+        if self.tiers:
+            self.tiers.owe()
+        if self.shards:
+            self.shards.owe()
 
     def finish(self, factor: float) -> None:
         """After the update of the last chunk of a step: weights are back where they rest, state at least on its way."""
@@ -355,6 +388,8 @@ class ChunkOptimizer:
         DiskError."""
         self._split_joined()
         index = self._index[chunk.spec.id]
+        if write:
+            self._change(chunk)
         if self.tiers is None or index in self._stays:
             yield self._state[index]
             return
@@ -374,6 +409,8 @@ class ChunkOptimizer:
         if name != "model" or chunk.residual is None:
             assert self.tiers is not None
             name = MASTER if name == "model" else name
+            if write:
+                self._change(chunk)
             return self.tiers.opened(self._index[chunk.spec.id], write=write)[name][local]
         if self._joined is not None and self._joined[:2] == (chunk, local):
             return self._joined[2]
@@ -400,6 +437,73 @@ class ChunkOptimizer:
         self._split_joined()
         if self.tiers:
             self.tiers.settle()
+        while self._changing:
+            self._records.commit(*self._changing.pop())
+
+    def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
+        """What is on the host may be written from now on, `frozen` weights too, and is whole after `settle`."""
+        for chunk in (*self._chunks, *frozen):
+            self._change(chunk)
+
+    def unchanged(self) -> None:
+        """Nothing was written after all."""
+        while self._changing:
+            self._records.cancel(*self._changing.pop())
+
+    def _change(self, chunk: WeightChunk) -> None:
+        for kind in (OPTIMIZER, WEIGHTS):
+            self._changing.add((chunk.spec.id, kind))
+            self._records.begin(chunk.spec.id, kind)
+
+    # ---- what outlives the engine ----
+
+    def form(self) -> dict[str, list[Any]]:
+        """What the records of each chunk are, by its number: what another engine must have to take them up."""
+        return {
+            f"chunk {chunk.spec.id}": [
+                [[entry.name, entry.start, entry.stop] for entry in chunk.spec.entries],
+                [*chunk.owned],
+                str(chunk.own_value.dtype),
+                [[name, numel, str(dtype)] for name, numel, dtype in self._layout(index).forms],
+            ]
+            for index, chunk in enumerate(self._chunks)
+        }
+
+    def park(self, version: int) -> None:
+        """Bring what does not rest in the records there too: state, and weights."""
+        for index, chunk in enumerate(self._chunks):
+            number, layout = chunk.spec.id, self._layout(index)
+            with self.at_hand(chunk) as state:
+                if self.tier_of(chunk) != "host":
+                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.gradient.dtype)
+                    for name, part in layout.parts(flat).items():
+                        part.copy_(chunk.master_words if name == MASTER else state[name])
+                    self._records.commit(number, OPTIMIZER, version=version)
+            if chunk.weights_at_rest is None:
+                value = chunk.own_value
+                self._records.room(number, WEIGHTS, value.numel(), value.dtype).copy_(value)
+                self._records.commit(number, WEIGHTS, version=version)
+
+    def take_up(self) -> None:
+        """Bring what an engine before has parked to where it rests here; its room on the host is given back."""
+        for index, chunk in enumerate(self._chunks):
+            number, layout = chunk.spec.id, self._layout(index)
+            comes = self.tier_of(chunk) != "host"
+            with self.at_hand(chunk, write=comes) as state:
+                if comes:
+                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.gradient.dtype)
+                    for name, part in layout.parts(flat).items():
+                        (chunk.master_words if name == MASTER else state[name]).copy_(part)
+                    self._records.free(number, OPTIMIZER)
+            if chunk.weights_at_rest is None:
+                value = chunk.own_value
+                value.copy_(self._records.room(number, WEIGHTS, value.numel(), value.dtype))
+                self._records.free(number, WEIGHTS)
+            chunk.count_change()
+        self.settle()
+
+    def _layout(self, index: int) -> Record:
+        return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.mover import Link
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.plan import Action, Kind
 from colossal_lite.zero.interleave import update_plan
 
@@ -115,6 +116,15 @@ class OwnOptimizer:
 
     def prepare(self) -> None:
         """Nothing has to come."""
+
+    def owe(self) -> None:
+        """Nothing is anywhere else."""
+
+    def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
+        """Nothing is shared."""
+
+    def unchanged(self) -> None:
+        """Nothing is shared."""
 
     def rest(self) -> None:
         """Everything is where it rests."""

@@ -4,9 +4,10 @@ Note: records and slots.
 A chunk has a record: its state tensors and what its masters have beside the weights, if anything, side by side in one
 buffer, so that a visit is one copy each way.  On the device it has a place that it shares with those that are there at
 other times: one is updated, `AHEAD` come, one goes, so `AHEAD + 2` in a row have places apart (memory/mover.py).
-Records that rest on the host have a place there.  Records that
-rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW` are read ahead, one goes up, one comes
-down, one is written.  There are never more slots than records near each other: one that comes again waits for its own
+Records that rest on the host have a place there (memory/store.py), and are pending from the end of a step until what
+its update wrote is back.  Those that rest on disk (memory/disk.py) pass through `BELOW + 3` slots on the host: `BELOW`
+are read ahead, one goes up, one comes down, one is written.  There are
+never more slots than records near each other: one that comes again waits for its own
 going.  A slot is refilled only when the copy out of it is done, a record is read only when the copy into it is done and
 comes only when the one that took it away is (`Transfer`s say so).  What is computed, and in which order, is the same as
 without tiers: so are the bits.  Records that are updated on the host (zero/on_host.py) do not visit: they are updated
@@ -14,8 +15,9 @@ where they rest, or in the slot on the host between their read and their write.
 
 The first records are fetched while backward still runs (`prepare`), and the last ones are on their way back when the
 next step has begun.  Whoever reads or changes a record outside of a step first brings everything to rest (`flush`):
-what was fetched ahead is dropped, and is fetched again.  A record that rests on disk is then in one of the slots on the
-host; what was changed is written before the next step, or when the slot is needed for another record.
+what was fetched ahead is dropped, without waiting for it where its copy has not begun, and is fetched again.  A record
+that rests on disk is then in one of the slots on the host; what was changed is written before the next step, or when
+the slot is needed for another record.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.host import host_pages, host_room
-from colossal_lite.memory.lane import LinkSpeed, ThreadLane, lane_beside
-from colossal_lite.memory.mover import Buffers, Link, Places, Transfer
+from colossal_lite.memory.host import host_pages
+from colossal_lite.memory.lane import AS_IT_COPIES, Bus, LinkSpeed, ThreadLane, lane_beside
+from colossal_lite.memory.mover import Buffers, Link, Places, Priority, Transfer
 from colossal_lite.memory.records import FileLayout
+from colossal_lite.memory.store import OPTIMIZER, TaskRecords
 from colossal_lite.plan import DISK, Action, Kind
 from colossal_lite.zero.budget import most_at_once
 
@@ -78,7 +81,7 @@ class States(ABC):
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
         between device and host; `update`: on the "host", where no record visits the device, or on the "device"."""
         self._chunks, self._update = tuple(chunks), update
-        self._records = [_record(chunk, some) for chunk, some in zip(chunks, states, strict=True)]
+        self._records = [record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True)]
         self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
         self._device = device
         self._make_slots()
@@ -173,16 +176,28 @@ class States(ABC):
 
     def flush(self) -> None:
         """Every record is whole where it rests; what was fetched and not updated is dropped."""
+        dropped = list[Transfer]()
         for index in tuple(self._here):
-            coming = self._incoming.pop(index, None)
+            if (coming := self._incoming.pop(index, None)) is not None:
+                dropped.append(coming)
+                if coming.revoke():
+                    for feeding in coming.after:
+                        if feeding.priority is Priority.PREFETCH:
+                            feeding.revoke()
             del self._here[index]
             self._slots.give(index, *() if coming is None else (coming,))
         while self._outgoing:
             self._outgoing.popitem()[1].finish()
+        for coming in dropped:
+            _finish_before(coming)
 
     def close(self) -> None:
         self.up.close()
         self.down.close()
+
+    @abstractmethod
+    def owe(self) -> None:
+        """A step has ended whose updates of all records have yet to come."""
 
     # ---- between steps ----
 
@@ -209,13 +224,15 @@ class States(ABC):
         slot, emptied = self._slots.take(index)
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(
-            slot[: source.numel()], source, after=(*emptied, *ready)
+            slot[: source.numel()], source, after=(*emptied, *ready), priority=Priority.PREFETCH
         )
         return transfer
 
-    def _take_back(self, index: int, target: Tensor, *after: Transfer) -> Transfer:
+    def _take_back(
+        self, index: int, target: Tensor, *after: Transfer, then: Callable[[], object] | None = None
+    ) -> Transfer:
         slot = self._here.pop(index)
-        transfer = self.down.copy(target, slot[: target.numel()], after=after)
+        transfer = self.down.copy(target, slot[: target.numel()], after=after, then=then)
         self._slots.give(index, transfer)
         return transfer
 
@@ -230,7 +247,14 @@ class States(ABC):
         return parts
 
 
-def _record(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
+def _finish_before(dropped: Transfer) -> None:
+    """What a copy that was dropped came after has ended: its record's way back is among it. A thread that has begun the
+    copy has seen that end."""
+    if dropped.is_revoked or dropped.link.lane.on_stream:
+        dropped.finish()
+
+
+def record_of(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
     """The states of a chunk, and what its masters have beside the weights."""
     length, word = chunk.owned[1] - chunk.owned[0], chunk.gradient.dtype
     parts = [(name, length * dtype.itemsize // word.itemsize, dtype) for name, dtype in states.items()]
@@ -241,22 +265,23 @@ def _record(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
 
 
 class HostStates(States):
-    """Records that rest on the host, each in a place of its own."""
+    """Records that rest on the host, each in a place of its own, where an engine before may have left it."""
 
     tier = "host"
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
-        speed: LinkSpeed, *, update: str = "device",
+        speed: LinkSpeed, places: TaskRecords, *, update: str = "device",
     ) -> None:  # fmt: skip
         super().__init__(chunks, states, timeout_s, speed, update=update)
         self.host_bytes = self.record_bytes
+        self._places = places
         self._rest: list[Tensor] = []
         for index, (record, chunk) in enumerate(zip(self._records, self._chunks, strict=True)):
             # One after the other: the chunk's own memory of its masters goes as soon as they are here.
-            self._rest.append(host_room(record.size, self._dtype, self._device))
+            self._rest.append(places.room(chunk.spec.id, OPTIMIZER, record.size, self._dtype))
             parts = record.parts(self._rest[index])
-            if MASTER in parts:
+            if MASTER in parts and places.is_new(chunk.spec.id, OPTIMIZER):
                 parts[MASTER].copy_(chunk.master_words)
             self._without_master(index, parts)
 
@@ -266,7 +291,8 @@ class HostStates(States):
 
     def evict(self, index: int) -> None:
         if self._records[index].size:
-            self._outgoing[index] = self._take_back(index, self._rest[index])
+            landed = partial(self._places.commit, self._chunks[index].spec.id, OPTIMIZER)
+            self._outgoing[index] = self._take_back(index, self._rest[index], then=landed)
             self.at_rest(index)
 
     def begin_on_host(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
@@ -274,6 +300,10 @@ class HostStates(States):
 
     def end_on_host(self, index: int, updated: Transfer) -> None:
         self._outgoing[index] = updated
+
+    def owe(self) -> None:
+        for chunk in self._chunks:
+            self._places.begin(chunk.spec.id, OPTIMIZER)
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._without_master(index, self._records[index].parts(self._rest[index]))
@@ -293,7 +323,8 @@ class HostStates(States):
         others need. Nothing may be on its way."""
         for index in indices:
             self._records[index] = Record()
-            self._rest[index] = host_room(0, self._dtype, self._device)
+            self._rest[index] = self._rest[index][:0].clone()
+            self._places.free(self._chunks[index].spec.id, OPTIMIZER)
         self._make_slots()
         self.host_bytes = self.record_bytes
 
@@ -306,9 +337,11 @@ class DiskStates(States):
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float, speed: LinkSpeed,
-        open_file: Callable[[FileLayout], DiskFile] | None, *, update: str = "device",
+        open_file: Callable[[FileLayout], DiskFile] | None, disk_speed: LinkSpeed = AS_IT_COPIES, *,
+        update: str = "device",
     ) -> None:  # fmt: skip
-        """`open_file` makes the file of a layout; None: nothing is ever read or written."""
+        """`open_file` makes the file of a layout; None: nothing is ever read or written. `disk_speed`: no faster,
+        both ways together."""
         super().__init__(chunks, states, timeout_s, speed, update=update)
         self.layout = FileLayout(tuple(record.size * self._dtype.itemsize for record in self._records))
         self._file = open_file(self.layout) if open_file else None
@@ -320,8 +353,9 @@ class DiskStates(States):
         self._leaving: dict[int, tuple[Tensor, Transfer]] = {}  # from the device, or on its way
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
         self._changed: set[int] = set()
-        self.reads = Link("read", ThreadLane(), timeout_s=timeout_s)
-        self.writes = Link("write", ThreadLane(), timeout_s=timeout_s)
+        disk = Bus()
+        self.reads = Link("read", ThreadLane(disk_speed, disk), timeout_s=timeout_s)
+        self.writes = Link("write", ThreadLane(disk_speed, disk), timeout_s=timeout_s)
         for index, chunk in enumerate(self._chunks):
             if self._file is not None and self._records[index].size:
                 slot, _ = self._passing.take()
@@ -358,7 +392,9 @@ class DiskStates(States):
             back = self._back(index)
             slot, free = self._passing.take(*back)
             size_bytes = self.layout.sizes_bytes[index]
-            transfer = self.reads.run(partial(self._read, index, slot), size_bytes, after=(*free, *back))
+            transfer = self.reads.run(
+                partial(self._read, index, slot), size_bytes, after=(*free, *back), priority=Priority.PREFETCH
+            )
             self._came[index] = slot, transfer
 
     def fetch(self, index: int) -> None:
@@ -389,11 +425,17 @@ class DiskStates(States):
             self._passing.give(slot, transfer)
             self._outgoing[index] = transfer
 
+    def owe(self) -> None:
+        """Nobody else reads the file."""
+
     def flush(self) -> None:
-        for index in tuple(self._came):
-            slot, transfer = self._came.pop(index)
+        dropped = [self._came.pop(index) for index in tuple(self._came)]
+        for slot, transfer in dropped:
+            transfer.revoke()
             self._passing.give(slot, transfer)
         super().flush()
+        for _, transfer in dropped:
+            _finish_before(transfer)
         self._passing.rest()
 
     @property

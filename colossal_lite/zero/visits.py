@@ -16,6 +16,7 @@ less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,15 +24,17 @@ from torch import Tensor
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.memory.mover import Link, Outbox, Places, Transfer
+from colossal_lite.memory.mover import Link, Outbox, Places, Priority, Transfer
+from colossal_lite.memory.store import WEIGHTS, TaskRecords
 from colossal_lite.zero.budget import COMING, LEAVING, OUTGOING, VISITING, VISITORS, Kind
 
 
 class HostShards:
     """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
 
-    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
-        self._chunks, self._up, self._down = tuple(chunks), up, down
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
+        """`places`: what rests on the host lies there."""
+        self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, places
         self._incoming: dict[int, list[Transfer]] = {}
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._gradients_here: dict[int, Tensor] = {}
@@ -125,11 +128,15 @@ class HostShards:
             slot, before = self._weight_slots.take(index)
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
-                self._incoming[index].append(self._up.copy(slot[: weights.numel()], weights, after=before))
+                self._bring(index, slot, weights, before)
         if (gradient := chunk.gradient_at_rest) is not None:
             slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
-            self._incoming[index].append(self._up.copy(slot[: gradient.numel()], gradient, after=before))
+            self._bring(index, slot, gradient, before)
+
+    def _bring(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
+        coming = self._up.copy(slot[: source.numel()], source, after=before, priority=Priority.PREFETCH)
+        self._incoming[index].append(coming)
 
     def here(self, index: int, *, is_whole: bool) -> None:
         """A chunk's shards are on the device until `evict`. `is_whole`: the update will write all of the weights."""
@@ -155,7 +162,8 @@ class HostShards:
         chunk = self._chunks[index]
         if (weights := chunk.weights_at_rest) is not None:
             slot, _ = self._weights_here.pop(index)
-            transfer = self._down.copy(weights, slot[: weights.numel()])
+            landed = partial(self._records.commit, chunk.spec.id, WEIGHTS)
+            transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
             self._weight_slots.give(index, transfer)
             self._outgoing.append(transfer)
             chunk.master = weights if chunk.master is chunk.own_value else chunk.master
@@ -164,6 +172,12 @@ class HostShards:
             del self._gradients_here[index]
             self._gradient_slots.give(index)
             chunk.gradient = chunk.gradient_at_rest
+
+    def owe(self) -> None:
+        """A step has ended whose updates of all weights have yet to come."""
+        for chunk in self._chunks:
+            if chunk.weights_at_rest is not None:
+                self._records.begin(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
         """All weights are whole on the host."""

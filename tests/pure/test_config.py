@@ -457,6 +457,8 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"zero": {"shard": 2}}, "zero.shard", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
+        ({"memory": {"disk_bandwidth": 9}}, "memory.disk_bandwidth", "'device'"),
+        ({"memory": {"link_latency_s": 0.1}}, "memory.link_latency_s", "nothing moves"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
         ({"memory": {"host_fraction": {"weights": 0.5}}}, "memory.host_fraction.weights", "'device'"),
         (

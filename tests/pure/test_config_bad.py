@@ -68,6 +68,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.host_budget": BUDGET,
     "memory.link_bandwidth": BUDGET,
     "memory.update": choice("cpu", "disk", "gpu"),
+    "memory.link_latency_s": NOT_NEGATIVE,
+    "memory.disk_bandwidth": BUDGET,
     "memory.disk_dir": (1, True, ("/tmp",), {}),
     "memory.host_fraction.weights": RATIO,
     "memory.host_fraction.gradients": RATIO,

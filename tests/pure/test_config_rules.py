@@ -279,3 +279,7 @@ def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:
     assert refused(hybrid, placement="auto", device_budget=9) == ["memory.placement"]
     assert refused({"stage": 3}, placement="auto", device_budget=9) == []
     assert refused(placement="host", link_bandwidth=9) == ["memory.link_bandwidth"]
+    assert refused(placement="disk", disk_dir="x", link_latency_s=0.1, disk_bandwidth=9) == [
+        "memory.link_latency_s",
+        "memory.disk_bandwidth",
+    ]

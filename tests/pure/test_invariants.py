@@ -23,6 +23,7 @@ from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.pack import ChunkSpec, Item, pack
+from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
@@ -220,7 +221,7 @@ def assert_newest_versions(
     ):
         made: tiers.States
         if below is None:
-            made = tiers.HostStates(chunks, states, 20.0, LinkSpeed())
+            made = tiers.HostStates(chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")))
         else:
             made = tiers.DiskStates(chunks, states, 20.0, LinkSpeed(), opened)
         try:
@@ -284,12 +285,14 @@ def _not_taken_back(original: Any, self: tiers.HostStates, index: int) -> None:
 
 
 def _not_awaited(original: Any, self: Transfer) -> None:
-    if self._link.name != "h2d":
+    if self.link.name != "h2d":
         original(self)
 
 
-def _refilled_before_it_is_empty(original: Any, self: Link, *copied: Any, after: Any = ()) -> Transfer:
-    return original(self, *copied)
+def _refilled_before_it_is_empty(
+    original: Any, self: Link, *copied: Any, after: Any = (), **more: Any
+) -> Transfer:
+    return original(self, *copied, **more)
 
 
 FAULTS_TIERS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {

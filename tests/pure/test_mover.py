@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.memory.lane import LinkSpeed, ThreadLane
-from colossal_lite.memory.mover import Link, Places
+from colossal_lite.memory import mover
+from colossal_lite.memory.lane import LinkSpeed, StreamLane, ThreadLane
+from colossal_lite.memory.mover import Link, Places, Priority, Transfer
+from tests.streams import Recorder
 
 
 @pytest.fixture
@@ -79,6 +88,264 @@ def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
     link.close()
     transfer.wait()
     assert float(target[0]) == 1.0
+
+
+# ---- who goes first ----
+
+
+class Held:
+    """Links whose copies note that they ran, and do so only when `let` has been called."""
+
+    def __init__(self, *names: str) -> None:
+        self.ran: list[object] = []
+        self._gate = threading.Event()
+        self.links = {name: Link(name, ThreadLane(), timeout_s=10.0) for name in names}
+        for link in self.links.values():
+            link._thread.submit(self._gate.wait, 10)
+
+    def ask(self, link: str, what: object, **more: Any) -> Transfer:
+        return self.links[link].run(lambda: self.ran.append(what), 8, **more)
+
+    def let(self) -> None:
+        self._gate.set()
+
+    def close(self) -> list[object]:
+        self.let()
+        for link in self.links.values():
+            link.drain()
+            link.close()
+        return self.ran
+
+
+AHEAD: dict[str, Any] = dict(priority=Priority.PREFETCH)
+
+
+def test_demanded_copies_go_before_prefetches_and_each_keep_their_order() -> None:
+    held = Held("up")
+    for what in ("p1", "d1", "p2", "d2", "p3"):
+        held.ask("up", what, priority=Priority.PREFETCH if what[0] == "p" else Priority.DEMAND)
+    assert held.close() == ["d1", "d2", "p1", "p2", "p3"]
+
+
+def test_a_demanded_copy_that_waits_for_another_link_lets_only_older_prefetches_pass() -> None:
+    held, down = Held("up"), Held("down")
+    out = down.ask("down", "out")
+    older = held.ask("up", "older", **AHEAD)
+    into = held.ask("up", "into", after=(out,))
+    younger = held.ask("up", "younger", **AHEAD)
+    held.let()
+    assert older.request.future.result(timeout=10) is None
+    assert held.ran == ["older"] and not into.is_handed and not younger.is_handed
+    down.let()
+    assert held.close() == ["older", "into", "younger"] and down.close() == ["out"]
+
+
+def test_who_waits_for_a_prefetch_puts_it_and_what_it_comes_after_in_demand_over_every_link() -> None:
+    held = Held("read", "up")
+    reads = [held.ask("read", f"read {i}", **AHEAD) for i in range(4)]
+    ups = [held.ask("up", f"up {i}", after=(read,), **AHEAD) for i, read in enumerate(reads)]
+    waits = threading.Thread(target=ups[2].finish)
+    waits.start()
+    while ups[2].priority is not Priority.DEMAND or reads[2].priority is not Priority.DEMAND:
+        assert waits.is_alive() and threading.active_count()
+    held.let()
+    waits.join(10)
+    assert "up 2" in held.ran
+    ran = held.close()
+    assert [what for what in ran if str(what).startswith("read")] == ["read 2", "read 0", "read 1", "read 3"]
+    assert sorted(ran, key=str) == sorted(
+        (f"{link} {i}" for link in ("read", "up") for i in range(4)), key=str
+    )
+
+
+def test_a_copy_that_is_revoked_is_not_made_nor_counted_and_its_buffer_waits_for_what_it_came_after() -> None:
+    held = Held("up", "down")
+    out = held.ask("down", "out")
+    into = held.ask("up", "into", after=(out,), **AHEAD)
+    again = held.ask("up", "again", after=(into,))
+    assert into.revoke() and not into.revoke() and into.is_handed
+    assert held.links["up"].moved_bytes == 8, "of one copy"
+    assert list(again.after[0].roots()) == [out] and not again.is_handed
+    held.let()
+    into.finish()  # nothing more than what it came after
+    assert "out" in held.ran
+    again.finish()
+    assert not again.revoke() and held.close() == ["out", "again"]
+
+
+def test_a_copy_that_has_begun_cannot_be_revoked() -> None:
+    held = Held("up")
+    begun, go_on = threading.Event(), threading.Event()
+    transfer = held.links["up"].run(lambda: (begun.set(), go_on.wait(10)), 8, **AHEAD)
+    held.let()
+    assert begun.wait(10) and not transfer.revoke()
+    go_on.set()
+    assert held.close() == [] and held.links["up"].moved_bytes == 8
+
+
+def test_what_a_stream_was_handed_cannot_be_revoked() -> None:
+    recorder = Recorder()
+    with recorder.active():
+        link = Link("up", StreamLane(torch.device("cpu"), recorder))
+        at_once = link.copy(torch.zeros(4), torch.ones(4), **AHEAD)
+        assert at_once.is_handed and not at_once.revoke()
+        gate = threading.Event()
+        other = Link("read", ThreadLane())
+        read = other.run(lambda: gate.wait(10), 0)
+        waits = link.copy(torch.zeros(4), torch.ones(4), after=(read,), **AHEAD)
+        assert waits.revoke() and link.moved_bytes == 16
+        gate.set()
+        for each in (link, other):
+            each.close()
+
+
+def test_who_waits_for_too_long_for_another_link_is_told_which() -> None:
+    held = Held("down")
+    out = held.ask("down", "out")
+    up = Link("up", ThreadLane(), timeout_s=0.1)
+    into = up.run(lambda: None, 0, after=(out,))
+    with pytest.raises(TimeoutError, match="link (down has not ended in 10|up has not ended in 0.1) s"):
+        into.finish()
+    up.close()
+    assert held.close() == ["out"]
+
+
+def test_a_copy_that_was_made_keeps_neither_its_tensors_nor_the_copies_before_it() -> None:
+    link, source = Link("up", ThreadLane()), torch.ones(4)
+    first = link.copy(torch.zeros(4), source)
+    last = link.copy(torch.zeros(4), source, after=(first,))
+    last.finish()
+    link.drain()
+    seen = weakref.ref(source), weakref.ref(first)
+    del source, first
+    gc.collect()
+    assert [each() for each in seen] == [None, None] and last.is_handed
+    link.close()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One copy of a random graph: its link, what it comes after, how it is asked for, and what becomes of it."""
+
+    link: int
+    after: tuple[int, ...]
+    priority: Priority
+    fate: str
+    pause: int
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[Asked]:
+    made: list[Asked] = []
+    for number in range(draw(st.integers(2, 24))):
+        after = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
+        priority = draw(st.sampled_from(Priority))
+        fate = draw(st.sampled_from(["left", "left", "waited for", "revoked", "expedited"]))
+        made.append(Asked(draw(st.integers(0, 2)), tuple(after), priority, fate, draw(st.integers(0, 3))))
+    return made
+
+
+def played(graph: list[Asked], timeout_s: float) -> None:
+    """Ask for all copies of a graph, act on them by other threads meanwhile, and hold what ran against the rules."""
+    links = [Link(str(number), ThreadLane(), timeout_s=timeout_s) for number in range(3)]
+    lock, began, ended_ = threading.Lock(), list[int](), set[int]()
+    transfers: list[Transfer] = []
+    revoked: set[int] = set()
+
+    def work(number: int, asked: Asked) -> None:
+        with lock:
+            began.append(number)
+            missing = {i for i in before(number) if i not in ended_ and i not in revoked}
+        assert not missing, f"{number} began before {missing}"
+        time.sleep(asked.pause * 2e-4)
+        with lock:
+            ended_.add(number)
+
+    def before(number: int) -> set[int]:
+        """What it comes after that moves anything."""
+        found = set[int]()
+        for each in graph[number].after:
+            found |= before(each) if transfers[each].is_revoked else {each}
+        return found
+
+    def act(number: int, asked: Asked) -> None:
+        if asked.fate == "revoked":
+            if transfers[number].revoke():
+                revoked.add(number)
+        elif asked.fate == "expedited":
+            transfers[number].expedite()
+        elif asked.fate == "waited for":
+            transfers[number].finish()
+
+    with ThreadPoolExecutor(4) as pool:
+        acts = []
+        for number, asked in enumerate(graph):
+            after = [transfers[each] for each in asked.after]
+            transfers.append(
+                links[asked.link].run(partial(work, number, asked), 1, after=after, priority=asked.priority)
+            )
+            acts.append(pool.submit(act, number, asked))
+        for each in acts:
+            each.result(timeout=20)
+    for transfer in transfers:
+        transfer.finish()
+    for link in links:
+        link.drain()
+        link.close()
+    assert sorted([*began, *revoked]) == list(range(len(graph))), "each once, or revoked"
+    assert sum(link.moved_bytes for link in links) == len(graph) - len(revoked)
+    place = {number: at for at, number in enumerate(began)}
+    for number, asked in enumerate(graph):
+        for older in range(number):
+            if {number, older} & revoked or graph[older].link != asked.link:
+                continue
+            is_demanded = [graph[i].priority is Priority.DEMAND for i in (older, number)]
+            if is_demanded[0]:  # nothing goes before what was in demand when it came
+                assert place[older] < place[number], "an older demanded copy was overtaken"
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_random_graphs_of_copies_over_three_links_come_to_their_end_by_the_rules(graph: list[Asked]) -> None:
+    played(graph, 10.0)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not(is_planted: bool) -> None:
+    up, down, ends = Held("up"), Link("down", ThreadLane()), threading.Event()
+
+    def waits(self: Link, work: Any, size_bytes: int, after: Any, *more: Any) -> None:
+        while not ends.is_set() and not all(transfer.is_handed for transfer in after):
+            time.sleep(1e-3)
+        work()
+
+    def until(is_so: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 10.0
+        while not is_so():
+            assert time.monotonic() < end_s
+            time.sleep(1e-3)
+
+    faults = (
+        (patch.object(mover, "_is_ready", lambda transfer: True), patch.object(Link, "_begin", waits))
+        if is_planted
+        else (nullcontext(), nullcontext())
+    )
+    with faults[0], faults[1]:
+        first = up.ask("up", "first", **AHEAD)
+        second = down.run(lambda: up.ran.append("second"), 8, after=(first,), **AHEAD)
+        if is_planted:
+            until(lambda: down._queue == [])
+        third = down.run(lambda: up.ran.append("third"), 8)
+        fourth = up.ask("up", "fourth", after=(third,))
+        up.let()
+        if is_planted:  # each has begun one that waits for what stands behind the other's
+            until(lambda: up.links["up"]._queue == [first])
+            assert down._queue == [third] and not second.is_handed and not fourth.is_handed
+            ends.set()
+        up.close()
+        down.drain()
+        down.close()
+    assert sorted(map(str, up.ran)) == ["first", "fourth", "second", "third"]
 
 
 # ---- places for visitors ----

@@ -214,7 +214,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
     seen = Futures()
     with ExitStack() as stack:
         stack.enter_context(seen.noting(Pending, lambda one: one._what, "wait"))
-        stack.enter_context(seen.noting(Transfer, lambda one: f"copy {one._link.name}", "handed"))
+        stack.enter_context(seen.noting(Transfer, lambda one: f"copy {one.link.name}", "handed"))
         if fault:
             stack.enter_context(FAULTS_I6[fault]())
         context = stack.enter_context(env.launch(case.full_config))
@@ -225,7 +225,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
         engine.eval_step(batch_of(case, context, 3))
         engine._rest()
         alive = [ref() for ref, _ in seen._made]
-        open_copies = [one._link.name for one in alive if isinstance(one, Transfer) and not one.is_handed]
+        open_copies = [one.link.name for one in alive if isinstance(one, Transfer) and not one.is_handed]
         open_calls = [one._what for one in alive if isinstance(one, Pending) and one._works]
         return lost + seen.lost(), open_copies + open_calls, seen.kinds
 

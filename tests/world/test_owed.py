@@ -323,9 +323,9 @@ def test_our_gpt_is_defined_in_the_order_of_its_use() -> None:
 def _back_when_it_has_set_out() -> tuple[Any, str, Any]:
     original = States._take_back
 
-    def take_back(self: States, index: int, target: Any, *after: Any) -> Any:
+    def take_back(self: States, index: int, target: Any, *after: Any, **more: Any) -> Any:
         self.down._thread.submit(time.sleep, 0.02)
-        original(self, index, target, *after)
+        original(self, index, target, *after, **more)
         return self.up.run(int, 0)
 
     return States, "_take_back", take_back

@@ -105,10 +105,10 @@ def _only_thread_waits(self: Transfer) -> None:
     self.handed()
 
 
-def _after_nothing(self: Link, work: Any, size_bytes: int, *, after: Any = ()) -> Transfer:
+def _after_nothing(self: Link, work: Any, size_bytes: int, *, after: Any = (), **more: Any) -> Transfer:
     for transfer in after:
         transfer.handed()
-    return RUN(self, work, size_bytes)
+    return RUN(self, work, size_bytes, **more)
 
 
 def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = ()) -> Transfer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,21 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.lane import Lane, LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link
+from colossal_lite.memory.pack import ChunkKey, Item, pack
+from colossal_lite.memory.store import TaskRecords
+from colossal_lite.memory.weight_chunk import Groups, WeightState
+from colossal_lite.mesh import Mesh
 from colossal_lite.planner import plan
+from colossal_lite.precision import ChunkTypes
 from colossal_lite.zero import tiers
 from tests.parity import Case, chunk_numel, initial_values, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_zero import BITS, SMALL, assert_same_bits, bits, loads, saves
 
+CPU = torch.device("cpu")
 HOST = dict(memory=dict(placement="host"))
 ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
 # Of optimizers that keep no state, one that does, and one that keeps whole tensors.
@@ -213,3 +222,83 @@ def test_a_checkpoint_of_one_placement_is_the_same_on_the_other(away: str, tmp_p
                 assert all(torch.equal(value, other_state[name][kind]) for kind, value in values.items()), (
                     name
                 )
+
+
+def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:
+    """A run that is read between a backward and its updates, while the links upwards stand still; losses, and bytes of
+    the last step."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        losses = []
+        for number in range(2):
+            held = engine._optimizer.tiers if number else None
+            assert held is None or isinstance(held, tiers.States)
+            gate = threading.Event()
+            stands = (held.up, getattr(held, "reads", held.up)) if held is not None else ()
+            engine._rest()
+            for link in stands:
+                link._thread.submit(gate.wait, 10)
+            losses.append(float(engine.forward_backward(case.batch(number))))
+            assert held is None or held._here or getattr(held, "_came", None), "something was fetched ahead"
+            engine.full_optimizer_state()
+            assert held is None or not held._here
+            assert not stands or not gate.is_set(), "nobody had to wait for it"
+            gate.set()
+            engine.step()
+        engine.full_state_dict()
+        return losses, {row.link: row.moved_bytes for row in engine.link_report()}
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_was_fetched_ahead_and_is_dropped_is_not_waited_for_nor_counted(
+    tier: str, tmp_path: Path
+) -> None:
+    case = replace(BITS, world_size=1, config=BITS.config | dict(precision="bf16", optimizer=ADAMW))
+    placed = replace(case, config=case.config | (on_disk(tmp_path) if tier == "disk" else HOST))
+    ((expected, _),) = run_world(dropped, 1, case)
+    ((losses, moved),) = run_world(dropped, 1, placed)
+    assert losses == expected
+    assert set(moved.values()) == {moved["h2d"]} and moved["h2d"] > 0, "all records once each way"
+
+
+def test_weights_that_are_dropped_before_they_set_out_do_not_come() -> None:
+    records = TaskRecords("", CPU)
+    (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
+    types = ChunkTypes(torch.float32, torch.float32, torch.float32)
+    alone = Groups(*[Mesh.serial().axis("data")] * 4)
+    chunk = Chunk(spec, alone, types=types, device=CPU, shard_state=True, shard_value=True, on_host=records)
+    chunk.adopt({"w": torch.nn.Parameter(torch.zeros(256))}, {"w": torch.ones(256)})
+    up, gate, slot = Link("h2d", ThreadLane()), threading.Event(), torch.zeros(spec.numel)
+    up._thread.submit(gate.wait, 10)
+    chunk.fetch(slot, up)
+    chunk.reshard()
+    assert chunk.weights is WeightState.SHARDED and up.moved_bytes == 0 and not gate.is_set()
+    gate.set()
+    chunk.fetch(slot, up)
+    chunk.gather_fetched()
+    chunk.finish_gather()
+    assert slot[:256].tolist() == [1.0] * 256 and up.moved_bytes == 4 * spec.numel
+    up.close()
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_again(is_planted: bool) -> None:
+    (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
+    types = ChunkTypes(torch.float32, torch.float32, torch.float32)
+    chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=CPU)
+    states = tiers.HostStates([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
+    states.fetch(0)
+    states.here(0)["m"].fill_(3.0)
+    gate = threading.Event()
+    states.down._thread.submit(gate.wait, 10)
+    states.evict(0)
+    states.fetch(0)
+    opens = threading.Timer(0.1, gate.set)
+    with patch.object(tiers, "_finish_before", lambda dropped: None) if is_planted else nullcontext():
+        if not is_planted:
+            opens.start()
+        states.flush()
+        found = set(states.opened(0, write=False)["m"].tolist())
+    gate.set()
+    assert found == ({0.0} if is_planted else {3.0})
+    states.close()

@@ -1,0 +1,287 @@
+"""A store outlives the engines of its tasks: the next goes on bit for bit, and siblings read what has come to rest."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import colossal_lite as cl
+from colossal_lite.engine import Engine
+from colossal_lite.memory.mover import Link, Transfer
+from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.tiers import HostStates
+from tests.parity import Case, start
+from tests.pool import RankEnv, WorldError, run_world
+from tests.world.test_tiers import ADAMW, on_disk
+from tests.world.test_zero import SMALL, VOCABULARY
+
+HOST = dict(memory=dict(placement="host"))
+EVERYTHING = dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0))
+HALF = dict(placement="static", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.5))
+CASE = Case(
+    layers=2, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=4, global_batch=4, dropout=0.1, world_size=1,
+    config=dict(
+        optimizer=ADAMW, clip_grad_norm=0.05, lr_scheduler=dict(type="cosine", warmup_steps=2, total_steps=6),
+    ),
+)  # fmt: skip
+
+
+def _told_at_once(self: Link, target: Tensor, source: Tensor, *, then: Any = None, **more: Any) -> Transfer:
+    if then is not None:
+        self._thread.submit(time.sleep, 0.15)
+        then()
+    return COPY(self, target, source, **more)
+
+
+COPY = Link.copy
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "host": (1, HOST),
+    "host, ZeRO-1, bf16": (2, HOST | dict(zero=dict(stage=1), precision="bf16")),
+    "host, split masters": (1, HOST | dict(precision=dict(dtype="bf16", master="split"), zero=dict(stage=1))),
+    "everything on the host, ZeRO-3": (2, dict(memory=EVERYTHING, zero=dict(stage=3), precision="bf16")),
+    "half of everything, fp16": (1, dict(memory=HALF, zero=dict(stage=3), precision="fp16")),
+    "device, ZeRO-2": (2, dict(zero=dict(stage=2), precision="bf16")),
+    "disk": (1, dict(memory=dict(placement="disk"), precision="bf16")),
+}
+
+State = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Tensor]]]
+
+
+def trained(env: RankEnv, case: Case, stops: tuple[int, ...], fault: str = "") -> State:
+    """Losses of a run whose engine is closed before the steps of `stops`, its context before the last of them, and its
+    state at the end."""
+    with patch.object(*FAULTS[fault]) if fault else nullcontext():
+        return _trained(env, case, stops)
+
+
+def _trained(env: RankEnv, case: Case, stops: tuple[int, ...]) -> State:
+    store, losses = cl.HostStore(), []
+    step = 0
+    for last in (*stops[-1:], case.steps):
+        with env.launch(case.full_config) as context:
+            cut = context.local_batch(case.global_batch)
+            engine = None
+            while step < last:
+                if engine is None or step in stops:
+                    if engine is not None:
+                        engine.close()
+                    engine = start(case, context, store=store, task="gpt")
+                    if case.config.get("memory") == HOST["memory"]:
+                        shown = store.records("gpt")
+                        assert {shown.version(chunk) for chunk, _ in shown.names} == {step}
+                assert engine.steps == step
+                inputs, labels = case.batch(step)
+                losses.append(float(engine.train_step((inputs[cut], labels[cut])).loss))
+                step += 1
+            assert engine is not None
+            if step == case.steps:
+                found = losses, engine.full_state_dict(), engine.full_optimizer_state()
+    store.drop("gpt")
+    return found
+
+
+def placed(name: str, directory: Path) -> Case:
+    ranks, config = PLACES[name]
+    if name == "disk":
+        config = config | on_disk(directory)
+    return replace(CASE, world_size=ranks, config={**CASE.config, **config})
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_engine_that_takes_up_a_task_goes_on_with_the_bits_of_one_engine(
+    name: str, tmp_path: Path
+) -> None:
+    case = placed(name, tmp_path)
+    expected = run_world(trained, case.world_size, case, ())
+    for (losses, weights, state), (true_losses, true_weights, true_state) in zip(
+        run_world(trained, case.world_size, case, (1, 3)), expected, strict=True
+    ):
+        assert losses == true_losses
+        assert all(torch.equal(weights[name], value) for name, value in true_weights.items())
+        for name, values in true_state.items():
+            assert all(torch.equal(state[name][kind], value) for kind, value in values.items()), name
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a record that was left is filled anew": (TaskRecords, "is_new", lambda self, chunk, kind: True),
+    "step counts are not taken up": (ChunkOptimizer, "set_updates", lambda self, updates: None),
+    "weights are not left": (ChunkOptimizer, "park", lambda self, version: None),
+    "an update that is owed is not told": (HostStates, "owe", lambda self: None),
+    "a record is whole when its bytes set out": (Link, "copy", _told_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS][:3])
+def test_a_task_that_is_taken_up_with_a_fault_has_other_bits(fault: str, tmp_path: Path) -> None:
+    case = placed("host, ZeRO-1, bf16", tmp_path)
+    expected = run_world(trained, 2, case, ())
+    assert run_world(trained, 2, case, (1,), fault)[0][0] != expected[0][0]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS][3:])
+def test_a_sibling_that_is_told_too_soon_shows(fault: str, tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match="DID NOT RAISE|assert"):
+        run_world(watched, 2, placed("host, ZeRO-1, bf16", tmp_path), fault)
+
+
+def records_of(engine: Engine) -> dict[int, Tensor]:
+    """What rests on the host of each chunk's state, after a flush."""
+    assert isinstance(engine._optimizer, ChunkOptimizer) and engine._optimizer.tiers is not None
+    return {chunk.spec.id: engine._optimizer.tiers._rest[i].clone() for i, chunk in enumerate(engine._chunks)}
+
+
+def watched(env: RankEnv, case: Case, fault: str = "") -> None:
+    """Each rank reads the records of the other, in the other's memory."""
+    with patch.object(*FAULTS[fault]) if fault else nullcontext():
+        _watched(env, case)
+
+
+def _watched(env: RankEnv, case: Case) -> None:
+    store = cl.HostStore()
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        world, cut = context.mesh.world, context.local_batch(case.global_batch)
+        handle = store.handle("gpt")
+        rows = world.gather_json([handle.task, handle.pid, handle.descriptor, handle.token])
+        other = cl.HostStore.attach(type(handle)(*rows[1 - env.rank]))
+        defers = engine._defers
+        for number in (1, 2):
+            engine.train_step([t[cut] for t in case.batch(number)])
+            mine = store.records("gpt")
+            if defers:  # a step owes its updates until the next forward
+                with pytest.raises(StoreError, match="is owed or on its way by process"):
+                    mine.flush()
+            world.barrier()
+            if defers:
+                with pytest.raises(StoreError, match=r"after 0 s; legal: HostStore\.flush there"):
+                    other.flush()
+            world.barrier()
+            engine._weights.flush()  # updates are made, and their bytes on their way
+            told = [c for c, kind in mine.names if kind == OPTIMIZER and not mine.is_pending(c)]
+            early = [mine.read(chunk) for chunk in told]
+            store.flush()
+            rest = records_of(engine)
+            assert all(got.version == number and torch.equal(got.flat, rest[got.chunk]) for got in early)
+            other.flush(timeout_s=20.0)
+            shown = world.gather_json({str(chunk): flat.tolist() for chunk, flat in rest.items()})
+            for chunk, values in shown[1 - env.rank].items():
+                got = other.read(int(chunk))
+                assert got.version == number and got.flat.tolist() == values
+            world.barrier()
+        engine.load_full_state_dict(engine.full_state_dict())
+        assert {mine.version(chunk) for chunk, kind in mine.names if kind == OPTIMIZER} == {3}
+        mine.flush()
+        engine.eval_step([t[cut] for t in case.batch(0)])
+        world.barrier()
+        other.flush(timeout_s=20.0)
+        world.barrier()
+
+
+@pytest.mark.parametrize("place", ["host, ZeRO-1, bf16", "everything on the host, ZeRO-3"])
+def test_a_sibling_reads_the_moments_of_each_step_when_they_have_come_to_rest(
+    place: str, tmp_path: Path
+) -> None:
+    case = placed(place, tmp_path)
+    run_world(watched, 2, case)
+
+
+def refused(env: RankEnv, case: Case, others: list[Case], directory: str) -> list[str]:
+    store, told = cl.HostStore(), []
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        cut = context.local_batch(case.global_batch)
+        batch = tuple(t[cut] for t in case.batch(0))
+        engine.train_step(batch)
+        with pytest.raises(StoreError, match="task 'gpt' has an engine"):
+            start(case, context, store=store, task="gpt")
+        engine.save(directory)
+        engine.close()
+        expected = engine.full_state_dict()
+    for other in others:
+        with env.launch(other.full_config) as context, pytest.raises(ValueError) as caught:
+            start(other, context, store=store, task="gpt")
+        told.append(str(caught.value))
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items())
+        engine.train_step(batch)
+        with pytest.raises(ValueError, match="not used"):
+            engine.forward_backward(batch)
+            engine.forward_backward(batch)
+    with pytest.raises(StoreError, match="ended by an error, and its records are of different steps"):
+        store.open("gpt", beside=torch.device("cpu"))
+    store.drop("gpt")
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        engine.load(directory)
+        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items())
+        engine.train_step(batch)
+    return told
+
+
+def test_what_cannot_be_taken_up_is_refused_on_every_rank_and_is_still_there(tmp_path: Path) -> None:
+    case = replace(placed("host, ZeRO-1, bf16", tmp_path), steps=1)
+    others = [
+        replace(case, layers=3),
+        replace(case, config={**case.config, "zero": dict(stage=0)}),
+        replace(case, config={**case.config, "optimizer": dict(type="lion", lr=0.1)}),
+        replace(case, config={**case.config, "precision": "fp32"}),
+    ]
+    for told in run_world(refused, 2, case, others, str(tmp_path / "saved")):
+        for text in told:
+            assert (
+                "what was left of task 'gpt' cannot be taken up:\n  rank 0: chunk " in text
+                and "rank 1: " in text
+            )
+            assert text.endswith(
+                "legal: the model and the config that it was trained with, a checkpoint, or store.drop"
+            )
+        assert "chunk 0: entries were" in told[0] or "it is new" in told[0]
+        assert "owned elements were" in told[1] and "records were" in told[2] and "dtype were" in told[3]
+
+
+def other_optimizer(env: RankEnv) -> None:
+    with env.launch(dict(memory=dict(placement="device"))) as context:
+        cl.initialize(
+            torch.nn.Linear(2, 2), context=context, store=cl.HostStore(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )  # fmt: skip
+
+
+def test_an_optimizer_of_ones_own_leaves_nothing_in_a_store() -> None:
+    with pytest.raises(
+        WorldError, match="store: what an optimizer of your own keeps, only it knows; legal: a type of"
+    ):
+        run_world(other_optimizer, 1)
+
+
+def many(env: RankEnv, case: Case) -> list[tuple[list[float], int]]:
+    """Two tasks in turns, each step by an engine of its own."""
+    store, losses = cl.HostStore(), {"a": list[float](), "b": list[float]()}
+    with env.launch(case.full_config) as context:
+        for number in range(3):
+            for task in losses:
+                engine = start(case, context, store=store, task=task)
+                losses[task].append(
+                    float(engine.train_step(case.batch(number if task == "a" else 2 - number)).loss)
+                )
+                engine.close()
+                del engine
+        assert {kind for _, kind in store.records("a").names} == {OPTIMIZER, WEIGHTS}
+        return [(losses[task], store.taken_bytes(task)) for task in losses]
+
+
+def test_tasks_take_turns_on_one_device_with_the_bits_of_each_alone(tmp_path: Path) -> None:
+    case = replace(placed("host", tmp_path), steps=3)
+    ((a, b),) = run_world(many, 1, case)
+    (((alone, _, _)),) = run_world(trained, 1, case, ())
+    assert a[0] == alone and b[0] != alone and a[1] == b[1]
