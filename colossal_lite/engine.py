@@ -909,6 +909,7 @@ class Engine:
 
     def _before_backward(self) -> None:
         """Gradients come now; what of the optimizer's state is needed first may come meanwhile."""
+        self._weights.pay()  # the forward has, unless this backward is not of the last one: places have their order
         if self._residence is None or self._residence.placement is not None:
             self._optimizer.prepare()
 

@@ -116,7 +116,7 @@ def test_a_budget_changes_no_bit(reduction: str) -> None:
     """What rests on the host is summed over the copies there."""
     zero = hybrid(3, reduction=reduction) | dict(gradient_accumulation=2)
     case = replace(LOW, world_size=4, config=zero | dict(precision="fp32", optimizer=ADAMW))
-    found = run_world(within, 4, case, 0.0)
+    found = run_world(within, 4, case, 0.0, "device")
     assert_same_bits([steps for steps, _ in found], run_world(bits, 4, case))
     assert all(0 < on_host <= pieces for _, (on_host, pieces) in found)
 
