@@ -168,7 +168,8 @@ class Watch:
                 if not self._answered and self._store.check(["alarm"]):
                     self._tell()
                 if time.monotonic() > next_beat:
-                    self._store.set(f"beat/{self._rank}", self._record())
+                    # Who looks at the frames of the main thread keeps its tensors alive meanwhile: a beat does not.
+                    self._store.set(f"beat/{self._rank}", json.dumps(self._record()))
                     next_beat = time.monotonic() + BEAT_S
         except RuntimeError:  # the store has ended, and with it whoever could ask
             return
@@ -176,21 +177,18 @@ class Watch:
     def _tell(self) -> None:
         if not self._answered:
             self._answered = True
-            self._store.set(f"record/{self._rank}", self._record())
+            self._store.set(f"record/{self._rank}", json.dumps(self._record() | {"where": _where()}))
 
-    def _record(self) -> str:
+    def _record(self) -> dict[str, Any]:
         seen = self.progress
         calls = {axis: list(rows) for axis, rows in list(seen.history.items())}
-        return json.dumps(
-            {
-                "phase": seen.phase,
-                "step": seen.step,
-                "fault": seen.fault,
-                "calls": dict(seen.calls),
-                "history": calls,
-                "where": _where(),
-            }
-        )
+        return {
+            "phase": seen.phase,
+            "step": seen.step,
+            "fault": seen.fault,
+            "calls": dict(seen.calls),
+            "history": calls,
+        }
 
 
 def _standing(rank: int, record: Any) -> str:

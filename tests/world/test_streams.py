@@ -111,10 +111,10 @@ def _after_nothing(self: Link, work: Any, size_bytes: int, *, after: Any = (), *
     return RUN(self, work, size_bytes, **more)
 
 
-def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = ()) -> Transfer:
+def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = (), **more: Any) -> Transfer:
     for transfer in after:
-        transfer._handed.exception()
-    return COPY(self, target, source)
+        transfer.request.future.exception()
+    return COPY(self, target, source, **more)
 
 
 def _at_once(self: ThreadLane, work: Callable[[], object], *more: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite import engine as engine_module
+from colossal_lite import watch
 from colossal_lite.comm import CommError
 from colossal_lite.manifest import CheckpointError
 from colossal_lite.memory.chunk import Chunk
@@ -178,3 +180,24 @@ def test_a_run_without_faults_raises_no_alarm_and_leaves_no_thread() -> None:
 
     assert run_world(train, 2) == [0, 0]
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def keep(env: RankEnv) -> list[bool]:
+    """Whether a tensor that a function of the main thread has made is gone when it has returned, while beats are made
+    as fast as they can be."""
+
+    def holder() -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(4)
+        time.sleep(0.002)  # a beat may be made here
+        return weakref.ref(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "LOOK_S", 0.0)
+        patch.setattr(watch, "BEAT_S", 0.0)
+        with env.launch(CASE.full_config):
+            return [holder()() is None for _ in range(300)]
+
+
+def test_a_watch_keeps_no_tensor_of_the_main_thread_alive() -> None:
+    for gone in run_world(keep, 2):
+        assert all(gone)
