@@ -212,7 +212,7 @@ def _measure(
     pipeline, given = context.config.parallel.pipeline, context.config.precision
     if pipeline.size == 1 or pipeline.partition != "profiled":
         return None
-    dtype = Precision.of(given.dtype, given.master_dtype).compute
+    dtype = Precision.of(given).compute
     profiler = Profiler(
         module, parallelized, streams, context.mesh, context.device, dtype, example, criterion
     )
@@ -312,7 +312,7 @@ def _build_chunks(
     that train, if no engine before has left their values, and frozen ones; of these, what is in no chunk is converted
     where it is."""
     config, device = context.config, context.device
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    precision = Precision.of(config.precision)
     layout, coords = context.mesh.layout, context.mesh.coords
     _materialise(module, device, precision.compute)
     named = names.parameters(module)

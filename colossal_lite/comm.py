@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_lite.exchange import nothing
-from colossal_lite.host_wire import HostWire, ReduceOp, Started, cut
+from colossal_lite.host_wire import HostWire, ReduceOp, Started, add_wide, cut, is_rounded
 from colossal_lite.watch import Made, Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -461,6 +461,10 @@ class TorchWire:
 
         def add_in_rank_order() -> None:
             before, after = pieces[: self._coord], pieces[self._coord :]
+            if is_rounded(own, self._size):
+                add_wide([*before, own, *after], target)
+                outgoing.clear()
+                return
             for piece in before[1:]:
                 before[0].add_(piece)
             torch.add(own, before[0] if before else after.pop(0), out=target)

@@ -166,7 +166,7 @@ def _cost(config: Config, model: GPTConfig, batch: int, sequence: int, world_siz
     made = plan(config, model, batch=batch, sequence=sequence, world_size=world_size)
     config = config.check_world(world_size)
     layout, facts = config.layout(), facts_of_config(model)
-    itemsize = Precision.of(config.precision.dtype, config.precision.master_dtype).compute.itemsize
+    itemsize = Precision.of(config.precision).compute.itemsize
     tokens = sequence // config.parallel.sequence.size
     rows = [
         row

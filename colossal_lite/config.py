@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from colossal_lite.config_rules import (
+    joint_problems,
     model_problems,
     shard_problems,
     unbuilt_problems,
@@ -164,6 +165,8 @@ class Config(Section):
             if path not in spoilt:
                 where = f"{path}.{fault.name}"
                 problems.append(Problem(where, dig(config.model_dump(), where), fault.rule, fault.legal))
+        told = {problem.path for problem in problems}
+        problems += [problem for problem in joint_problems(config) if problem.path not in told]
         return config, problems
 
     def _sections(self) -> Iterator[tuple[str, Section]]:

@@ -282,6 +282,24 @@ def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts nor divide that number"
 
 
+def joint_problems(config: Config) -> Iterator[Problem]:
+    """Settings that those of other sections forbid."""
+    if config.precision.gradient == "bf16" and (parts := _parts_of_a_step(config)):
+        what = "and ".join(f"{name}={value} " for name, value in parts.items())
+        rule = f"keeps the sum of one micro-batch, and {what}would round it again with each further one"
+        legal = "'auto', or " + " and ".join(f"{name}=1" for name in parts)
+        yield Problem("precision.gradient", "bf16", rule, legal)
+
+
+def _parts_of_a_step(config: Config) -> dict[str, int | None]:
+    """The settings that cut a step into more than one micro-batch, and their values."""
+    pipeline, turns = config.parallel.pipeline, config.gradient_accumulation
+    found: dict[str, int | None] = {"gradient_accumulation": turns} if turns > 1 else {}
+    if pipeline.size > 1 and pipeline.micro_batches != 1:
+        found["parallel.pipeline.micro_batches"] = pipeline.micro_batches
+    return found
+
+
 def unread_across(config: Config) -> Iterator[tuple[str, str]]:
     """(path, why) of settings that have no effect because of another section's."""
     if config.memory.placement != "static":

@@ -137,7 +137,7 @@ class DryRun:
             if isinstance(block, Block):  # a pipeline may run its halves
                 block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
         recompute(module, config.activation_checkpoint, streams)
-        dtype = Precision.of(config.precision.dtype, config.precision.master_dtype).compute
+        dtype = Precision.of(config.precision).compute
         for parameter in module.parameters():
             parameter.data = torch.empty_like(parameter, dtype=dtype)
         return module.train(), replace(done, specs=by_order(done.specs, tuple(order))), streams

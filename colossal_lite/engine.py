@@ -335,6 +335,11 @@ class Engine:
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
             )
+        if self._by_count is not None and self.context.config.precision.gradient == "bf16":
+            raise ValueError(
+                "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
+                "'auto', or one call a step"
+            )
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)

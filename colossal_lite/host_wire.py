@@ -2,7 +2,8 @@
 
 Note: who copies and who adds.
 Every operation posts what others need and expects what they post; the rest happens when it is here.  A piece that one
-rank reads is summed where it was posted, so nothing needs scratch; a large sum of more than two ranks has two stages,
+rank reads is summed where it was posted, so nothing needs scratch, but for more than two terms of 16 bits: these are
+added in float32, tile by tile, and rounded once; a large sum of more than two ranks has two stages,
 each rank adding one piece.  A rank of n writes and reads, of a tensor of B bytes: all-reduce B and B (n = 2), else
 (1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all (n - 1)/n B each way.
 """
@@ -20,6 +21,8 @@ from colossal_lite.exchange import Arrival, Exchange, Finish, Lane, Lost, Operat
 ReduceOp = Literal["sum", "max"]
 Started = tuple[Sequence[Any], Callable[[], Any]]
 """What has to be waited for, and what is done then."""
+WIDE_NUMEL = 1 << 18
+"""Elements of 16 bits that are summed in float32 at once, so that all passes over them stay in the caches."""
 WHOLE_BYTES = 1 << 16
 """Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
 
@@ -156,6 +159,8 @@ class HostWire:
         """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
         before = [theirs[j] for j in range(self._coord)]
         after = [theirs[j] for j in range(self._coord + 1, self._size)]
+        if is_rounded(own, self._size):
+            return add_wide([*before, own, *after], target)
         # The own one may lie in `target`: what comes before it is summed where it was posted.
         for term in before[1:]:
             before[0].add_(term)
@@ -165,11 +170,37 @@ class HostWire:
 
     def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
         """All terms in the order of ranks, in new memory."""
-        first, second, *rest = (theirs.get(j, own) for j in range(self._size))
+        terms = [theirs.get(j, own) for j in range(self._size)]
+        if combine is torch.add and is_rounded(own, self._size):
+            total = torch.empty_like(own)
+            add_wide(terms, total)
+            return total
+        first, second, *rest = terms
         total = combine(first, second)
         for term in rest:
             combine(total, term, out=total)
         return total
+
+
+def is_rounded(term: Tensor, count: int) -> bool:
+    """Whether a sum of so many such terms would be rounded more than once if it were kept in their dtype."""
+    return count > 2 and term.is_floating_point() and term.element_size() == 2
+
+
+def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
+    """The sum of terms of 16 bits in float32, in their order, rounded once: into `target`, of their shape, which may
+    be one of them."""
+    flat, out = [term.reshape(-1) for term in terms], target.reshape(-1)
+    wide = torch.empty(min(WIDE_NUMEL, out.numel()), device=target.device)
+    scratch = torch.empty_like(wide)
+    for start in range(0, out.numel(), WIDE_NUMEL):
+        first, *rest = (each[start : start + WIDE_NUMEL] for each in flat)
+        total = wide[: first.numel()].copy_(first)
+        for term in rest:  # widened first: torch adds other dtypes one by one
+            total.add_(scratch[: total.numel()].copy_(term))
+        out[start : start + WIDE_NUMEL].copy_(total)
+    if not target.is_contiguous():  # then `out` is a copy
+        target.copy_(out.view(target.shape))
 
 
 def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:

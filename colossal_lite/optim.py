@@ -99,7 +99,7 @@ class Rule(Protocol):
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """Of its states, where that is not the gradient's dtype: it is then handed one parameter at a time."""
+        """Of its states, where that is not the weight's dtype: it is then handed one parameter at a time."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -122,12 +122,12 @@ class Rule(Protocol):
         draws: Draws | None = None,
     ) -> None:
         """Update `weight` and `state` in place; all are of one shape and dtype, but for states of `narrow` dtype, which
-        `draws` round; `step` counts from 1; the gradient is consumed.  `low` takes the new weights in its own dtype.
-        With `residual` and `ties`, which no rule gets that `joins`, `weight` is the upper half of masters
-        (kernels/split.py)."""
+        `draws` round, and a gradient that may be narrower unless the rule `joins`; `step` counts from 1; the gradient
+        is consumed.  `low` takes the new weights in its own dtype.  With `residual` and `ties`, which no rule gets that
+        `joins`, `weight` is the upper half of masters (kernels/split.py)."""
 
     def joins(self, group: Group) -> bool:
-        """Whether it needs masters whole, where they are split."""
+        """Whether it needs masters whole, where they are split, and a gradient as wide as they are."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import groups_of
-from colossal_lite.precision import ChunkTypes, Precision
+from colossal_lite.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.run_plan import Held, Term
 from colossal_lite.zero.budget import Kind as Part
 from colossal_lite.zero.budget import Placement
@@ -82,7 +82,7 @@ def memory_rows(
     frozen: tuple[WeightChunk, ...] = (),
 ) -> tuple[tuple[Held, ...], Placement | None]:  # fmt: skip
     """What is held, and under a budget what rests where."""
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    precision = Precision.of(config.precision)
     placement = config.memory.records_tier
     optimizer = ChunkOptimizer(
         chunks,
@@ -97,7 +97,8 @@ def memory_rows(
     update = update_bytes_of(config.memory, chunks, optimizer)
     peak = max(cost.until, cost.after, update)
     kept = min(cost.kept, peak)
-    compute, gradient = (str(t).removeprefix("torch.") for t in (precision.compute, precision.gradient))
+    types = precision.compute, precision.gradient, wide_as(precision.master)
+    compute, gradient, state = (str(each).removeprefix("torch.") for each in types)
     master = (
         "what float32 has beyond bfloat16"
         if precision.split
@@ -113,7 +114,7 @@ def memory_rows(
         Held("masters", sum(chunk.master_bytes for chunk in chunks), master, rests),
         Held("gradients", sum(bytes_of(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
-        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {gradient}", rests),
+        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {state}", rests),
         *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
         Held("frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"),
         Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),

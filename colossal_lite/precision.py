@@ -11,6 +11,14 @@ An overflow makes an infinity or NaN in some chunk of some rank, so in the one a
 every rank draws the same conclusion: no update, half the scale; after 2,000 finite steps in a row, double it.
 T is the size of the labels, ignored ones too: known without asking the device, the same on all ranks of one data
 coordinate, whichever stage or tensor shard they hold.
+
+Note: gradients of two bytes.
+Backward of a bf16 model gives bf16 gradients, so a buffer of bf16 keeps one micro-batch of one rank exactly, and a run
+on one rank has the bits of float32 buffers.  The sum over ranks travels in bf16 and has to be rounded to be kept: once,
+of a sum in float32 in rank order, where this package adds (ranks of one host, and reduce-scatters elsewhere; `ordered`
+in any case), and as the backend does it in other `fast` sums; over the copies of hybrid sharding a second time.  A sum
+of micro-batches would lose more with each of them, and is refused.  Norm, clipping and the update itself are computed
+in float32 from what was kept, and so are the whole tensors that `full_gradients` gives.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 @dataclass(frozen=True)
 class Precision:
     """`compute`: the weights the model multiplies with; `master`: what the optimizer updates, in two halves if `split`
-    (kernels/split.py); `gradient`: the buffer in which micro-batches and ranks are summed, never below float32."""
+    (kernels/split.py); `gradient`: the buffer in which micro-batches and ranks are summed."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -37,14 +45,12 @@ class Precision:
     split: bool = False
 
     @classmethod
-    def of(cls, dtype: str, master: str | None = None) -> Precision:
-        """From config names. `master` None: float32 for 16-bit compute, else the compute dtype; "split": float32, of
-        which `compute` is the upper half."""
-        compute = DTYPES[dtype]
-        at_least_fp32 = compute if compute in (torch.float32, torch.float64) else torch.float32
-        split = master == "split"
-        chosen = DTYPES[master] if master and not split else at_least_fp32
-        return cls(compute, chosen, torch.promote_types(at_least_fp32, chosen), split)
+    def of(cls, config: PrecisionConfig) -> Precision:
+        """What a config asks for. Gradients are summed in float32 or better, unless it names their dtype."""
+        split = config.master_dtype == "split"
+        master = torch.float32 if split else DTYPES[config.master_dtype]
+        gradient = wide_as(master) if config.gradient == "auto" else DTYPES[config.gradient]
+        return cls(DTYPES[config.dtype], master, gradient, split)
 
     @property
     def master_copy_bits(self) -> int:
@@ -52,6 +58,11 @@ class Precision:
         if self.split:
             return 17
         return 8 * self.master.itemsize if self.master != self.compute else 0
+
+
+def wide_as(master: torch.dtype) -> torch.dtype:
+    """What updates of such masters are computed in, and states kept in: float32 or better."""
+    return torch.promote_types(master, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,11 @@ class ChunkTypes:
     @classmethod
     def of(cls, precision: Precision) -> ChunkTypes:
         return cls(precision.compute, precision.master, precision.gradient, precision.split)
+
+    @property
+    def state(self) -> torch.dtype:
+        """Of what the optimizer keeps, and of its arithmetic."""
+        return wide_as(self.master)
 
     def resting_bytes(self, numel: int) -> int:
         """Of so many weights between steps."""

@@ -72,7 +72,7 @@ def rows_of_state(
     """Weights, masters, gradients and optimizer state of a rank on every tier, the slots in which gradients wait to be
     summed, those of gathered weights, those through which state visits the device, and frozen parameters: of the chunks
     that do not train, `frozen`, and of those that are in none, `apart`."""
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    precision = Precision.of(config.precision)
     types = ChunkTypes.of(precision)
     widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
     held: dict[str, Callable[[Chunk], int]] = {

@@ -225,6 +225,9 @@ class PrecisionConfig(Section):
     master: Literal["auto", "fp32", "split", "none"] = "auto"
     """Weights that the optimizer updates: an fp32 copy; split (the same bits, 17 of them beside each bf16 weight); none
     (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
+    gradient: Literal["auto", "bf16"] = "auto"
+    """How gradients are kept and summed over the ranks: auto, fp32 or better; bf16, under dtype bf16 only: 2 bytes a
+    parameter in the place of 4, for steps of one micro-batch (precision.py says what is exact)."""
     loss_scale: Literal["dynamic"] | Positive = "dynamic"
     """fp16 only: factor on the loss before backward; dynamic starts at 2**16 and follows overflows."""
 
@@ -239,6 +242,8 @@ class PrecisionConfig(Section):
             yield Fault(
                 "master", f"only bf16 is the high half of an fp32 number, {self.dtype} is not", "'auto'"
             )
+        if self.gradient == "bf16" and self.dtype != "bf16":
+            yield Fault("gradient", f"would round what backward gives in {self.dtype}", "'auto'")
         if self.master == "fp32" and self.dtype == "fp64":
             yield Fault("master", "is narrower than dtype='fp64'", "'auto', 'none'")
 

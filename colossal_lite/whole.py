@@ -75,7 +75,11 @@ class WholeState:
     def gradients(self, weight: float) -> dict[str, Tensor]:
         """What the chunks have summed, divided by `weight`; zeros for a parameter that no rank used. Collective."""
         with self._mesh.ledger.paused():
-            mine = {name: whole / weight for name, whole in self._tensors("gradient")}
+            wide = torch.float32  # or wider
+            mine = {
+                name: whole.to(torch.promote_types(whole.dtype, wide)) / weight
+                for name, whole in self._tensors("gradient")
+            }
             return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -208,6 +208,11 @@ _TILE = 1 << 18
 the moments.  Of 2**15 to 2**20 the fastest on one core and on two; smaller pieces pay for their calls."""
 
 
+def cast_numel(numel: int) -> int:
+    """Elements of a gradient that a step on the CPU widens at once, at the most."""
+    return min(_TILE * torch.get_num_threads(), numel)
+
+
 def _pieces(
     param: Tensor, grad: Tensor, low: Tensor | None, residual: Tensor | None, ties: Tensor | None, *state: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip

@@ -6,8 +6,8 @@ Note: chunk tensors.
             same memory as `own_value` where the dtypes agree; nowhere (on the meta device) where masters are split:
 `residual`  [owned * 17 / 16] int16: what float32 masters have beyond `own_value`, their upper half, and behind that a
             map of ties (kernels/split.py).  None where masters are whole.
-`filling`   [numel], accumulation dtype (fp32 or better): the sum over micro-batches on this rank, or one micro-batch.
-`gradient`  [owned], accumulation dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
+`filling`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
+`gradient`  [owned], gradient dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
 Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
 copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
@@ -26,12 +26,16 @@ from torch import Tensor
 
 from colossal_lite.comm import Pending
 from colossal_lite.kernels import split
+from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import Slots
 from colossal_lite.memory.mover import Outbox, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
 from colossal_lite.memory.store import GRADIENTS, TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.precision import ChunkTypes
+
+WIDENED_NUMEL = 256 * SHARD_BLOCK_NUMEL
+"""Elements of two bytes that are widened at once for their norms."""
 
 
 class GradientState(StrEnum):
@@ -205,8 +209,8 @@ class Chunk(OwnedPart, WeightChunk):
 
     @property
     def master_words(self) -> Tensor:
-        """The memory of what the masters have beside the weights, as numbers of the gradient's dtype."""
-        return self.master if self.residual is None else self.residual.view(self.gradient.dtype)
+        """The memory of what the masters have beside the weights, as numbers of the state's dtype."""
+        return self.master if self.residual is None else self.residual.view(self.types.state)
 
     @property
     def master_bytes(self) -> int:
@@ -225,14 +229,16 @@ class Chunk(OwnedPart, WeightChunk):
 
     @property
     def update_bytes(self) -> int:
-        """What an update holds beside the state: a copy that shows whether it changed, and halves joined."""
-        length = self.owned[1] - self.owned[0]
+        """What an update holds beside the state: a copy that shows whether it changed, and what it joins and widens."""
+        length, state = self.owned[1] - self.owned[0], self.types.state
+        widened = cast_numel(length) * state.itemsize if self.types.gradient != state else 0
         if self.residual is None:
-            return length * self.gradient.element_size()
+            return length * state.itemsize + widened
         return (
             self.own_value.numel() * self.own_value.element_size()
             + self.master_bytes
             + split.joined_bytes(length)
+            + widened
         )
 
     # ---- tiers ----
@@ -463,10 +469,19 @@ def _cut_to_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _block_norms(flat: Tensor) -> Tensor:
-    """Norms of the blocks of a buffer in its own dtype, the last block perhaps short (on CPU a float64 norm of a
-    float32 buffer costs 40 times as much)."""
+    """Norms of the blocks of a buffer, the last block perhaps short, in float32, or, of a float64 buffer, in that (on
+    CPU a float64 norm of a float32 buffer costs 40 times as much)."""
     whole = flat.numel() - flat.numel() % SHARD_BLOCK_NUMEL
-    norms = [torch.linalg.vector_norm(flat[:whole].view(-1, SHARD_BLOCK_NUMEL), dim=1)] if whole else []
+    step = WIDENED_NUMEL if flat.dtype.itemsize == 2 else max(1, whole)
+    norms = [_norms(part.view(-1, SHARD_BLOCK_NUMEL)) for part in flat[:whole].split(step)] if whole else []
     if whole < flat.numel():
-        norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+        norms.append(_norms(flat[whole:].view(1, -1)))
     return torch.cat(norms)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Of each row, in float32 or better."""
+    norms: Tensor = torch.linalg.vector_norm(
+        rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)
+    )
+    return norms

@@ -35,7 +35,7 @@ from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.optim import assign_groups, groups_of
-from colossal_lite.precision import ChunkTypes, Precision
+from colossal_lite.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.problems import Problem, refuse
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -73,7 +73,7 @@ def pack_chunks(
     blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
     an optimizer group that fits no parameter.
     """
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    precision = Precision.of(config.precision)
     settings = groups_of(config.optimizer)
     alike = [replace(group, match="") for group in settings]
     trained = [name for name in numels if name not in frozen]
@@ -87,7 +87,7 @@ def pack_chunks(
             for n, numel in numels.items()
             if n in groups or sharding.weight
         ],
-        target_numel=CHUNK_BYTES // precision.gradient.itemsize,
+        target_numel=CHUNK_BYTES // wide_as(precision.master).itemsize,
         parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )
@@ -112,7 +112,7 @@ def build_chunks(
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
     with a chunk this one adds to the norm."""
     packed = [spec for spec in packed if trains(spec)]
-    precision = Precision.of(config.precision.dtype, config.precision.master_dtype)
+    precision = Precision.of(config.precision)
     sharding = sharding_of(config)
     records = records or TaskRecords("", device)
     groups = [_groups(spec, mesh) for spec in packed]
@@ -146,7 +146,7 @@ def build_frozen(
     """This rank's chunks that do not train, without values; `records` as above."""
     records = records or TaskRecords("", device)
     precision, sharding = (
-        Precision.of(config.precision.dtype, config.precision.master_dtype),
+        Precision.of(config.precision),
         sharding_of(config),
     )
     return tuple(

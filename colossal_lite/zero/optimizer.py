@@ -4,7 +4,7 @@ Note: ranges.
 A parameter that no rank used in a step is left alone: no decay, no momentum, its step count stands still, as
 torch does with `grad=None`.  So a chunk is updated in maximal ranges of entries that are used and share a
 step count; when all are, which is the rule, that is one call for the whole chunk.  A rule that needs whole
-tensors gets them one by one.  State has the gradient's dtype, float32 or better.  Weights kept in 16 bits
+tensors gets them one by one.  State is float32 or better, however wide gradients are.  Weights kept in 16 bits
 alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
 masters are written by the update itself, while the new masters are in cache.  Split masters (kernels/split.py) are
 updated in their halves; whoever else reads or writes some of them gets a joined copy.  Where states are narrow
@@ -166,7 +166,7 @@ class ChunkOptimizer:
 
     def _dtype_of(self, index: int) -> torch.dtype:
         """Of the states of chunk `index`."""
-        return self._rules[index].narrow or self._chunks[index].gradient.dtype
+        return self._rules[index].narrow or self._chunks[index].types.state
 
     def group_of(self, chunk: Chunk) -> Group:
         assert isinstance(chunk.spec.key, ChunkKey)
@@ -223,6 +223,8 @@ class ChunkOptimizer:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
             gradient = part.gradient[local].view(shape)
+            if rule.joins(group):  # it computes in the gradient's own memory
+                gradient = gradient.to(chunk.types.state)
             states = {n: flat[local].view(shape) for n, flat in state.items()}
             draws = None
             if rule.narrow is not None:  # by the element of the parameter, wherever chunks and shards are cut
@@ -234,7 +236,7 @@ class ChunkOptimizer:
             )
             if part.residual is None:
                 stored, seen = part.master[local].view(shape), part.seen(span.start, span.stop)
-                weight = stored.to(gradient.dtype)
+                weight = stored.to(chunk.types.state)
                 low = stored if weight is not stored else None if seen is None else seen.view(shape)
                 how(ops, group, weight, gradient, states, low=low)
             elif rule.joins(group):
@@ -475,7 +477,7 @@ class ChunkOptimizer:
             number, layout = chunk.spec.id, self._layout(index)
             with self.at_hand(chunk) as state:
                 if self.tier_of(chunk) != "host":
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.gradient.dtype)
+                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
                     for name, part in layout.parts(flat).items():
                         part.copy_(chunk.master_words if name == MASTER else state[name])
                     self._records.commit(number, OPTIMIZER, version=version)
@@ -491,7 +493,7 @@ class ChunkOptimizer:
             comes = self.tier_of(chunk) != "host"
             with self.at_hand(chunk, write=comes) as state:
                 if comes:
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.gradient.dtype)
+                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
                     for name, part in layout.parts(flat).items():
                         (chunk.master_words if name == MASTER else state[name]).copy_(part)
                     self._records.free(number, OPTIMIZER)
@@ -585,7 +587,7 @@ class ChunkOptimizer:
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: each rule's states, an element as wide as the gradient's, or narrow."""
+        """By the formula: each rule's states, an element as wide as updates compute, or narrow."""
         return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
 
 

@@ -82,7 +82,7 @@ class States(ABC):
         between device and host; `update`: on the "host", where no record visits the device, or on the "device"."""
         self._chunks, self._update = tuple(chunks), update
         self._records = [record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True)]
-        self._dtype, device = chunks[0].gradient.dtype, chunks[0].device
+        self._dtype, device = chunks[0].types.state, chunks[0].device
         self._device = device
         self._make_slots()
         self.host_bytes = 0
@@ -256,10 +256,10 @@ def _finish_before(dropped: Transfer) -> None:
 
 def record_of(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
     """The states of a chunk, and what its masters have beside the weights."""
-    length, word = chunk.owned[1] - chunk.owned[0], chunk.gradient.dtype
+    length, word = chunk.owned[1] - chunk.owned[0], chunk.types.state
     parts = [(name, length * dtype.itemsize // word.itemsize, dtype) for name, dtype in states.items()]
     if chunk.master is not chunk.own_value:
-        assert chunk.master.dtype == chunk.gradient.dtype, "of one width"
+        assert chunk.master.dtype == word, "of one width"
         parts.append((MASTER, chunk.master_words.numel(), word))
     return Record(tuple(parts))
 

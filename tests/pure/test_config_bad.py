@@ -76,6 +76,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.host_fraction.optimizer": RATIO,
     "precision.dtype": choice("float32", "fp8", "bfloat16"),
     "precision.master": choice("fp16", "double", "splits"),
+    "precision.gradient": choice("fp32", "bfloat16"),
     "precision.loss_scale": ("65536", "static", 0, -1.0, NAN, True, None),
     "optimizer.type": choice("adamW", "adagrad", "Lion"),
     "optimizer.lr": NOT_NEGATIVE,
@@ -239,6 +240,18 @@ def contradictions() -> Iterator[Bad]:
         ),
         ({"precision": {"dtype": "fp16", "master": "split"}}, "precision.master", "auto"),
         ({"precision": {"dtype": "fp64", "master": "fp32"}}, "precision.master", "auto"),
+        ({"precision": {"dtype": "fp16", "gradient": "bf16"}}, "precision.gradient", "auto"),
+        ({"precision": {"dtype": "fp32", "gradient": "bf16"}}, "precision.gradient", "auto"),
+        (
+            {"precision": {"gradient": "bf16"}, "gradient_accumulation": 2},
+            "precision.gradient",
+            "gradient_accumulation=1",
+        ),
+        (
+            {"precision": {"gradient": "bf16"}, "parallel": {"pipeline": 2}},
+            "precision.gradient",
+            "parallel.pipeline.micro_batches=1",
+        ),
         ({"memory": {"placement": "disk"}}, "memory.disk_dir", "directory"),
         ({"memory": {"placement": "static"}}, "memory.placement", "host_fraction"),
         (
