@@ -6,12 +6,13 @@ optimizer record (states, and the master where that is apart).  A step uses them
 and every backward and, if they are their own master, in the update; gradients come in each backward and are read in the
 update; records are read and written there.  Frozen weights are read in forwards and backwards, and written never.
 Across the boundary between two phases the device keeps at most its capacity, and what it does not keep must come again,
-whatever the policy: that is `link_bound`, which Belady's rule (farthest next use first; 10.1147/sj.52.0078) cannot
-beat.  A forward and a backward are a palindrome, and an update goes the way of the next forward, so every piece is used
-once in a phase and each boundary costs the same whoever is kept: keeping the same pieces for good meets the bound of
-each phase, and leaves nothing to decide in a step.  With several micro-batches a sum that stays takes room in the
-forwards, where nobody uses it: there the plan is up to a fifth above the bound.  Which pieces: those used most often in
-a step, by bytes over the link per byte kept, dirty ones counted both ways.
+whatever the policy: that is `link_bound` (zero/bound.py), which Belady's rule (farthest next use first;
+10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the next
+forward, so every piece is used once in a phase and each boundary costs the same whoever is kept: keeping the same
+pieces for good meets the bound, with one micro-batch and with several, and leaves nothing to decide in a step.  Which
+pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.  Where
+masters are apart from the weights this is not the bound: between a backward and its update nobody reads weights, and a
+policy that gave their places to gradients for that time would move less.
 
 A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
 over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
@@ -33,7 +34,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from itertools import chain, combinations, groupby
+from itertools import combinations, groupby
 from typing import Literal, NamedTuple
 
 from colossal_lite.memory.pack import most_held, pack_intervals, visits
@@ -349,55 +350,3 @@ def _spans(chunks: Sequence[int]) -> str:
         else:
             runs.append([chunk])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-# ---- the least that any policy moves ----
-
-
-@dataclass(frozen=True)
-class Use:
-    """A piece in one phase of a step: whether its bytes are needed when the phase first touches it, and whether it
-    leaves the phase with new ones that a later phase needs."""
-
-    bytes: int
-    reads: bool
-    writes: bool
-
-
-Phase = Mapping[Name, Use]
-
-
-def link_bound(phases: Sequence[Phase], capacity: int) -> tuple[int, int]:
-    """Bytes (up, down) that a step of these phases, repeated for ever, moves at the least where a device keeps
-    `capacity` bytes between phases, whoever decides what is kept.
-
-    Up: what a phase reads was kept at its beginning, at most the capacity, or comes.  Down: what a phase writes goes,
-    unless it is kept at the end of every phase until it is written anew or needed no more.  So take any set of ends: of
-    what is alive at one of them at most the capacity stays for each end, and all the rest may.  Cost: 2**phases."""
-    up = sum(max(0, sum(use.bytes for use in phase.values() if use.reads) - capacity) for phase in phases)
-    alive: dict[frozenset[int], int] = {}  # the ends at which something new must be kept -> bytes
-    for number, phase in enumerate(phases):
-        for name, use in phase.items():
-            if use.writes:
-                ends = _ends(phases, number, name)
-                alive[ends] = alive.get(ends, 0) + use.bytes
-    sets = chain.from_iterable(combinations(range(len(phases)), n) for n in range(len(phases) + 1))
-    stays = min(
-        capacity * len(some) + sum(held for ends, held in alive.items() if ends.isdisjoint(some))
-        for some in sets
-    )
-    return up, sum(alive.values()) - stays
-
-
-def _ends(phases: Sequence[Phase], number: int, name: Name) -> frozenset[int]:
-    """The phases at whose ends the bytes that phase `number` writes are still needed, until they are written anew."""
-    last, count = number, len(phases)
-    for later in range(number + 1, number + count + 1):
-        use = phases[later % count].get(name)
-        if use is not None and use.reads:
-            last = later
-        if use is not None and use.writes:
-            # A sum that is added to is needed until then, though nobody brings it.
-            last = later if later < number + count else last
-            break
-    return frozenset(end % count for end in range(number, last))

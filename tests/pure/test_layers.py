@@ -31,6 +31,7 @@ PURE = {
         "pipeline.partition",
         "pipeline.schedule",
         "zero.budget",
+        "zero.bound",
         "zero.interleave",
         "zero.stages",
     ),
