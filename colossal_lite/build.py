@@ -299,6 +299,11 @@ def _check_optimizer(
             "optimizer: one of your own updates whole float32 weights, which precision.master='split' keeps nowhere; "
             "legal: 'auto', or a type of config.optimizer"
         )
+    if config.optimizer.update == "backward":
+        raise ValueError(
+            "optimizer: one of your own updates all weights at once, which optimizer.update='backward' does chunk by "
+            "chunk; legal: 'step', or a type of config.optimizer"
+        )
     if config.optimizer != OptimizerConfig():
         warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from colossal_lite.parallel.roles import ModelFacts, SequenceConfig, TensorConfig
 from colossal_lite.problems import Problem, dig
+from colossal_lite.settings import WHOLE_TENSORS
 from colossal_lite.zero.stages import Sharding
 
 if TYPE_CHECKING:
@@ -289,6 +290,33 @@ def joint_problems(config: Config) -> Iterator[Problem]:
         rule = f"keeps the sum of one micro-batch, and {what}would round it again with each further one"
         legal = "'auto', or " + " and ".join(f"{name}=1" for name in parts)
         yield Problem("precision.gradient", "bf16", rule, legal)
+    if config.optimizer.update == "backward" and (forbids := dict(_needs_all_gradients(config))):
+        what = ", ".join(f"{name}={dig(config.model_dump(), name)!r}" for name in forbids)
+        rule = f"updates a chunk before other gradients are known, and has no place for {what}"
+        legal = "'step', or " + " and ".join(f"{name}={value}" for name, value in forbids.items())
+        yield Problem("optimizer.update", "backward", rule, legal)
+
+
+def _needs_all_gradients(config: Config) -> Iterator[tuple[str, str]]:
+    """(setting, what would be legal) of what an update within backward does without, or is not built beside."""
+    if config.clip_grad_norm is not None:
+        yield "clip_grad_norm", "None"
+    if config.gradient_accumulation > 1:
+        yield "gradient_accumulation", "1"
+    if config.parallel.pipeline.size > 1:
+        yield "parallel.pipeline.size", "1"
+    if config.precision.dtype == "fp16":
+        yield "precision.dtype", "'bf16'"
+    for prefix, held in config.optimizer.by_prefix().items():
+        if held.type in WHOLE_TENSORS:
+            yield f"optimizer.{prefix}type", "'adamw'"
+    if config.memory.moves:
+        yield "memory.placement", "'device'"
+    if config.memory.update == "host":
+        yield "memory.update", "'device'"
+    for name in ("device_budget", "host_budget"):
+        if getattr(config.memory, name) is not None:
+            yield f"memory.{name}", "None"
 
 
 def _parts_of_a_step(config: Config) -> dict[str, int | None]:

@@ -12,6 +12,9 @@ that has no valid token, is skipped and says so.
 Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `5 + parameters` float64, and, where
 the model has dropout, one all-gather of the ranks' batch sizes.
 
+With `optimizer.update="backward"` the UPDATE of each chunk stands right behind its REDUCE, while backward runs, and
+loss and tokens are agreed on before it too (zero/in_backward.py).
+
 A pipeline is the same step with a longer plan (pipeline/schedule.py `step_plan`): this rank's stages, messages between
 them, TIED_REDUCE of what several stages use.  Its cost beside: the messages, and the all-gather of batch sizes in any
 case, so that all data ranks cut into as many micro-batches.
@@ -27,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +64,7 @@ from colossal_lite.simulate import ScheduleReport, Span, Timeline
 from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
+from colossal_lite.zero.in_backward import UpdatesInBackward
 from colossal_lite.zero.interleave import holds_up
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -70,6 +74,9 @@ from colossal_lite.zero.reside import Foretell, Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
+Used = Mapping[int, Sequence[bool]]
+"""Of each chunk, by its number: for which entries some rank has a gradient."""
+MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
@@ -150,6 +157,10 @@ class Engine:
         self._weights = weights_of(
             model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero, built.frozen
         )
+        self._in_backward = UpdatesInBackward(chunks) if self._sharding.consumes else None
+        self._used: dict[int, Sequence[bool]] = {}  # as far as an update in backward knows
+        if self._in_backward is not None:
+            self._hooks.hand_on(self._in_backward.summed)
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
         self._tells_loss = parallelized.strategy.tells_loss and self._stages.last in self._stages.here
         self._runtime = Runtime(
@@ -235,7 +246,11 @@ class Engine:
 
     @_noting_faults
     def step(self) -> StepResult:
-        """Update the parameters from the gradients gathered since the last step."""
+        """Update the parameters from the gradients gathered since the last step.
+
+        With `optimizer.update="backward"` backward has updated them: the step is counted, and what some rank has
+        lacked a gradient for is updated. Then raises ValueError for gradients that were not finite: the weights have
+        been updated with them, and a checkpoint has to be loaded."""
         if self._totals is None:
             self._finish_manual()
         totals = self._totals
@@ -243,7 +258,9 @@ class Engine:
         factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
         skipped = not totals.is_finite or totals.weight == 0
         self._weights.flush()  # of modules that were not used, the weights may still be on their way
-        owed = None if skipped else self._owed(totals, factor)
+        if self._in_backward is not None:
+            self._end_updates(self._in_backward, totals)
+        owed = None if skipped or self._in_backward else self._owed(totals, factor)
         if totals.weight:
             self._loss_scale = self._loss_scale.after(totals.is_finite)
         tokens = (
@@ -251,7 +268,7 @@ class Engine:
         )  # unknown when backward got no counts
         self._forget()
         if owed is None:
-            self._hooks.clear()
+            self._hooks.clear()  # of a step that was skipped, or updated in backward
         elif self._defers:
             self._weights.owe(owed)
         else:
@@ -273,6 +290,7 @@ class Engine:
     @_noting_faults
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
+        self._refuse_within_step("eval_step")
         parts = self._read(batch)
         self._foresee([part.inputs for part in parts])
         self._rest()
@@ -293,6 +311,7 @@ class Engine:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
         self._refuse_with_auxiliary("engine(x)")
+        self._refuse_within_step("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
         first = self._first_sample(self._sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
@@ -316,11 +335,14 @@ class Engine:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
         its forward or backward that was caught."""
         self._forget()
+        mixed = self._in_backward is not None and self._in_backward.goes
         if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
             return
         if any([self._weights.give_up(), self._hooks.give_up()]):
             self.mesh.world.barrier()  # a rank that has not given up must not go on with what the others have left
         self._hooks.clear()
+        if mixed:
+            self._spoil("zero_grad: the gradients of this step have updated weights")
 
     @_noting_faults
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
@@ -328,30 +350,48 @@ class Engine:
         calls.
 
         `count`: the loss is a mean over so many tokens, and the step divides by
-        the global number; None: every data rank weighs the same, and the losses of several calls add up."""
+        the global number; None: every data rank weighs the same, and the losses of several calls add up.
+        With `optimizer.update="backward"` the weights are updated when this returns, up to those that `step` updates;
+        there is one call a step."""
         self._refuse_with_pipeline("backward")
         self._refuse_with_auxiliary("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
             )
-        if self._by_count is not None and self.context.config.precision.gradient == "bf16":
-            raise ValueError(
-                "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
-                "'auto', or one call a step"
-            )
+        self._refuse_within_step("backward")
+        if self._by_count is not None:
+            self._refuse_second_backward()
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)
         self._before_backward()
-        self._hooks.begin(0, is_last=False, seed=seed)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
+        self._sums.add(total.detach(), 0 if count is None else count)
+        if self._in_backward is not None:
+            if count is None:
+                self._sums.weigh_alike()
+            self._begin_updates(self._in_backward, self._sums)
+        self._hooks.begin(0, is_last=False, seed=seed)
         with self._measured(), self._weights.backward():
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
-        self._sums.add(total.detach(), 0 if count is None else count)
+
+    def _refuse_second_backward(self) -> None:
+        """Where a step has one micro-batch."""
+        config = self.context.config
+        if config.precision.gradient == "bf16":
+            raise ValueError(
+                "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
+                "'auto', or one call a step"
+            )
+        if config.optimizer.update == "backward":
+            raise ValueError(
+                "backward: a second call before step, and optimizer.update='backward' has updated the weights in the "
+                "first; legal: 'step', or one call a step"
+            )
 
     # ---- whole tensors ----
 
@@ -360,17 +400,23 @@ class Engine:
 
         After `forward_backward`, before `step`. A parameter that no rank used has zeros.
         """
+        if self._in_backward is not None:
+            raise ValueError(
+                "full_gradients: optimizer.update='backward' keeps none, each is used up in backward; legal: 'step'"
+            )
         if self._totals is None:
             raise ValueError("full_gradients: there are none; call it after forward_backward and before step")
         return self._whole.gradients(self._totals.weight)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
+        self._refuse_within_step("full_state_dict")
         self._rest()
         return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        self._refuse_within_step("full_optimizer_state")
         self._rest()
         return self._whole.optimizer_state()
 
@@ -379,6 +425,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
+        self._refuse_within_step("load_full_state_dict")
         self._rest()
         self._optimizer.changing(self._frozen)
         try:
@@ -398,6 +445,9 @@ class Engine:
         `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then tells how it ended.
         Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
         """
+        self._refuse_within_step("save")
+        if self._in_backward is not None and self._checkpoints.is_mixed:
+            raise ValueError(f"save: {MIXED}")
         with suppress(DiskError):  # who reads the records is told it again, and tells every rank
             self._rest()
         config = self.context.config
@@ -452,6 +502,8 @@ class Engine:
             self._weights.flush()
             self._forget()
             self._hooks.clear()
+            if self._in_backward is not None:
+                self._in_backward.over()
             self._optimizer.set_updates(loaded.manifest.updates)
             self._loss_scale = self._loss_scale.at(loaded.manifest.loss_scale)
             self.steps = loaded.step
@@ -633,7 +685,8 @@ class Engine:
 
     def _kept(self) -> Kept | None:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
-        if not self._outlives or self._has_left or self._checkpoints.is_mixed:
+        within = self._in_backward is not None and self._in_backward.goes
+        if not self._outlives or self._has_left or self._checkpoints.is_mixed or within:
             return None
         assert isinstance(self._optimizer, ChunkOptimizer)
         self._rest()
@@ -667,9 +720,7 @@ class Engine:
     def _begin(self, batch: Any) -> tuple[Batch, ...]:
         self.mesh.progress.phase = "batch"
         if self._checkpoints.is_mixed:
-            raise ValueError(
-                "forward_backward: a load failed halfway, the weights are a mix; load a checkpoint first"
-            )
+            raise ValueError(f"forward_backward: {MIXED}")
         if not self._hooks.is_clear and not self._weights.owes:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
@@ -735,6 +786,8 @@ class Engine:
 
         def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
             self._before_backward()
+            if self._in_backward is not None:
+                self._begin_updates(self._in_backward, sums)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -781,7 +834,7 @@ class Engine:
         shape = StepShape(
             micro_batches // turns, turns, chunks, stages.trainable,
             "micro_batch" if self._sharding.by_micro_batch else "step", trains, ahead, stages.cut.stage_costs(),
-            tuple(rank for _, rank in sorted(stages.placement.items())),
+            tuple(rank for _, rank in sorted(stages.placement.items())), config.optimizer.update,
         )  # fmt: skip
         if shape not in self._plans:
             self._plans[shape] = step_plan(config.parallel.pipeline, shape)
@@ -859,20 +912,22 @@ class Engine:
             squares = torch.zeros(1, dtype=torch.float64, device=self.context.device)
         else:
             squares = fast_squares(self._chunks)
-        # In a loop of the user's own every tensor rank has the whole micro-batch's loss.
-        tells = (
-            self._tells_loss
-            if self._by_count is None
-            else self.mesh.coord("pipeline", "sequence", "tensor") == 0
-        )
         return agree(
             self.mesh,
-            self._sums.told(tells),
+            self._sums.told(self._tells),
             squares,
             self._chunks,
             self._packed,
             stop=self.context.stop_requested,
         )
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this rank's sums count; in a loop of the user's own every tensor rank has the whole micro-batch's
+        loss."""
+        if self._by_count is None:
+            return self._tells_loss
+        return self.mesh.coord("pipeline", "sequence", "tensor") == 0
 
     @property
     def _defers(self) -> bool:
@@ -888,9 +943,13 @@ class Engine:
         for chunk in self._chunks:
             if any(totals.used[chunk.spec.id]):
                 chunk.count_change()
+        scale = totals.weight / totals.clip_factor(self.context.config.clip_grad_norm)
+        return self._owing(totals.used, factor, scale)
+
+    def _owing(self, used: Used, factor: float, scale: float) -> Owed:
+        """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
         self._optimizer.changed = False
         self._optimizer.owe()
-        scale = totals.weight / totals.clip_factor(self.context.config.clip_grad_norm)
 
         def end() -> None:
             self._optimizer.finish(factor)
@@ -898,12 +957,12 @@ class Engine:
             self._hooks.clear()
 
         def update(action: Action) -> None:
-            self._update(action, totals, factor, scale)
+            self._update(action, used, factor, scale)
 
         def arrive(index: int) -> None:
             assert isinstance(self._optimizer, ChunkOptimizer)
             self._optimizer.arrived(self._chunks[index])
-            self._updated(self._chunks[index], totals)
+            self._updated(self._chunks[index], used)
 
         return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end, arrive)
 
@@ -918,20 +977,68 @@ class Engine:
         if self._residence is None or self._residence.placement is not None:
             self._optimizer.prepare()
 
-    def _update(self, action: Action, totals: Totals, factor: float, scale: float) -> None:
+    def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """On the host it only sets out."""
         before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
         chunk = self._chunks[_chunk_of(action)]
-        self._optimizer.update(chunk, totals.used[chunk.spec.id], factor=factor, grad_scale=scale)
-        if holds_up(action):
-            self._updated(chunk, totals)
+        if self._in_backward is not None and any(used[chunk.spec.id]):
+            chunk.count_change()
+        self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
+        if self._in_backward is not None:
+            self._metering.updated(chunk.spec.id)
+            chunk.use_up()
+        elif holds_up(action):
+            self._updated(chunk, used)
         self.mesh.progress.phase = before
 
-    def _updated(self, chunk: Chunk, totals: Totals) -> None:
+    def _updated(self, chunk: Chunk, used: Used) -> None:
         """A chunk's new weights are there."""
         self._metering.updated(chunk.spec.id)
         chunk.pay()
-        self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
+        self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
+
+    def _begin_updates(self, updates: UpdatesInBackward, sums: Sums) -> None:
+        """Before a backward that updates: the ranks agree on what its updates divide by. Collective."""
+        loss, weight = self.mesh.world.all_reduce(sums.told(self._tells)).tolist()
+        if not math.isfinite(loss) or weight == 0:
+            updates.begin(None)
+            return
+        factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
+        self._used = {chunk.spec.id: (True,) * len(chunk.spec.entries) for chunk in self._chunks}
+        updates.begin(self._owing(self._used, factor, weight))
+
+    def _end_updates(self, updates: UpdatesInBackward, totals: Totals) -> None:
+        """The updates of a step are all made, and their weights on their way. Raises ValueError for a spoilt step."""
+        if not updates.goes:
+            return
+        self._used.update(totals.used)
+        updates.finish()
+        updates.over()
+        if not totals.is_finite:
+            self._spoil(f"step: a gradient is not finite (norm {totals.grad_norm}), and has updated weights")
+        for chunk in self._chunks:
+            self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
+
+    def _spoil(self, why: str) -> NoReturn:
+        """Weights have been updated by a step that is none. Raises ValueError."""
+        if self._in_backward is not None:
+            self._in_backward.over()
+        self._hooks.clear()
+        self._rest()
+        self._forget()
+        self._checkpoints.is_mixed = True
+        raise ValueError(
+            f"{why} in backward (optimizer.update='backward'), so that they are a mix; legal: load a checkpoint, or "
+            f"optimizer.update='step', which skips such a step"
+        )
+
+    def _refuse_within_step(self, what: str) -> None:
+        """While some weights are new and others are not."""
+        if self._in_backward is not None and self._in_backward.goes:
+            raise ValueError(
+                f"{what}: backward has updated weights (optimizer.update='backward'), and the step is not over; legal: "
+                f"after step"
+            )
 
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor

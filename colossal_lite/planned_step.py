@@ -50,7 +50,13 @@ def record_step(
         for chunk in reversed(chunks):
             chunk.start_reduce()
             chunk.finish_reduce()
-    for chunk in chunks:
+            if sharding.consumes:
+                chunk.conclude()
+                chunk.keep_squares()
+                chunk.use_up()
+    if sharding.consumes:
+        mesh.world.all_reduce(torch.empty(2, dtype=torch.float64, device=META))  # loss, weight
+    for chunk in chunks if not sharding.consumes else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
@@ -96,6 +102,8 @@ def memory_rows(
     rests = optimizer.tiers.tier if optimizer.tiers else "device"
     update = update_bytes_of(config.memory, chunks, optimizer)
     peak = max(cost.until, cost.after, update)
+    if sharding_of(config).consumes:  # an update finds what backward has not used up yet
+        peak = max(cost.until, cost.after) + update
     kept = min(cost.kept, peak)
     types = precision.compute, precision.gradient, wide_as(precision.master)
     compute, gradient, state = (str(each).removeprefix("torch.") for each in types)

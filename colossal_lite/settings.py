@@ -80,6 +80,8 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+WHOLE_TENSORS = frozenset({"lamb", "muon"})
+"""Optimizers that are handed whole parameters."""
 Moments = Literal["auto", "bf16"]
 OptimizerType = Literal["adamw", "adam", "sgd", "lamb", "lion", "muon"]
 
@@ -128,6 +130,10 @@ class OptimizerConfig(Section):
     """How adamw and adam keep both averages: auto, as wide as gradients are summed; bf16, lossy: 4 bytes a parameter in
     the place of 8, rounded up or down by counted random numbers. Of a checkpoint, wide ones are then rounded to nearest
     when they are loaded."""
+    update: Literal["step", "backward"] = "step"
+    """step: when all gradients are summed; backward: of each chunk as soon as its own are, so that gradients have a few
+    slots and no place of their own. For steps of one micro-batch without clipping; a gradient that is not finite ends
+    the run, as weights have it by then."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameters that have settings of their own."""
 
@@ -145,19 +151,20 @@ class OptimizerConfig(Section):
             return self.model_copy(update=own | {"groups": ()})
         return OptimizerConfig.model_validate({"lr": self.lr} | own)
 
-    def _by_prefix(self) -> Mapping[str, OptimizerConfig]:
+    def by_prefix(self) -> Mapping[str, OptimizerConfig]:
+        """What holds for the parameters of each group, by the group's path, and, under "", for all others."""
         groups = {f"groups.{index}.": self.of_group(group) for index, group in enumerate(self.groups)}
         return {"": self} | groups
 
     def faults(self) -> Iterable[Fault]:
-        for prefix, held in self._by_prefix().items():
+        for prefix, held in self.by_prefix().items():
             if held.type == "sgd" and held.nesterov and not held.momentum:
                 legal = "nesterov=False, or momentum=0.9"
                 yield Fault(f"{prefix}nesterov", "needs a momentum above 0", legal)
 
     def unread(self) -> Iterable[Unread]:
         settings = frozenset().union(*OPTIMIZER_READS.values())
-        for prefix, held in self._by_prefix().items():
+        for prefix, held in self.by_prefix().items():
             reads = OPTIMIZER_READS[held.type]
             for name in sorted(settings - reads):
                 yield Unread(prefix + name, f"{held.type} reads {', '.join(['lr', *sorted(reads)])}")

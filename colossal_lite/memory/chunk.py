@@ -7,7 +7,8 @@ Note: chunk tensors.
 `residual`  [owned * 17 / 16] int16: what float32 masters have beyond `own_value`, their upper half, and behind that a
             map of ties (kernels/split.py).  None where masters are whole.
 `filling`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
-`gradient`  [owned], gradient dtype: the sum over the sync axes, in `filling`'s place where that is kept whole.
+`gradient`  [owned], gradient dtype: the sum over the sync axes, in `filling`'s place where that is kept whole, or where
+            a gradient is used up as soon as it is summed (`consumes`): then nowhere after `use_up`.
 Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
 copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
@@ -130,6 +131,7 @@ class Chunk(OwnedPart, WeightChunk):
         shard_state: bool = False,
         shard_value: bool = False,
         by_micro_batch: bool = False,
+        consumes: bool = False,
         ordered: bool = False,
         staging: Slots | None = None,
         received: Slots | None = None,
@@ -139,8 +141,8 @@ class Chunk(OwnedPart, WeightChunk):
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send.  `on_host`: what of its shards can rest on the host does, in these records
-        (zero/visits.py).
+        those for what other ranks send; with `consumes`, a sum stays in its slot until `use_up`.  `on_host`: what of
+        its shards can rest on the host does, in these records (zero/visits.py).
         `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
         super().__init__(
             spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
@@ -150,10 +152,12 @@ class Chunk(OwnedPart, WeightChunk):
         self.share = spec.shard(shards.size * copies.size, shards.coord * copies.size + copies.coord)
         """What this rank counts in the norm, of what all that sum hold together."""
         self._scatterers = groups.scatterers(ordered=ordered)
-        self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
-        self.scatters = (shard_state or by_micro_batch) and self._scatterers.size > 1
+        self.scatters = (shard_state or ordered) and self._scatterers.size > 1
+        self._scattered = (0, spec.numel)
+        if self.scatters:
+            self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
         self._sums_copies = self.scatters and not ordered and copies.size > 1
-        self.by_micro_batch, self.ordered = by_micro_batch, ordered
+        self.by_micro_batch, self.consumes, self.ordered = by_micro_batch, consumes, ordered
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot = slot
@@ -173,7 +177,9 @@ class Chunk(OwnedPart, WeightChunk):
         """This rank's sum of the gradient, where it rests on the host."""
         self.outbox: Outbox | None = None
         """By which sums go to the host."""
-        if by_micro_batch:
+        if consumes:
+            self.gradient = zeros_on(device, 0, types.gradient)
+        elif by_micro_batch:
             assert staging is not None
             rests = on_host is not None and self.owned == self._scattered
             self.gradient = self._room(GRADIENTS, length, types.gradient, rests=rests)
@@ -274,6 +280,8 @@ class Chunk(OwnedPart, WeightChunk):
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
         self._sums, self._squares = 0, ()
+        if self.consumes:
+            self.use_up()
         self._drop()
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
@@ -329,7 +337,12 @@ class Chunk(OwnedPart, WeightChunk):
             assert self.received is not None
             self.received.give(self._slot)
             self._scratch = None
-        if self.by_micro_batch:
+        if self.consumes:
+            # The order of all ranks, where it is not that of the copies, is whole once more before a part is owned.
+            self.gradient = self._to_fill()
+            if self.owned == self._scattered:
+                self.gradient = self.gradient[slice(*self.owned)]
+        elif self.by_micro_batch:
             assert self.filling is not None
             sums, summed = self._sharded_sums(), self.filling[slice(*self._scattered)]
             if self.outbox is not None:
@@ -374,10 +387,21 @@ class Chunk(OwnedPart, WeightChunk):
             self._gather_sums()
         self.move(GradientState.REDUCED)
 
+    def keep_squares(self) -> None:
+        """What `squares` and `block_squares` tell stays known when the gradient is used up."""
+        assert self.state is GradientState.REDUCED
+        self._squares = tuple(self._squares_of(self.gradient))
+
+    def use_up(self) -> None:
+        """Nothing reads the gradient any more: its slot is free."""
+        self.gradient = self.gradient[:0]
+        self._drop()
+
     def _gather_sums(self) -> None:
         """From what each of all ranks has of one sum in rank order to what each owns."""
-        if self.owned == (0, self.spec.numel):
+        if self.gradient.numel() == self.spec.numel:
             self.groups.all.all_gather(self._sharded_sums(), self.gradient)
+            self.gradient = self.gradient[slice(*self.owned)]
             return
         # In the order of all ranks a shard is in several places, so each rank sees the whole chunk, in its slot.
         whole = self.groups.all.all_gather(self._sharded_sums(), self._to_fill())
@@ -434,7 +458,7 @@ class Chunk(OwnedPart, WeightChunk):
     def _sharded_sums(self) -> Tensor:
         """Where the sums of what is scattered to this rank are kept: in their own place, if they have one."""
         start, stop = self._scattered
-        at = start if self.owned == (0, self.spec.numel) else 0
+        at = start if self.gradient.numel() == self.spec.numel else 0
         return self.gradient[at : at + stop - start]
 
     def _to_fill(self) -> Tensor:

@@ -391,8 +391,8 @@ class Buffers:
 
 
 class Places:
-    """Places in one allocation for visitors that transfers bring and take away, each by its number, in this order again
-    and again: those that are never there at once may have the same place (`pack.visits`).
+    """Places in one allocation for visitors that transfers bring and take away, each by its number, in this order or
+    the reverse again and again: those that are never there at once may have the same place (`pack.visits`).
 
     Counted as `Buffers` are: a visitor is there while its place is taken, and while the last transfer that took one of
     this round away does so."""
@@ -436,7 +436,7 @@ class Places:
                 del self._left[other]  # whoever waits for what comes now waits for that too
         self._taken.append(number)
         last, leaving = self._leaving
-        if leaving in before or not last <= number < last + self._width:
+        if leaving in before or abs(number - last) >= self._width:
             self._leaving = (-1, None)
         here = [*self._taken, *([last] if self._leaving[1] is not None else [])]
         self.most_numel = max(self.most_numel, stop)

@@ -327,9 +327,11 @@ def add_step(
     plan: Plan,
     chunks: Mapping[int, tuple[int, ...]] | None = None,
     reduce: Literal["step", "micro_batch"] = "step",
+    update: Literal["step", "backward"] = "step",
 ) -> Plan:
     """The end of a step: REDUCE of a stage's chunks when its last gradient is there, or with `micro_batch`
-    when each is, and at the end of the list UPDATE of every chunk.
+    when each is, and at the end of the list UPDATE of every chunk; with update="backward", of a plan of one rank,
+    each right behind its REDUCE, in the order in which gradients come.
 
     chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several
     stages is tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for
@@ -365,7 +367,14 @@ def add_step(
         late.sort(key=lambda a: a.kind is Kind.REDUCE)
         late += [Action(Kind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
         after[rank, len(actions) - 1] += late
+        if update == "backward":
+            after[rank, len(actions) - 1] = _interleaved(after[rank, len(actions) - 1])
     return _insert(plan, after)
+
+
+def _interleaved(ends: Sequence[Action]) -> list[Action]:
+    """REDUCE and UPDATE of every chunk, chunk by chunk from the last to the first."""
+    return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is Kind.UPDATE))
 
 
 def _past_sends(actions: Sequence[Action], i: int) -> int:
@@ -425,6 +434,7 @@ class StepShape:
     ahead: bool = True
     costs: StageCosts | None = None
     placement: tuple[int, ...] | None = None
+    update: Literal["step", "backward"] = "step"
 
 
 def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
@@ -438,7 +448,7 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         plan = add_messages(plan, step.costs, ahead=step.ahead)
     if step.backward:
         plan = freeze(plan, step.trainable)
-        plan = add_step(plan, dict(enumerate(step.chunks)), step.reduce)
+        plan = add_step(plan, dict(enumerate(step.chunks)), step.reduce, step.update)
     shape = Shape(
         pipeline.stages, step.micro_batches * step.turns, trainable=step.trainable, backward=step.backward
     )

@@ -53,7 +53,8 @@ def sharding_of(config: Config) -> Sharding:
     """What the stage of a config shards, and when it reduces: by the micro-batches of one step."""
     pipeline = config.parallel.pipeline
     parts = 1 if pipeline.size == 1 else pipeline.micro_batches or 4 * pipeline.size
-    return Sharding.of(config.zero, config.gradient_accumulation * parts)
+    consumes = config.optimizer.update == "backward"
+    return Sharding.of(config.zero, config.gradient_accumulation * parts, consumes=consumes)
 
 
 def pack_chunks(
@@ -128,11 +129,12 @@ def build_chunks(
             shard_state=sharding.state,
             shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
+            consumes=sharding.consumes,
             ordered=sharding.ordered,
             on_host=records if config.memory.moves else None,
             master_on_host=config.memory.records_tier != "device",
             staging=staging,
-            received=received if sharding.state or sharding.by_micro_batch else None,
+            received=received if sharding.scatters else None,
             slot=slot,
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
@@ -177,7 +179,7 @@ def chunk_optimizer(
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
             speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
             disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
-            update=memory.update,
+            update=memory.update, backward=config.optimizer.update == "backward",
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]
@@ -226,7 +228,7 @@ def _slots(
     return (
         Slots([fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device),
         Slots(
-            [flight[i] for i in sorted(flight)] if sharding.state or sharding.by_micro_batch else (),
+            [flight[i] for i in sorted(flight)] if sharding.scatters else (),
             dtype,
             device,
         ),

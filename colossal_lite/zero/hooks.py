@@ -10,13 +10,15 @@ forward order: which parameters a rank has used can differ from rank to rank, th
 too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
 Reductions that need room of slots are held to `IN_FLIGHT` at once.  After a backward that has raised, `give_up` makes
 the reductions that are left, so that ranks that have stopped at other gradients have made the same ones.
+Where gradients are used up as soon as they are summed (zero/in_backward.py), a sum that is over is handed on at once,
+in the order of the launches, which is one on all ranks.
 Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -41,6 +43,8 @@ class GradientHooks:
         self._arrived: set[tuple[int, int]] = set()  # chunk and entry, where it does
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
+        self.summed: Callable[[Chunk], None] = nothing
+        """Called with each chunk whose gradient is used up as soon as it is whole, in the order of the sums."""
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
@@ -102,13 +106,14 @@ class GradientHooks:
         while self._next >= index:
             self._launch()
         while self._chunks[index].state is GradientState.REDUCING:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_first()
 
     def conclude(self) -> None:
         """All micro-batches of the step are in: every chunk REDUCED. Collective."""
-        for chunk in reversed(self._chunks):
+        left = [chunk for chunk in self._chunks if not chunk.consumes]
+        for chunk in reversed(left):
             chunk.start_copies()
-        for chunk in self._chunks:
+        for chunk in left:
             chunk.conclude()
 
     def give_up(self) -> bool:
@@ -118,9 +123,11 @@ class GradientHooks:
             parameter.grad = None
         if not self._reduces or (self._next < 0 and not self._in_flight):
             return False
+        summed, self.summed = self.summed, nothing
         self.launch(len(self._chunks))
         while self._in_flight:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_first()
+        self.summed = summed
         for chunk in self._chunks:
             chunk.settle()
         return True
@@ -142,12 +149,21 @@ class GradientHooks:
         chunk = self._chunks[self._next]
         self._next -= 1
         while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_first()
         ended = self._ended_by.get(self._next + 1)
-        if self._ends and ended is not None:  # the order of these must not depend on the backward either
+        # The order of these must not depend on the backward either.
+        if self._ends and ended is not None and not chunk.consumes:
             self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
+
+    def _finish_first(self) -> None:
+        """Of the chunks on their way the first is summed."""
+        chunk = self._in_flight.popleft()
+        chunk.finish_reduce()
+        if chunk.consumes:
+            chunk.conclude()
+            self.summed(chunk)
 
     def _arrive(self, number: int, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # its layer has put it off (deferral.py)
@@ -174,6 +190,10 @@ class GradientHooks:
             self.start_ready()
 
 
+def nothing(chunk: Chunk) -> None:
+    """What is done with a gradient that is not used up at once."""
+
+
 class StageHooks:
     """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
     that several stages use, which are complete only when the last of these is at the end of a step, and are summed then
@@ -197,6 +217,11 @@ class StageHooks:
         """The hooks where one stage has all chunks."""
         (hooks,) = self._hooks.values()
         return hooks
+
+    def hand_on(self, summed: Callable[[Chunk], None]) -> None:
+        """What is done with a gradient that is used up as soon as it is whole."""
+        for hooks in self._hooks.values():
+            hooks.summed = summed
 
     def chunk(self, number: int) -> Chunk:
         return self._chunks[number]

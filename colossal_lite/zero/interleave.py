@@ -66,11 +66,18 @@ def update_plan(
     below: int | None = None,
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
+    backward: bool = False,
 ) -> Plan:
-    """One rank's updates in forward order; `ahead`: the state is fetched from the host so many chunks before its
-    update, and evicted after it. None: it is on the device. `below`: it rests on disk, and is read so many chunks
-    before it is fetched from the host. None: it rests on the host. `moving`: the chunks of which something rests off
-    the device; None: all. `on_host`: those that are updated on the host, and what of them crosses the link."""
+    """One rank's updates in forward order, or, with `backward`, in that of gradients; `ahead`: the state is fetched
+    from the host so many chunks before its update, and evicted after it. None: it is on the device. `below`: it rests
+    on disk, and is read so many chunks before it is fetched from the host. None: it rests on the host. `moving`: the
+    chunks of which something rests off the device; None: all. `on_host`: those that are updated on the host, and what
+    of them crosses the link; none with `backward`."""
+    if backward:
+        assert not on_host, "an update within backward runs where the gradient is"
+        turned = None if moving is None else {num_chunks - 1 - chunk for chunk in moving}
+        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, moving=turned)
+        return Plan((tuple(replace(a, chunk=num_chunks - 1 - (a.chunk or 0)) for a in actions_of),))
     actions: list[Action] = []
     for chunk in range(num_chunks):
         for fetched in _next(chunk, ahead, num_chunks):

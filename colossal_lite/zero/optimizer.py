@@ -108,13 +108,13 @@ class ChunkOptimizer:
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         disk_speed: LinkSpeed = AS_IT_COPIES, open_file: Callable[[FileLayout], DiskFile] | None = None,
-        seed: int = 0, update: str = "device",
+        seed: int = 0, update: str = "device", backward: bool = False,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`; `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's file; None where no
         step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off the device is updated
-        there.  Raises DiskError."""
-        self._records, self._seed = records, seed
+        there; `backward`: updates come in the order of gradients.  Raises DiskError."""
+        self._records, self._seed, self._backward = records, seed, backward
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
@@ -138,11 +138,15 @@ class ChunkOptimizer:
             ahead=AHEAD if self.tiers else None,
             below=self.tiers.below if self.tiers else None,
             on_host=self.below.crossings if self.below else ON_DEVICE,
+            backward=backward,
         )
         self._state: list[dict[str, Tensor]] = [
             self.tiers.at_rest(index)
             if self.tiers
-            else {name: torch.zeros_like(chunk.gradient, dtype=dtype) for name, dtype in some.items()}
+            else {
+                name: torch.zeros(chunk.owned[1] - chunk.owned[0], dtype=dtype, device=chunk.device)
+                for name, dtype in some.items()
+            }
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
         self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
@@ -379,7 +383,7 @@ class ChunkOptimizer:
             self.below.settle(on_host)
         self.plan = update_plan(
             len(self._chunks), ahead=AHEAD, below=self.tiers.below, moving=moving,
-            on_host=self.below.crossings if self.below else ON_DEVICE,
+            on_host=self.below.crossings if self.below else ON_DEVICE, backward=self._backward,
         )  # fmt: skip
 
     # ---- reads and writes between steps ----

@@ -20,6 +20,9 @@ sharded; beside it, once a step whatever k:
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
                 all-gather r P over all, because what a rank owns is not together in that order; weights over the S
 
+Where updates are made within backward (`consumes`), a gradient is used up in the slot in which it was summed, at every
+stage; the ways over the ranks are those above, and 16 bytes are summed before it (zero/in_backward.py).
+
 In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
 several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
 """
@@ -45,9 +48,16 @@ class Sharding:
     weight: bool = False
     by_micro_batch: bool = False
     ordered: bool = False
+    consumes: bool = False
+    """A gradient is used up as soon as it is summed: none has a place beside the slots that they pass through."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether sums over ranks leave a part with each."""
+        return self.state or self.ordered
 
     @classmethod
-    def of(cls, zero: ZeroConfig, micro_batches: int) -> Sharding:
+    def of(cls, zero: ZeroConfig, micro_batches: int, *, consumes: bool = False) -> Sharding:
         """The plan of a config whose steps have so many micro-batches. With one, reducing by step and by micro-batch
         move the same bytes, and the second needs less memory."""
         ordered = zero.reduction == "ordered"
@@ -58,8 +68,9 @@ class Sharding:
             state=zero.stage >= 1,
             gradient=as_you_go,
             weight=zero.stage == 3,
-            by_micro_batch=as_you_go or ordered,
+            by_micro_batch=as_you_go or ordered or consumes,
             ordered=ordered,
+            consumes=consumes,
         )
 
 
@@ -129,5 +140,6 @@ def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> di
     return {
         "weights": widths.weight * (shards if sharding.weight else whole),
         "masters": widths.master_bits * owned // 8,
-        "gradients": widths.gradient * (owned if sharding.by_micro_batch else whole),
+        "gradients": widths.gradient
+        * (0 if sharding.consumes else owned if sharding.by_micro_batch else whole),
     }

@@ -86,6 +86,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer.momentum": BETA,
     "optimizer.nesterov": FLAG,
     "optimizer.moments": choice("fp32", "bfloat16"),
+    "optimizer.update": choice("backwards", "host"),
     "optimizer.groups": ({"match": "*.bias"}, "*.bias", None, 3),
     "lr_scheduler.type": choice("cosin", "step", "onecycle"),
     "lr_scheduler.warmup_steps": STEPS,
@@ -242,6 +243,26 @@ def contradictions() -> Iterator[Bad]:
         ({"precision": {"dtype": "fp64", "master": "fp32"}}, "precision.master", "auto"),
         ({"precision": {"dtype": "fp16", "gradient": "bf16"}}, "precision.gradient", "auto"),
         ({"precision": {"dtype": "fp32", "gradient": "bf16"}}, "precision.gradient", "auto"),
+        *(
+            (
+                {**more, "optimizer": {"update": "backward", **more.get("optimizer", {})}},
+                "optimizer.update",
+                legal,
+            )
+            for more, legal in (
+                ({"clip_grad_norm": 1.0}, "clip_grad_norm=None"),
+                ({"gradient_accumulation": 2}, "gradient_accumulation=1"),
+                ({"parallel": {"pipeline": 2}}, "parallel.pipeline.size=1"),
+                ({"precision": "fp16"}, "precision.dtype='bf16'"),
+                ({"optimizer": {"type": "lamb"}}, "optimizer.type='adamw'"),
+                (
+                    {"optimizer": {"groups": [{"match": "*", "type": "muon"}]}},
+                    "optimizer.groups.0.type='adamw'",
+                ),
+                ({"memory": {"placement": "auto", "device_budget": 10**9}}, "memory.device_budget=None"),
+                ({"memory": {"placement": "host", "update": "host"}}, "memory.update='device'"),
+            )
+        ),
         (
             {"precision": {"gradient": "bf16"}, "gradient_accumulation": 2},
             "precision.gradient",

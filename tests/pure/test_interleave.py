@@ -212,3 +212,14 @@ def test_with_the_disk_a_step_takes_what_the_slowest_takes_and_one_fill_and_drai
     made = simulate(update_plan(n, ahead=1, below=1), seconds, memory=memory(n, 3, 4))
     slowest = n * max(2 * disk_s, copy_s, update_s)
     assert slowest <= made.makespan_s <= slowest + 3 * (2 * disk_s + 2 * copy_s + update_s)
+
+
+def test_updates_within_backward_go_the_way_of_gradients_and_their_records_too() -> None:
+    (plain,) = update_plan(3, backward=True)
+    assert [str(action) for action in plain] == ["0UPDATE#2", "0UPDATE#1", "0UPDATE#0"]
+    (forward,), (turned,) = update_plan(5, ahead=1, below=1), update_plan(5, ahead=1, below=1, backward=True)
+    assert [(a.kind, a.resource, 4 - (a.chunk or 0)) for a in turned] == [
+        (a.kind, a.resource, a.chunk) for a in forward
+    ]
+    (some,) = update_plan(3, ahead=1, moving={0}, backward=True)
+    assert {a.chunk for a in some if a.kind is not Kind.UPDATE} == {0}

@@ -499,3 +499,10 @@ def test_every_schedule_of_the_table_runs_every_stage_in_order(name: str) -> Non
 
 def test_the_words_of_a_plan_are_the_actions() -> None:
     assert generate("1f1b", 1, 1)[0] == (Action(Kind.F, 0, 0, 0), Action(Kind.B, 0, 0, 0))
+
+
+def test_an_update_within_backward_stands_right_behind_its_sum() -> None:
+    step = StepShape(1, chunks=((0, 1, 2),), reduce="micro_batch", update="backward")
+    (actions,) = step_plan(PipelineConfig(), step)
+    ends = [(a.kind, a.chunk) for a in actions if a.chunk is not None]
+    assert ends == [(kind, chunk) for chunk in (2, 1, 0) for kind in (Kind.REDUCE, Kind.UPDATE)]

@@ -63,7 +63,7 @@ class Made(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+            if isinstance(x, Tensor) and not x.is_meta and x.untyped_storage()._cdata not in given:
                 if x.untyped_storage().nbytes() > SMALL_BYTES:
                     where = _our_line()
                     self.lines |= {where} if where.startswith(("zero/", "memory/")) else set()
@@ -131,6 +131,31 @@ def test_every_slot_that_is_planned_is_used_no_longer_than_planned_and_a_step_al
     row = dict(row)
     ranks, placement, chunks = row.pop("ranks"), row.pop("placement"), row.pop("chunks")
     case = replace(DEEP, world_size=ranks, chunk_bytes=CHUNKS[chunks], config=config_of(**row))
+    for found in run_world(used, ranks, case, placement, str(tmp_path)):
+        assert not found.unequal, found.unequal
+        assert not [line for line in found.made if "_copies" not in line], found.made
+
+
+IN_BACKWARD = covering_array(
+    dict(
+        ranks=[1, 2],
+        stage=[0, 1, 2, 3],
+        placement=["device", "host", "disk"],
+        chunks=["many", "one"],
+        precision=["fp32", dict(dtype="bf16", master="split", gradient="bf16")],
+        reduction=["fast", "ordered"],
+        backend=["auto", "gloo"],
+    )
+)
+
+
+@pytest.mark.parametrize("row", IN_BACKWARD, ids=name_of)
+def test_so_it_is_where_updates_are_made_in_backward(row: dict[str, Any], tmp_path: Path) -> None:
+    row = dict(row)
+    ranks, placement, chunks = row.pop("ranks"), row.pop("placement"), row.pop("chunks")
+    config = config_of(**row)
+    config |= dict(optimizer=config["optimizer"] | dict(update="backward"))
+    case = replace(DEEP, world_size=ranks, chunk_bytes=CHUNKS[chunks], config=config)
     for found in run_world(used, ranks, case, placement, str(tmp_path)):
         assert not found.unequal, found.unequal
         assert not [line for line in found.made if "_copies" not in line], found.made

@@ -24,6 +24,10 @@ CASE = Case(
     config=dict(optimizer=ADAMW, clip_grad_norm=0.05, precision="bf16"),
 )  # fmt: skip
 ALL_ON_HOST = dict(weights=1.0, gradients=1.0, optimizer=1.0)
+WITHIN = dict(
+    optimizer=dict(type="adamw", lr=1e-2, update="backward"), clip_grad_norm=None,
+    precision=dict(dtype="bf16", master="split", gradient="bf16"),
+)  # fmt: skip
 PLACES: dict[str, dict[str, Any]] = {
     "host": dict(memory=dict(placement="host")),
     "host, split masters": dict(
@@ -53,6 +57,12 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="auto", device_budget=470_000), zero=dict(stage=3, reduction="ordered"),
         gradient_accumulation=2, precision="fp32",
     ),
+    "all of each, narrow gradients": dict(
+        memory=dict(placement="static", host_fraction=ALL_ON_HOST), zero=dict(stage=3),
+        precision=dict(dtype="bf16", gradient="bf16"),
+    ),
+    "host, updated within backward": dict(memory=dict(placement="host"), **WITHIN),
+    "disk, updated within backward": dict(memory=dict(placement="disk"), zero=dict(stage=3), **WITHIN),
     "a budget and a disk": dict(memory=dict(placement="auto", device_budget=520_000), zero=dict(stage=3)),
 }  # fmt: skip
 
