@@ -174,7 +174,7 @@ class Engine:
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
             self._optimizer = chunk_optimizer(
-                chunks, config, parallelized.ops, shapes, self.mesh, built.records
+                chunks, config, parallelized.ops, shapes, self.mesh, built.records, built.frozen
             )
         else:
             scheduled = config.lr_scheduler.type != "constant"

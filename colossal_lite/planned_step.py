@@ -28,13 +28,14 @@ from colossal_lite.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.run_plan import Held, Term
 from colossal_lite.zero.budget import Kind as Part
 from colossal_lite.zero.budget import Placement
-from colossal_lite.zero.build import sharding_of, slots_of
+from colossal_lite.zero.build import host_room, sharding_of, slots_of
 from colossal_lite.zero.norm import in_order, ordered_squares
-from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
 from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by, update_bytes_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan
 
+TIERS = ("device", "host", "disk")
 BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
 
 
@@ -98,8 +99,9 @@ def memory_rows(
         records=TaskRecords("", META),
         placement=placement,
         update=config.memory.update,
+        host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
-    rests = optimizer.tiers.tier if optimizer.tiers else "device"
+    rests = {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
     update = update_bytes_of(config.memory, chunks, optimizer)
     peak = max(cost.until, cost.after, update)
     if sharding_of(config).consumes:  # an update finds what backward has not used up yet
@@ -119,10 +121,11 @@ def memory_rows(
              f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
         Held("gathered", gathers.arena_numel * precision.compute.itemsize,
              f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
-        Held("masters", sum(chunk.master_bytes for chunk in chunks), master, rests),
+        *(Held("masters", sum(c.master_bytes for c in some), master, tier) for tier, some in rests.items()),
         Held("gradients", sum(bytes_of(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
         Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
-        Held("optimizer", optimizer.state_bytes, f"{config.optimizer.type}, {state}", rests),
+        *(Held("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), f"{config.optimizer.type}, {state}", tier)
+          for tier, some in rests.items()),
         *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
         Held("frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"),
         Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
@@ -137,14 +140,10 @@ def memory_rows(
         }
         pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
         fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
-        placed = placed_by(config.memory, pieces, fixed)
-        told = {row.kind: row.origin for row in rows} | {
-            "optimizer": f"{config.optimizer.type}, with its masters"
-        }
-        of_pieces = {kind for kind, tier, _ in placed.rows if tier == "host"}
-        on_disk = [row for row in rows if row.tier != "device" and row.kind not in of_pieces]
-        on_disk = on_disk if rests == "disk" else []
-        rows = (*(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows), *on_disk)
+        placed = placed_by(config.memory, pieces, fixed, META)
+        told = {row.kind: row.origin for row in rows} | ORIGINS
+        told["optimizer"] = f"{config.optimizer.type}, with its masters"
+        rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 from colossal_lite.memory import host, mover, store
 from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import StreamLane
-from colossal_lite.zero import on_host, sharded, tiers, visits, weights
+from colossal_lite.zero import homes, on_host, sharded, tiers, visits, weights
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
@@ -241,7 +241,7 @@ class Recorder:
                 (mover, "ThreadPoolExecutor", Pool),
                 (mover, "Request", Request),
                 (tiers, "lane_beside", lambda device, speed: StreamLane(device, recorder)),
-                (tiers, "host_pages", self.pages),
+                (homes, "host_pages", self.pages),
                 (visits, "host_room", self.room),
                 (on_host, "host_room", self.room),
                 (store.TaskRecords, "room", of_records),

@@ -7,14 +7,14 @@ worked out from when the link was free and from what it came after.  Whoever wai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 from colossal_lite.memory import mover
 from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.zero import on_host, tiers
+from colossal_lite.zero import homes, on_host, tiers
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Clock:
         def link(name: str, lane: ThreadLane, **_: Any) -> VirtualLink:
             return VirtualLink(self, name, lane)
 
-        with patch.object(tiers, "Link", link), patch.object(on_host, "Link", link):
+        with ExitStack() as stack:
+            for module in (tiers, homes, on_host):
+                stack.enter_context(patch.object(module, "Link", link))
             yield
 
 

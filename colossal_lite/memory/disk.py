@@ -1,9 +1,11 @@
 """Records of model state in a file of this rank's own, past the system's page cache.
 
 Note: the file.
-It is as long as its layout says from the start (`posix_fallocate`), so that a disk that is too small says so before the
-first step, and it has no name: it is unlinked as soon as it is open.  Hence nobody can remove or cut it under the run,
-and it is gone when the process is, however that ends; `df` counts it, `ls` does not show it.
+It has room for each record that rests in it from the start (`posix_fallocate`), so that a disk that is too small says
+so before the first step, and it has no name: it is unlinked as soon as it is open.  Hence nobody can remove or cut it
+under the run, and it is gone when the process is, however that ends; `df` counts it, `ls` does not show it.  Every
+record has a place in it, and those that rest elsewhere are holes, which take nothing (`give_back`; a file system that
+makes no holes in a file keeps the room until the end).
 
 Blocks of a record are read and written by `THREADS` threads at once with `preadv` and `pwritev` on an `O_DIRECT` file
 descriptor, from and to pages in memory.  What a system call leaves over is asked for again, through the page cache
@@ -23,14 +25,16 @@ Cost: `THREADS` threads, the buffers of whoever calls.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import secrets
 import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -58,10 +62,15 @@ class DiskError(OSError):
 class DiskFile:
     """The records of `layout` in an unnamed file in `directory`. Raises DiskError where there is no room for it.
 
-    `label` tells the files of one directory apart in messages; nothing is waited for longer than `timeout_s`."""
+    `label` tells the files of one directory apart in messages; nothing is waited for longer than `timeout_s`;
+    `resting`: the records that have room from the start, None: all."""
 
-    def __init__(self, directory: Path, layout: FileLayout, *, label: str, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, directory: Path, layout: FileLayout, *, label: str, timeout_s: float = 600.0,
+        resting: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self.layout, self.timeout_s = layout, timeout_s
+        resting = range(len(layout.sizes_bytes)) if resting is None else resting
         self.path = directory / f"colossal-lite-{label}-{secrets.token_hex(4)}"
         self.why_buffered = ""
         """Why there is no direct access; empty where there is."""
@@ -73,12 +82,15 @@ class DiskFile:
         self._lock = threading.Lock()
         self._fds: list[int] = []
         try:
-            self._open(directory)
+            self._open()
+            for record in sorted(resting):
+                self._allocate(record)
         except OSError as error:
             self._close_fds()
+            size_bytes = sum(map(layout.padded_bytes, resting))
             raise DiskError(
                 error.errno,
-                f"a file of {layout.file_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
+                f"a file of {size_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
                 str(directory),
             ) from error
         self._workers = Workers(THREADS, "disk")
@@ -95,6 +107,28 @@ class DiskFile:
         """Read a record into `target`: as `source` of `write`. Raises DiskError, also for bytes that are not those last
         written."""
         self._all_blocks("read", record, target, self._read_block)
+
+    def make_room(self, record: int) -> None:
+        """A record rests here from now on. Raises DiskError where there is no room for it."""
+        self.check()
+        try:
+            self._allocate(record)
+        except OSError as error:
+            what = (
+                f"record {record} of {self.layout.sizes_bytes[record]:,} bytes has no room: {error.strerror}"
+            )
+            self._fail(what, error.errno or errno.EIO, error)
+
+    def give_back(self, record: int) -> None:
+        """A record rests elsewhere from now on, and its room is given back. Nothing of it may be on its way."""
+        self._sums[record] = [None] * len(self._sums[record])
+        if size_bytes := self.layout.padded_bytes(record):
+            # A system whose pages are larger, or a file system that makes no holes: the room is kept.
+            with (
+                suppress(OSError, ValueError),
+                mmap.mmap(self._fds[0], size_bytes, offset=self.layout.starts[record]) as place,
+            ):
+                place.madvise(mmap.MADV_REMOVE)
 
     def check(self) -> None:
         """Raise the DiskError that has ended this file's use, if one has."""
@@ -120,14 +154,16 @@ class DiskFile:
 
     # ---- how it is opened ----
 
-    def _open(self, directory: Path) -> None:
+    def _open(self) -> None:
         self._fds = [os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)]
         try:
             self._open_direct()
         finally:
             os.unlink(self.path)
-        if self.layout.file_bytes:
-            os.posix_fallocate(self._fds[0], 0, self.layout.file_bytes)
+
+    def _allocate(self, record: int) -> None:
+        if size_bytes := self.layout.padded_bytes(record):
+            os.posix_fallocate(self._fds[0], self.layout.starts[record], size_bytes)
 
     def _open_direct(self) -> None:
         """A second descriptor past the page cache, if a page can be written and read through it."""

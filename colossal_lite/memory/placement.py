@@ -52,7 +52,8 @@ class MemoryConfig(Section):
     placement: Literal["device", "host", "disk", "static", "auto"] = "device"
     """Where model state rests: all on the device; optimizer state on the host, or on disk; static: shares of it on the
     host (host_fraction); auto: on the device what device_budget allows, weights (at zero.stage=3), gradients and
-    optimizer state on the host where it does not; with disk_dir all optimizer state on disk."""
+    optimizer state on the host where it does not. Of optimizer state that host and auto keep off the device, what
+    host_budget does not allow rests on disk, if there is a disk_dir."""
     host_fraction: HostFraction = HostFraction()
     """placement='static': what rests on the host."""
     device_budget: Budget | None = None
@@ -60,7 +61,8 @@ class MemoryConfig(Section):
     host_budget: Budget | None = None
     """Bytes of host memory for each rank; None: no limit."""
     disk_dir: str | None = None
-    """Directory of the disk tier, for placement='disk' and, under a budget, 'auto'."""
+    """Directory of the disk tier: for placement='disk', and for what 'host' and 'auto' keep off the device beyond
+    host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
     update: Literal["device", "host"] = "device"
@@ -85,10 +87,16 @@ class MemoryConfig(Section):
 
     @property
     def records_tier(self) -> str:
-        """Where optimizer records rest at first."""
+        """Where optimizer records rest at first, if nothing else speaks against it."""
         if self.moves:
-            return "disk" if self.placement == "auto" and self.disk_dir is not None else "host"
+            return "host"
         return "device" if self.placement == "auto" else self.placement
+
+    @property
+    def spills(self) -> bool:
+        """Whether records for which the host has no room rest on disk."""
+        has_both = self.host_budget is not None and self.disk_dir is not None
+        return has_both and self.placement in ("host", "auto") and self.records_tier == "host"
 
     def faults(self) -> Iterable[Fault]:
         if self.placement == "disk" and self.disk_dir is None:
@@ -111,6 +119,9 @@ class MemoryConfig(Section):
                 yield Unread(
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
-        if self.records_tier != "disk":
+        if self.records_tier != "disk" and not self.spills:
+            why = f"placement={self.placement!r} does not use the disk"
+            if self.records_tier == "host" and self.placement != "static" and self.disk_dir is not None:
+                why = "without host_budget the host has room for all optimizer state, and none goes to disk"
             for name in ("disk_dir", "disk_bandwidth"):
-                yield Unread(name, f"placement={self.placement!r} does not use the disk")
+                yield Unread(name, why)

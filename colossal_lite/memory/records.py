@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 PAGE_BYTES = 4096
@@ -40,7 +41,7 @@ class FileLayout:
         """The pages of a record."""
         return -(-self.sizes_bytes[record] // self.page_bytes) * self.page_bytes
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each record begins in the file, and at last where the file ends."""
         return tuple(accumulate((self.padded_bytes(i) for i in range(len(self.sizes_bytes))), initial=0))

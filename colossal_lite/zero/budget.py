@@ -1,4 +1,4 @@
-"""Which weights, gradients and optimizer records rest on the device and which on the host, under a budget: a plan.
+"""Which weights, gradients and optimizer records rest on the device, on the host and on disk, under budgets: a plan.
 
 Note: why what stays, stays for good.
 What may move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and its
@@ -22,6 +22,13 @@ gradient is on the device crosses the link once a step, and what rests beside th
 moves depends on where the record of its chunk rests (`Piece.beside`), and what stays is chosen by steps of a chunk:
 of its pieces those that together save most per byte, then of the others.
 
+What is off the device and beyond the budget of the host goes to disk (`sink`): records alone, for weights and gradients
+are used too often.  Every byte on disk is read and written once a step, so the fewest bytes are best, and of as many
+those that are spread evenly over the updates, whose time the disk has.  Records on disk pass through slots on the host,
+each as large as the largest, so large records may be worth keeping off the disk; and a handful there saves nothing.
+The least sum of sizes that is enough is sought among all (the sums that can be reached, one size after the other),
+where there are many thousand different ones among nearly all.
+
 What does not move is counted first: weights that are whole, slots, the gathered windows of zero/unshard.py, frozen
 parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
 Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
@@ -30,14 +37,17 @@ Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import combinations, groupby
 from typing import Literal, NamedTuple
 
 from colossal_lite.memory.pack import most_held, pack_intervals, visits
+from colossal_lite.memory.records import PAGE_BYTES
 
 
 class Kind(StrEnum):
@@ -54,6 +64,8 @@ VISITORS = 3
 COMING = 2
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
+# Of records on disk one is read, one goes up, one comes down, one is written.
+PASSING = 4
 
 
 class Slot(NamedTuple):
@@ -99,6 +111,20 @@ WEIGHTS_BOTH = Slot("weights down and up", "host", VISITORS, "buffers in a row")
 WEIGHTS_UP = Slot("weights up", "host", 2, "buffers in a row")
 
 
+def passing_bytes(records: Mapping[int, int]) -> int:
+    """Of the slots on the host through which records on disk pass, chunk -> bytes: whole pages of the largest."""
+    return min(PASSING, len(records)) * max(map(_padded, records.values()), default=0)
+
+
+def unused_bytes(records: Mapping[int, int]) -> int:
+    """Of a file of such records, at the ends of pages."""
+    return sum(_padded(size) - size for size in records.values())
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def most_at_once(chunks: Collection[int], width: int) -> int:
     """Of these chunks, how many an update has to do with at once, at the most, if that is `width` in a row: some that
     come, the one that is updated, some that go."""
@@ -132,10 +158,6 @@ class Piece:
     bytes: int
     ups: int
     downs: int
-    slots: tuple[Slot, ...] | None = None
-    """If it rests on the host; None: those of a visitor of its kind."""
-    here: Way = Way()
-    """If it rests on the device."""
     beside: tuple[Way, Way] | None = None
     """If it rests on the host, and on the device, where the record of its chunk rests on the host and is updated there;
     None: that makes no difference."""
@@ -152,8 +174,7 @@ class Piece:
         is_away = self.name in on_host
         if self.beside is not None and Name(self.name.chunk, Kind.OPTIMIZER) in on_host:
             return self.beside[not is_away]
-        away = Way(self.ups, self.downs, AWAY[self.name.kind] if self.slots is None else self.slots)
-        return away if is_away else self.here
+        return Way(self.ups, self.downs, AWAY[self.name.kind]) if is_away else Way()
 
 
 @dataclass(frozen=True)
@@ -164,50 +185,82 @@ class Placement:
     on_host: frozenset[Name]
     fixed: tuple[tuple[str, int], ...]
     budget: int | None = None
+    on_disk: frozenset[Name] = frozenset()
+    """Optimizer records, none of which is in `on_host`."""
+    host_budget: int | None = None
+
+    @property
+    def away(self) -> frozenset[Name]:
+        """What rests off the device."""
+        return self.on_host | self.on_disk
 
     @property
     def rows(self) -> tuple[tuple[str, str, int], ...]:
         """(kind, tier, bytes) of all that is not zero."""
         found: dict[tuple[str, str], int] = {(kind, "device"): held for kind, held in self.fixed}
         for piece in self.pieces:
-            where = str(piece.name.kind), "host" if piece.name in self.on_host else "device"
+            where = str(piece.name.kind), self.tier_of(piece.name)
             found[where] = found.get(where, 0) + piece.bytes * piece.moves
         found["visiting", "device"] = found.get(("visiting", "device"), 0) + self.visiting_bytes
-        found["updating", "host"] = slot_bytes(self.pieces, self.on_host, "host")
+        found["updating", "host"] = slot_bytes(self.pieces, self.away, "host")
+        there = {piece.name.chunk: piece.bytes for piece in self.pieces if piece.name in self.on_disk}
+        found["passing", "host"], found["unused", "disk"] = passing_bytes(there), unused_bytes(there)
         return tuple((kind, tier, held) for (kind, tier), held in found.items() if held)
 
     @property
     def visiting_bytes(self) -> int:
-        """Slots on the device in which what rests on the host is updated, and through which gradients leave."""
-        return visiting_bytes(self.pieces, self.on_host)
+        """Slots on the device in which what rests off it is updated, and through which gradients leave."""
+        return visiting_bytes(self.pieces, self.away)
+
+    def tier_of(self, name: Name) -> str:
+        return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
 
     @property
     def device_bytes(self) -> int:
-        return sum(held for _, tier, held in self.rows if tier == "device")
+        return self._bytes_on("device")
 
     @property
     def host_bytes(self) -> int:
-        return sum(held for _, tier, held in self.rows if tier == "host")
+        return self._bytes_on("host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file, whole pages."""
+        return self._bytes_on("disk")
+
+    def _bytes_on(self, tier: str) -> int:
+        return sum(held for _, where, held in self.rows if where == tier)
 
     @property
     def up_bytes(self) -> int:
         """From host to device in a step."""
-        return sum(piece.way(self.on_host).ups * piece.bytes for piece in self.pieces)
+        return sum(piece.way(self.away).ups * piece.bytes for piece in self.pieces)
 
     @property
     def down_bytes(self) -> int:
-        return sum(piece.way(self.on_host).downs * piece.bytes for piece in self.pieces)
+        return sum(piece.way(self.away).downs * piece.bytes for piece in self.pieces)
+
+    @property
+    def read_bytes(self) -> int:
+        """From disk in a step; as many are written."""
+        return sum(piece.bytes for piece in self.pieces if piece.name in self.on_disk)
 
     def __str__(self) -> str:
         lines = [f"{kind:<12} {tier:<6} {held:>14,}" for kind, tier, held in self.rows]
         of = "" if self.budget is None else f" of {self.budget:,}"
         lines.append(f"{'device':<19} {self.device_bytes:>14,}{of}")
+        if self.host_budget is not None:
+            lines.append(f"{'host':<19} {self.host_bytes:>14,} of {self.host_budget:,}")
         for kind in Kind:
             if kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces):
                 continue
             chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
             lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
+        if self.on_disk:
+            lines.append(f"optimizer on disk: {_spans(sorted(name.chunk for name in self.on_disk))}")
         lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")
+        if self.on_disk:
+            lines.append(f"disk in a step: {self.read_bytes:,} read, {self.read_bytes:,} written")
         return "\n".join(lines)
 
 
@@ -256,6 +309,81 @@ def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None)
     while len(tried) > 1 and at(tried[-1]).device_bytes > budget:  # where places have gaps
         tried.pop()
     return at(tried[-1])
+
+
+def sink(placed: Placement, host_budget: int, beside_bytes: int = 0) -> Placement:
+    """The placement with the fewest bytes on disk whose host holds no more than `host_budget`, `beside_bytes` among
+    them. If nothing fits, the one whose host holds least."""
+    names = {name.chunk: name for name in placed.on_host if name.kind is Kind.OPTIMIZER}
+    sizes = {piece.name.chunk: piece.bytes for piece in placed.pieces if piece.name in names.values()}
+    room = host_budget - beside_bytes - placed.host_bytes + sum(sizes.values())
+    down = frozenset(names[chunk] for chunk in sunk(sizes, room))
+    return replace(placed, on_host=placed.on_host - down, on_disk=down, host_budget=host_budget)
+
+
+def sunk(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
+    """Which of these `records`, chunk -> bytes, rest on disk so that the others, and the slots by which those pass,
+    take at most `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is
+    enough, those that leave the host least."""
+    over = sum(records.values()) - room_bytes
+    if over <= 0:
+        return frozenset()
+    of_size: dict[int, list[int]] = {}
+    for chunk in sorted(records):
+        of_size.setdefault(records[chunk], []).append(chunk)
+    counts = {size: len(of_size[size]) for size in sorted(of_size)}
+    # So much must go to disk that the slots for it, which the largest decides, have room too: more than they take.
+    taken = _least_sum(counts, lambda largest: over + PASSING * _padded(largest))
+    if taken is None:
+        taken = min(
+            ({size: n for size, n in counts.items() if size <= largest} for largest in (0, *counts)),
+            key=lambda some: (
+                PASSING * _padded(max(some, default=0)) - sum(size * n for size, n in some.items())
+            ),
+        )
+    return frozenset(chunk for size, count in taken.items() for chunk in _spread(of_size[size], count))
+
+
+MOST_SUMS = 2**14
+
+
+def _least_sum(counts: Mapping[int, int], need: Callable[[int], int]) -> dict[int, int] | None:
+    """Of numbers of things of each size, given in growing order, with how many there are: those of least sum that is at
+    least `need(largest size among them)`; None if there is none. Of more than `MOST_SUMS` sums that can be reached only
+    as many are followed, always the largest among them: what is found is then enough all the same."""
+    reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # sum -> that before, size, how many of it
+    followed, best = [0], None
+    for size, count in counts.items():
+        for several in _powers(count):
+            for before in followed:
+                reached.setdefault(before + several * size, (before, size, several))
+            followed = sorted({*followed, *(before + several * size for before in followed)})
+            if len(followed) > MOST_SUMS:
+                unit = -(-followed[-1] // MOST_SUMS)
+                followed = [*{each // unit: each for each in followed}.values()]
+        enough = bisect_left(followed, need(size))
+        if enough < len(followed) and (best is None or followed[enough] < best):
+            best = followed[enough]
+    if best is None:
+        return None
+    found = Counter[int]()
+    while best:
+        best, size, several = reached[best]
+        found[size] += several
+    return dict(found)
+
+
+def _powers(count: int) -> Iterable[int]:
+    """Numbers some of which sum up to each number from 0 to `count`, and to no other."""
+    power = 1
+    while count > 0:
+        yield min(power, count)
+        count, power = count - power, 2 * power
+
+
+def _spread(chunks: Sequence[int], count: int) -> list[int]:
+    """So many of these, at equal distances."""
+    return [chunks[(2 * n + 1) * len(chunks) // (2 * count)] for n in range(count)]
 
 
 def divide(

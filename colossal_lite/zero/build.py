@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,8 @@ from colossal_lite.memory.pack import (
     stages_of,
     trains,
 )
+from colossal_lite.memory.placement import MemoryConfig
+from colossal_lite.memory.records import FileLayout
 from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
@@ -38,8 +39,10 @@ from colossal_lite.optim import assign_groups, groups_of
 from colossal_lite.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.problems import Problem, refuse
 from colossal_lite.shard import ShardSpec
+from colossal_lite.zero.homes import OpenFile
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals, in_turn
+from colossal_lite.zero.visits import landing_bytes
 
 if TYPE_CHECKING:
     from colossal_lite.config import Config
@@ -163,16 +166,19 @@ def build_frozen(
 
 def chunk_optimizer(
     chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
-    records: TaskRecords,
+    records: TaskRecords, frozen: Sequence[WeightChunk],
 ) -> ChunkOptimizer:  # fmt: skip
-    """The optimizer over these chunks, whose state on the host is in `records`. Where its state rests on disk it is
-    collective, and raises ConfigError on every rank if that of one has no room or cannot be written."""
+    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones. Where its state
+    may rest on disk it is collective, and raises ConfigError on every rank if that of one has no room or cannot be
+    written."""
     memory, faults, made = config.memory, [], None
-    open_file = None
-    if memory.records_tier == "disk" and memory.disk_dir is not None:
-        open_file = partial(
-            DiskFile, Path(memory.disk_dir), label=f"rank{mesh.rank}", timeout_s=config.timeout_s
-        )
+    open_file: OpenFile | None = None
+    if (memory.records_tier == "disk" or memory.spills) and memory.disk_dir is not None:
+        directory, label, timeout_s = Path(memory.disk_dir), f"rank{mesh.rank}", config.timeout_s
+
+        def open_file(layout: FileLayout, resting: Collection[int]) -> DiskFile:
+            return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)
+
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
@@ -180,6 +186,7 @@ def chunk_optimizer(
             speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
             disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
             update=memory.update, backward=config.optimizer.update == "backward",
+            host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
     except DiskError as error:
         faults = [f"rank {mesh.rank}: {error}"]
@@ -187,10 +194,22 @@ def chunk_optimizer(
         faults = [fault for row in mesh.world.gather_json(faults) for fault in row]
     if faults and made is not None:
         made.close()
-    legal = "a directory with room, memory.placement='host', a higher zero.stage or more ranks"
+    other = "a larger memory.host_budget" if memory.spills else "memory.placement='host'"
+    legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
     return made
+
+
+def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:
+    """Bytes of the host that are left for records, and for what their updates need there, while all weights and
+    gradients that may rest there do; None: no limit, or nothing goes to disk."""
+    if not memory.spills or memory.host_budget is None:
+        return None
+    weights = [c.resting_bytes for c in (*chunks, *frozen) if c.weights_at_rest is not None]
+    gradients = [c.gradient.nbytes for c in chunks if c.gradient_at_rest is not None]
+    landing = landing_bytes(gradients, chunks[0].device) if chunks else 0
+    return memory.host_budget - sum(weights) - sum(gradients) - landing
 
 
 def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:

@@ -10,7 +10,9 @@ unit that reads its weights, and the moves that the plan has behind an update se
 the forward of whole units, and the first fetches behind a whole backward.  `run_of` is a run of such steps: what
 it costs, and how long its computing waits, the simulator says.
 State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
-another from its copy down to its write; the disk is read and written at once, each in the order of the updates.
+another from its copy down to its write; the disk is read and written at once, each in the order of the updates.  Where
+only some records rest there, they are read as if there were no others: the next ones when one of them has its turn,
+however many chunks are between, whose updates and copies a slow disk then has to hide behind.
 
 Note: updates on the host.
 A chunk may be updated where its state rests (`on_host`), on one lane of the host's own.  Then its record does not
@@ -27,6 +29,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import zip_longest
 
 from colossal_lite.plan import COMPUTE, CPU, DISK, Action, Kind, Memory, Plan
 
@@ -64,25 +67,31 @@ def update_plan(
     *,
     ahead: int | None = None,
     below: int | None = None,
+    on_disk: Collection[int] | None = None,
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     backward: bool = False,
 ) -> Plan:
     """One rank's updates in forward order, or, with `backward`, in that of gradients; `ahead`: the state is fetched
-    from the host so many chunks before its update, and evicted after it. None: it is on the device. `below`: it rests
-    on disk, and is read so many chunks before it is fetched from the host. None: it rests on the host. `moving`: the
-    chunks of which something rests off the device; None: all. `on_host`: those that are updated on the host, and what
-    of them crosses the link; none with `backward`."""
+    from the host so many chunks before its update, and evicted after it. None: it is on the device. `below`: that of
+    the chunks `on_disk` (None: of all) rests on disk, and is read so many of those before it would be fetched if there
+    were no others. None: it rests on the host. `moving`: the chunks of which something rests off the device; None: all.
+    `on_host`: those that are updated on the host, and what of them crosses the link; none with `backward`."""
     if backward:
         assert not on_host, "an update within backward runs where the gradient is"
-        turned = None if moving is None else {num_chunks - 1 - chunk for chunk in moving}
-        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, moving=turned)
+        disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
+        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=disk, moving=away)
         return Plan((tuple(replace(a, chunk=num_chunks - 1 - (a.chunk or 0)) for a in actions_of),))
     actions: list[Action] = []
+    there = _there(num_chunks, below, on_disk)
+    places = {chunk: place for place, chunk in enumerate(there)}
     for chunk in range(num_chunks):
-        for fetched in _next(chunk, ahead, num_chunks):
-            actions += [_action(Kind.FETCH, c, DISK) for c in _next(fetched, below, num_chunks)]
-            actions += [_action(Kind.FETCH, fetched)] if fetched not in on_host else []
+        turns = _turns(chunk, places, ahead)
+        for fetched, turn in zip_longest(_next(chunk, ahead, num_chunks), turns):
+            reads = () if turn is None else _next(turn, below, len(there))
+            actions += [_action(Kind.FETCH, there[place], DISK) for place in reads]
+            if fetched is not None and fetched not in on_host:
+                actions.append(_action(Kind.FETCH, fetched))
         for coming in _next(chunk, ahead, num_chunks):
             parts = on_host[coming].down if coming in on_host else ()
             actions += [_action(Kind.EVICT, part.of(coming, num_chunks)) for part in parts]
@@ -93,7 +102,7 @@ def update_plan(
         else:
             actions.append(_action(Kind.UPDATE, chunk))
             actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
-        actions += [_action(Kind.EVICT, chunk, DISK)] if below is not None else []
+        actions += [_action(Kind.EVICT, chunk, DISK)] if chunk in places else []
     return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
 
 
@@ -107,6 +116,7 @@ def run_of(
     *,
     ahead: int,
     below: int | None = None,
+    on_disk: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> tuple[Plan, Memory]:
     """One rank's run of so many steps, the updates of each in the forward of the next, and the slots that it has.
@@ -116,7 +126,7 @@ def run_of(
     updated with on the host."""
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = next((i for i, action in enumerate(moves) if action.kind is not Kind.FETCH), 0)
     actions: list[Action] = []
@@ -129,7 +139,7 @@ def run_of(
         actions += moves[:first]
         actions += [Action(Kind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))]
         owed.extend(replace(a, micro_batch=step) if a.kind is Kind.UPDATE else a for a in moves[first:])
-    memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    memory = memory_of(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
     gradients = [(unit_of[c], (0, Part.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, Part.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})
@@ -146,21 +156,24 @@ def holds_up(action: Action) -> bool:
 
 
 def memory_of(
-    num_chunks: int, *, ahead: int, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
-) -> Memory:
+    num_chunks: int, *, ahead: int, below: int | None = None, on_disk: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
+) -> Memory:  # fmt: skip
     """Where a step's updates find everything, and the slots that they have: a record weighs one, and so does a gradient
     of a chunk that is updated on the host."""
-    records = [(0, chunk) for chunk in range(num_chunks)]
     gradients = {c: (0, Part.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, Part.WEIGHTS.of(c, num_chunks)) for c in on_host}
-    home = dict.fromkeys(records, "host" if below is None else "disk")
+    there = _there(num_chunks, below, on_disk)
+    records = [(0, chunk) for chunk in range(num_chunks)]
+    home = dict.fromkeys(records, "host") | {(0, chunk): "disk" for chunk in there}
     for chunk, crossing in on_host.items():
         home[gradients[chunk]] = "device" if Part.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
     come = sum(tier == "device" for key, tier in home.items() if key in gradients.values())
     slots = {"device": (ahead + 2) * (len(on_host) < num_chunks) + come}
-    if below is not None or on_host:
-        rest = len(on_host) - come + (num_chunks if below is None else below + 3)
+    if there or on_host:
+        passing = min(len(there), (below or 0) + max(ahead, 1) + 2)
+        rest = len(on_host) - come + num_chunks - len(there) + passing
         slots["host"] = rest + (ahead + 1) * (come > 0)
     return Memory(
         home,
@@ -174,6 +187,28 @@ def memory_of(
         writes={(0, c): (weights[c],) for c in on_host},
         spent=frozenset(gradients.values()),
     )
+
+
+def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) -> tuple[int, ...]:
+    """The chunks whose records rest on disk, in the order of their updates."""
+    if below is None:
+        return ()
+    return tuple(range(num_chunks) if on_disk is None else sorted(on_disk))
+
+
+def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
+    """Before the update of `chunk`: which of the records on disk, by their `places` among those, would be fetched if
+    there were no others. At first those that are before the first of them has its turn."""
+    if ahead is None:
+        return range(0)
+    if (place := places.get(chunk)) is not None:
+        return range(place + ahead if chunk else 0, min(place + ahead + 1, len(places)))
+    return range(0 if chunk else min(ahead, len(places)))
+
+
+def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
+    """These chunks, counted from the last one."""
+    return None if some is None else {num_chunks - 1 - chunk for chunk in some}
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:

@@ -55,6 +55,14 @@ def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradie
     return GRADIENT_DOWN.bytes(coming) + WEIGHTS_BOTH.bytes(both) + WEIGHTS_UP.bytes(written)
 
 
+def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
+    """Of the slots for those of these chunks that are updated on the host."""
+    owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
+    weights = [n * c.own_value.element_size() for n, c in zip(owned, chunks, strict=True)]
+    gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
+    return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients)
+
+
 class HostUpdates:
     """Slots on the host and the lane of the updates there, of those chunks that are updated there."""
 
@@ -94,10 +102,7 @@ class HostUpdates:
     @property
     def forecast_bytes(self) -> int:
         """By the formula: of the slots."""
-        owned = [chunk.owned[1] - chunk.owned[0] for chunk in self._chunks]
-        weights = [n * c.own_value.element_size() for n, c in zip(owned, self._chunks, strict=True)]
-        gradients = [n * c.gradient.element_size() for n, c in zip(owned, self._chunks, strict=True)]
-        return slot_bytes(self.crossings, weights, gradients)
+        return updating_bytes(self._chunks, self.crossings)
 
     def bring(self, index: int, part: Part) -> None:
         """Begin to bring a chunk's gradient or weights down."""

@@ -31,30 +31,20 @@ from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
-from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.mover import Link, Places, copied_to
 from colossal_lite.memory.pack import ChunkKey
-from colossal_lite.memory.records import PAGE_BYTES, FileLayout
 from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.optim import Group, Rule, rule_of
-from colossal_lite.plan import DISK, Action, Kind
+from colossal_lite.plan import DISK, Action, Kind, Plan
 from colossal_lite.rng import key
-from colossal_lite.zero.budget import VISITING, most_at_once
+from colossal_lite.zero.budget import VISITING, passing_bytes, sunk, unused_bytes
 from colossal_lite.zero.budget import Kind as Held
+from colossal_lite.zero.homes import BELOW, MASTER, OpenFile, Record, record_of
 from colossal_lite.zero.interleave import ON_DEVICE, Part, part_of, update_plan
-from colossal_lite.zero.on_host import HostUpdates
-from colossal_lite.zero.tiers import (
-    AHEAD,
-    HOST_SLOTS,
-    MASTER,
-    DiskStates,
-    HostStates,
-    Record,
-    States,
-    record_of,
-)
+from colossal_lite.zero.on_host import HostUpdates, updating_bytes
+from colossal_lite.zero.tiers import AHEAD, States
 from colossal_lite.zero.visits import HostShards
 
 
@@ -88,6 +78,10 @@ def ranges_to_update(
                 yield Range(start - owned_start, stop - owned_start, steps[first], first, last)
 
 
+ORIGINS = {"passing": "slots of state from and to the disk", "unused": "ends of pages"}
+"""What a disk takes beside the state that rests there."""
+
+
 @dataclass(frozen=True)
 class Visit:
     """Bytes that state off the device takes beside itself, on a tier (None: the device): as they are, as many as were
@@ -107,39 +101,36 @@ class ChunkOptimizer:
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
-        disk_speed: LinkSpeed = AS_IT_COPIES, open_file: Callable[[FileLayout], DiskFile] | None = None,
-        seed: int = 0, update: str = "device", backward: bool = False,
+        disk_speed: LinkSpeed = AS_IT_COPIES, open_file: OpenFile | None = None,
+        seed: int = 0, update: str = "device", backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
-        `records`; `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's file; None where no
-        step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off the device is updated
-        there; `backward`: updates come in the order of gradients.  Raises DiskError."""
+        `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
+        on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
+        file; None where no step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off
+        the device is updated there; `backward`: updates come in the order of gradients.  Raises DiskError."""
         self._records, self._seed, self._backward = records, seed, backward
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
-        if not self._chunks:  # of a pipeline stage where nothing trains
-            pass
-        elif placement == "host":
-            self.tiers = HostStates(self._chunks, forms, timeout_s, speed, records, update=update)
-        elif placement == "disk":
-            self.tiers = DiskStates(
-                self._chunks, forms, timeout_s, speed, open_file, disk_speed, update=update
-            )
+        if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
+            on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
+            if placement == "host" and host_room is not None:
+                sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
+                updated = sizes if update == "host" else ()
+                on_disk = sunk(sizes, host_room - updating_bytes(self._chunks, updated))
+            self.tiers = States(
+                self._chunks, forms, timeout_s, speed, records,
+                update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed,
+            )  # fmt: skip
         self.below: HostUpdates | None = None
         """Updates on the host; None if there are none."""
         if self.tiers and self.tiers.on_host:
             self.below = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
             self.below.settle(self.tiers.on_host)
-        self.plan = update_plan(
-            len(self._chunks),
-            ahead=AHEAD if self.tiers else None,
-            below=self.tiers.below if self.tiers else None,
-            on_host=self.below.crossings if self.below else ON_DEVICE,
-            backward=backward,
-        )
+        self.plan = self._planned(None)
         self._state: list[dict[str, Tensor]] = [
             self.tiers.at_rest(index)
             if self.tiers
@@ -210,7 +201,7 @@ class ChunkOptimizer:
     def _landed(self, index: int) -> None:
         """An update on the host has written what rests there."""
         chunk = self._chunks[index]
-        if isinstance(self.tiers, HostStates):
+        if self.tier_of(chunk) == "host":
             self._records.commit(chunk.spec.id, OPTIMIZER)
         if chunk.weights_at_rest is not None:
             self._records.commit(chunk.spec.id, WEIGHTS)
@@ -334,7 +325,8 @@ class ChunkOptimizer:
 
     def tier_of(self, chunk: Chunk) -> str | None:
         """Where the record of a chunk rests; None: on the device."""
-        return None if self.tiers is None or self._index[chunk.spec.id] in self._stays else self.tiers.tier
+        index = self._index[chunk.spec.id]
+        return None if self.tiers is None or index in self._stays else self.tiers.tier_of(index)
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """State of a chunk, its master left out: held now, and by its rule's formula."""
@@ -349,14 +341,11 @@ class ChunkOptimizer:
         states = len(self._rules[index].states) * self._dtype_of(index).itemsize
         return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
 
-    def settle_on_device(self, indices: Collection[int]) -> None:
-        """The records of these chunks rest on the device from now on (those on disk stay there), and weights and
-        gradients where their chunks say. Between steps."""
-        if isinstance(self.tiers, DiskStates):
-            self._settle_updates(None)
-            return
-        assert isinstance(self.tiers, HostStates)
-        for index in indices:
+    def settle_tiers(self, on_device: Collection[int], on_disk: Collection[int]) -> None:
+        """The records of these chunks rest there from now on and the others on the host, and weights and gradients
+        where their chunks say. Between steps. Raises DiskError."""
+        assert self.tiers is not None
+        for index in on_device:
             chunk = self._chunks[index]
             parts = {
                 name: copied_to(flat, chunk.device)
@@ -365,25 +354,25 @@ class ChunkOptimizer:
             if (words := parts.pop(MASTER, None)) is not None:
                 chunk.rest_master(words)
             self._state[index] = parts
-        self.tiers.release(indices)
-        self._stays = frozenset(indices)
+            self.tiers.release(index)
+        self.tiers.settle_homes(on_disk)
+        self._stays = frozenset(on_device)
         moving = {index for index in range(len(self._chunks)) if index not in self._stays}
         for index in moving:
             self._state[index] = self.tiers.at_rest(index)
-        self._settle_updates(moving)
-
-    def _settle_updates(self, moving: set[int] | None) -> None:
-        """The slots and the plan of updates, now that it is known what rests where; `moving`: as the plan has it."""
-        assert self.tiers is not None
-        on_host = self.tiers.on_host
         if self.shards:
-            self.shards.settle(on_host)
-            moving = None if moving is None else moving | self.shards.moving
+            self.shards.settle(self.tiers.on_host)
+            moving |= self.shards.moving
         if self.below:
-            self.below.settle(on_host)
-        self.plan = update_plan(
-            len(self._chunks), ahead=AHEAD, below=self.tiers.below, moving=moving,
-            on_host=self.below.crossings if self.below else ON_DEVICE, backward=self._backward,
+            self.below.settle(self.tiers.on_host)
+        self.plan = self._planned(moving)
+
+    def _planned(self, moving: Collection[int] | None) -> Plan:
+        """The updates; `moving`: the chunks of which something rests off the device, None: all or none."""
+        return update_plan(
+            len(self._chunks), ahead=AHEAD if self.tiers else None, below=BELOW, moving=moving,
+            on_disk=self.tiers.on_disk if self.tiers else (), on_host=self.below.crossings if self.below else ON_DEVICE,
+            backward=self._backward,
         )  # fmt: skip
 
     # ---- reads and writes between steps ----
@@ -566,21 +555,18 @@ class ChunkOptimizer:
         landings = shards.host_bytes if shards else 0
         if shards and landings:
             origin = "what sums of gradients land in to be added"
-            return (
-                device,
-                *on_host,
-                Visit("landing", "host", landings, shards.most_host_bytes, landings, origin),
-            )
-        if tiers.below is None:
+            on_host = (*on_host, Visit("landing", "host", landings, shards.most_host_bytes, landings, origin))
+        if not tiers.on_disk:
             return (device, *on_host)
-        unused = tiers.disk_bytes - tiers.record_bytes
-        padded = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
+        assert tiers.disk is not None
+        there = {index: sizes[index] for index in tiers.on_disk}
+        passing, unused = tiers.disk.host_bytes, tiers.disk.bytes - tiers.record_bytes("disk")
         return (
             device,
             *on_host,
-            Visit("passing", "host", tiers.host_bytes, tiers.most_host_bytes,
-                  most_at_once(moving, HOST_SLOTS) * max(padded), "slots of state from and to the disk"),
-            Visit("unused", "disk", unused, unused, sum(padded) - sum(sizes), "ends of pages"),
+            Visit("passing", "host", passing, tiers.disk.most_host_bytes, passing_bytes(there),
+                  ORIGINS["passing"]),
+            Visit("unused", "disk", unused, unused, unused_bytes(there), ORIGINS["unused"]),
         )  # fmt: skip
 
     @property

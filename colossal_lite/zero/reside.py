@@ -52,7 +52,10 @@ from colossal_lite.zero.budget import (
     Placement,
     Way,
     divide,
+    passing_bytes,
     place,
+    sink,
+    sunk,
     visiting_bytes,
 )
 from colossal_lite.zero.build import slots_of
@@ -60,6 +63,7 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, units_of
 from colossal_lite.zero.unshard import GatherPlan
+from colossal_lite.zero.visits import landing_bytes
 from colossal_lite.zero.weights import Weights
 
 if TYPE_CHECKING:
@@ -90,7 +94,7 @@ def pieces_of(
             out.append(Piece(Name(index, Kind.WEIGHTS), chunk.resting_bytes, ups, 1))
         if chunk.gradient_at_rest is not None:
             out.append(Piece(Name(index, Kind.GRADIENTS), chunk.gradient.nbytes, 1, accumulation))
-        record_bytes = 0 if optimizer.tier_of(chunk) == "disk" else optimizer.record_bytes(index)
+        record_bytes = optimizer.record_bytes(index)
         if record_bytes:
             out.append(Piece(Name(index, Kind.OPTIMIZER), record_bytes, 1, 1))
     for kept in frozen:
@@ -106,7 +110,6 @@ def _updated_on_host(
     """Of a chunk whose update is on the host while its record rests there. What cannot rest there crosses the link all
     the same."""
     both = int(chunk.updates_weights)
-    is_on_disk = optimizer.tier_of(chunk) == "disk"
     ways = {
         Kind.WEIGHTS: (Way(comes), Way(1, both, (WEIGHTS_BOTH if both else WEIGHTS_UP,))),
         Kind.GRADIENTS: (Way(0, accumulation, (LEAVING,)), Way(0, 1, (GRADIENT_DOWN,))),
@@ -116,14 +119,11 @@ def _updated_on_host(
     held = {
         Kind.WEIGHTS: (shard_bytes, comes - begins + both, 1, chunk.weights_at_rest is not None),
         Kind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),
-        Kind.OPTIMIZER: (0 if is_on_disk else optimizer.record_bytes(index), 1, 1, True),
+        Kind.OPTIMIZER: (optimizer.record_bytes(index), 1, 1, True),
     }
     for kind, (size_bytes, ups, downs, moves) in held.items():
-        away, here = ways[kind]
-        if is_on_disk and size_bytes:
-            yield Piece(Name(index, kind), size_bytes, away.ups, away.downs, away.slots, here, moves=moves)
-        elif size_bytes:
-            yield Piece(Name(index, kind), size_bytes, ups, downs, beside=(away, here), moves=moves)
+        if size_bytes:
+            yield Piece(Name(index, kind), size_bytes, ups, downs, beside=ways[kind], moves=moves)
 
 
 def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> dict[str, int]:
@@ -134,8 +134,6 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         "gradients": sum(t.numel() * t.element_size() for t in gradients),
         "staging": sum(slots.planned_bytes for slots in slots_of(chunks)),
     }
-    if optimizer.tiers is not None and optimizer.tiers.tier == "disk":
-        fixed["visiting"] = optimizer.tiers.device_bytes
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
@@ -151,11 +149,25 @@ def update_bytes_of(
     return max((chunk.update_bytes for chunk in chunks), default=0)
 
 
-def placed_by(memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int]) -> Placement:
+def placed_by(
+    memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int], device: torch.device
+) -> Placement:
     """Where these pieces rest by a config under which they move."""
     if memory.placement == "static":
         return divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget)
-    return place(pieces, fixed, memory.device_budget)
+    return _sunk_by(memory, place(pieces, fixed, memory.device_budget), device)
+
+
+def _sunk_by(memory: MemoryConfig, placed: Placement, device: torch.device) -> Placement:
+    """As `placed`, with what the host has no room for on disk, where there is one."""
+    if not memory.spills:
+        return placed
+    assert memory.host_budget is not None
+    return sink(placed, memory.host_budget, landing_bytes(_gradients_on_host(placed), device))
+
+
+def _gradients_on_host(placed: Placement) -> list[int]:
+    return [p.bytes for p in placed.pieces if p.name.kind is Kind.GRADIENTS and p.name in placed.on_host]
 
 
 class Residence:
@@ -303,7 +315,7 @@ class Residence:
 
     def _move(self, placed: Placement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
-        stays = {piece.name for piece in placed.pieces if piece.moves} - placed.on_host
+        stays = {piece.name for piece in placed.pieces if piece.moves} - placed.away
         for link in self._optimizer.links:
             link.drain()
         for index, chunk in enumerate(self._chunks):
@@ -314,9 +326,9 @@ class Residence:
         for kept in self._frozen:
             if Name(kept.spec.id, Kind.FROZEN) in stays:
                 kept.keep_weights_on_device()
-        self._optimizer.settle_on_device(
-            {index for index in range(len(self._chunks)) if Name(index, Kind.OPTIMIZER) not in placed.on_host}
-        )
+        away = {name.chunk for name in placed.away if name.kind is Kind.OPTIMIZER}
+        on_disk = {name.chunk for name in placed.on_disk}
+        self._optimizer.settle_tiers({*range(len(self._chunks))} - away, on_disk)
         if isinstance(self._weights, ShardedWeights):
             self._weights.replan()
 
@@ -329,7 +341,7 @@ class Residence:
         }
         if not self._memory.moves and self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
-        return placed_by(self._memory, self._pieces(plan), fixed)
+        return placed_by(self._memory, self._pieces(plan), fixed, self._device)
 
     def _pieces(self, plan: GatherPlan | None) -> tuple[Piece, ...]:
         if not self._memory.moves:
@@ -349,18 +361,52 @@ class Residence:
         refuse([*_device_problems(self._memory, placed, self._smaller(placed)), *self._host_problems(placed)])
 
     def _host_problems(self, placed: Placement) -> Iterator[Problem]:
-        tiers, budget = self._optimizer.tiers, self._memory.host_budget
-        held = placed.host_bytes if self._memory.moves else 0
-        if tiers is not None and (tiers.tier == "disk" or not self._memory.moves):
-            held += tiers.host_bytes
-        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
-            held += self._optimizer.shards.host_bytes
-        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below and not self._memory.moves:
-            held += self._optimizer.below.host_bytes
-        if budget is not None and held > budget:
-            rule = f"{held:,} bytes rest on the host or pass through it"
-            other = "smaller fractions" if self._memory.placement == "static" else "a larger device_budget"
-            yield Problem("memory.host_budget", budget, rule, f"{held:,} or more, {other}, more ranks")
+        memory, budget = self._memory, self._memory.host_budget
+        if budget is None:
+            return
+        held, first = self._host_bytes(placed), 0
+        if memory.spills and memory.moves:
+            first = self._host_bytes(self._at_first(placed))
+        if max(held, first) > budget:
+            least = " at the least" if memory.spills else ""
+            when = ", before the device takes any" if first > held else ""
+            rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
+            other = "smaller fractions, " if memory.placement == "static" else ""
+            other += "a larger device_budget, " if memory.placement == "auto" and not when else ""
+            disk_bytes = self._on_disk_instead(placed)
+            disk = f"; or memory.disk_dir, for {disk_bytes:,} bytes of optimizer state" if disk_bytes else ""
+            legal = f"{max(held, first):,} or more, {other}more ranks{disk}"
+            yield Problem("memory.host_budget", budget, rule, legal)
+
+    def _host_bytes(self, placed: Placement) -> int:
+        if self._memory.moves:
+            return placed.host_bytes + landing_bytes(_gradients_on_host(placed), self._device)
+        found = self._optimizer.tiers.host_bytes if self._optimizer.tiers else 0
+        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below:
+            found += self._optimizer.below.host_bytes
+        return found
+
+    def _at_first(self, placed: Placement) -> Placement:
+        """Before the first update: all that may rest off the device does."""
+        every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+        return _sunk_by(self._memory, replace(placed, on_host=every, on_disk=frozenset()), self._device)
+
+    def _on_disk_instead(self, placed: Placement) -> int | None:
+        """Bytes that would rest on disk, at the most, if there were one; None if that would not help."""
+        memory, optimizer = self._memory, self._optimizer
+        with_disk = memory.model_copy(update={"disk_dir": "."})
+        if memory.spills or not with_disk.spills or memory.host_budget is None or optimizer.tiers is None:
+            return None
+        if not memory.moves:
+            sizes = {i: size for i in range(len(self._chunks)) if (size := optimizer.record_bytes(i))}
+            there = sunk(sizes, room := memory.host_budget - self._host_bytes(placed) + sum(sizes.values()))
+            some = {i: sizes[i] for i in there}
+            rest = sum(sizes.values()) - sum(some.values()) + passing_bytes(some)
+            return sum(some.values()) if rest <= room else None
+        every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+        found = [_sunk_by(with_disk, each, self._device) for each in (placed, replace(placed, on_host=every))]
+        fits = all(self._host_bytes(each) <= memory.host_budget for each in found)
+        return max(each.read_bytes for each in found) if fits else None
 
     def _smaller(self, placed: Placement) -> Iterator[tuple[str, int]]:
         """Changes, the least first, and what the device would then hold: as `plan` has it, if it knows the model."""

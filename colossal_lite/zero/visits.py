@@ -29,6 +29,12 @@ from colossal_lite.memory.store import WEIGHTS, TaskRecords
 from colossal_lite.zero.budget import COMING, LEAVING, OUTGOING, VISITING, VISITORS, Kind
 
 
+def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
+    """Of what sums land in to be added on the host beside a device, where those of so many bytes rest there: a thread
+    adds as it copies, and needs nothing."""
+    return min(OUTGOING, len(gradients)) * max(gradients, default=0) if device.type == "cuda" else 0
+
+
 class HostShards:
     """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
 

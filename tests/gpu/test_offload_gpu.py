@@ -207,7 +207,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_bytes_that_it_needs() ->
 def test_state_rests_in_memory_that_is_locked_and_no_larger_than_it_needs() -> None:
     def look(engine: Engine) -> None:
         tiers: Any = engine._optimizer.tiers
-        assert all(room.is_pinned() for room in tiers._rest if room.numel())
+        assert all(room.is_pinned() for room in tiers._host.rest.values())
         chunk: Chunk
         for chunk in engine._chunks:
             for room in (chunk.weights_at_rest, chunk.gradient_at_rest):

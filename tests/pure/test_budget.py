@@ -8,9 +8,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from colossal_lite.memory.records import PAGE_BYTES
+from colossal_lite.zero import budget as budget_module
 from colossal_lite.zero.bound import Phase, Use, link_bound
 from colossal_lite.zero.budget import (
     GRADIENT_DOWN,
@@ -23,8 +28,11 @@ from colossal_lite.zero.budget import (
     Placement,
     Way,
     divide,
+    passing_bytes,
     place,
+    sink,
     slot_bytes,
+    sunk,
     visiting_bytes,
 )
 
@@ -213,11 +221,12 @@ def test_p5_weights_that_stay_for_good_meet_the_best_policy_and_the_bound(
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sizes", [(10, 10, 20), (5, 10, 25), (10, 10, 10)])
 def test_p5_what_stays_for_good_meets_the_bound_with_several_micro_batches_too(
-    accumulation: int, sizes: tuple[int, int, int]
+    accumulation: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the weights are their own masters: to move something out of the way for a phase saves nothing. Here without
     slots, and with room for whole pieces."""
-    pieces = [replace(piece, slots=()) for piece in pieces_of([sizes] * 6, accumulation)]
+    monkeypatch.setattr(budget_module, "AWAY", dict.fromkeys(Kind, ()))
+    pieces = pieces_of([sizes] * 6, accumulation)
     phases = phases_of(pieces, accumulation)
     for capacity in range(0, 6 * sum(sizes) + 1, 40):
         placed = place(pieces, {}, capacity)
@@ -225,10 +234,13 @@ def test_p5_what_stays_for_good_meets_the_bound_with_several_micro_batches_too(
         assert placed.up_bytes + placed.down_bytes == bound
 
 
-def test_where_masters_are_apart_a_policy_that_gives_the_room_of_weights_to_gradients_moves_less() -> None:
+def test_where_masters_are_apart_a_policy_that_gives_the_room_of_weights_to_gradients_moves_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody reads weights between a backward and their update: the plan, which leaves them there, is above the bound
     by up to what that would save."""
-    pieces = [replace(piece, slots=()) for piece in pieces_of([(5, 10, 30)] * 6, own_master=False)]
+    monkeypatch.setattr(budget_module, "AWAY", dict.fromkeys(Kind, ()))
+    pieces = pieces_of([(5, 10, 30)] * 6, own_master=False)
     placed = place(pieces, {}, 30)
     moved, bound = placed.up_bytes + placed.down_bytes, link_bound(phases_of(pieces, own_master=False), 30)
     assert placed.device_bytes == 30 and moved - bound == 2 * 30
@@ -415,3 +427,109 @@ def test_a_record_on_the_host_moves_what_is_beside_it_on_the_device() -> None:
     assert moved(record, weights) == (6 * 2, 4)
     assert moved(record, weights, gradient) == (6 * 2, 3 * 4)
     assert moved(weights, gradient) == (6 * 2 + 4, 2 + 3 * 4)
+
+
+# ---- three tiers ----
+
+RECORDS = st.lists(
+    st.one_of(st.integers(1, 20).map(lambda pages: pages * PAGE_BYTES), st.integers(0, 60_000)), max_size=9
+)
+
+
+def held(records: Mapping[int, int], down: frozenset[int]) -> int:
+    """On the host."""
+    some = {chunk: records[chunk] for chunk in down}
+    return sum(records.values()) - sum(some.values()) + passing_bytes(some)
+
+
+def each_set(records: Mapping[int, int]) -> list[frozenset[int]]:
+    counts = range(len(records) + 1)
+    return [frozenset(some) for count in counts for some in itertools.combinations(records, count)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(RECORDS, st.data())
+def test_no_other_set_of_records_that_the_host_has_room_for_has_fewer_bytes_on_disk(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """By trying all of them. Where none is enough, no other leaves the host with less; and more room never costs."""
+    records = dict(enumerate(sizes))
+    tried = each_set(records)
+    before = None
+    for room in sorted(data.draw(st.lists(st.integers(-1, sum(sizes) + 1), min_size=4, max_size=4))):
+        down = sunk(records, room)
+        read = sum(records[chunk] for chunk in down)
+        fitting = [sum(records[c] for c in some) for some in tried if held(records, some) <= room]
+        if fitting:
+            assert held(records, down) <= room and read == min(fitting)
+            assert before is None or read <= before
+            before = read
+        else:
+            assert held(records, down) == min(held(records, some) for some in tried)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 10**9), min_size=20, max_size=40), st.floats(0, 1))
+def test_of_too_many_sums_to_follow_all_what_is_found_is_enough_and_hardly_more(
+    sizes: list[int], share: float
+) -> None:
+    records = dict(enumerate(sizes))
+    room = round(share * sum(sizes))
+    with patch.object(budget_module, "MOST_SUMS", 2**9):
+        down = sunk(records, room)
+    read, over = sum(records[c] for c in down), sum(sizes) - room
+    if held(records, down) <= room and down:
+        spare = room - held(records, down)
+        assert spare <= max(min(records[c] for c in down), 0.1 * sum(sizes)), "not a record more than needed"
+        assert read > over
+    elif over > 0:
+        whole = [frozenset(c for c in records if records[c] <= largest) for largest in sizes]
+        assert min(held(records, some) for some in whole) > room
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 5000])
+def test_records_on_disk_are_at_equal_distances_and_thousands_are_placed_at_once(count: int) -> None:
+    records = dict.fromkeys(range(5000), 10 * PAGE_BYTES)
+    down = sorted(sunk(records, (5000 - count + 4 * (count >= 5)) * 10 * PAGE_BYTES))
+    assert len(down) == (count if count >= 5 else 4 + count)
+    gaps = [b - a for a, b in zip(down, [*down[1:], 5000 + down[0]], strict=True)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("seed", RANDOM[:5])
+@pytest.mark.parametrize("updates", [pieces_of, updated_on_host])
+def test_i7_neither_budget_is_exceeded_where_there_is_a_disk_or_the_host_holds_the_least_it_can(
+    seed: int, updates: Any
+) -> None:
+    draw = random.Random(seed)
+    page = PAGE_BYTES
+    sizes = [tuple(draw.randint(0, 9) * page + draw.choice((0, 100)) for _ in range(3)) for _ in range(7)]
+    pieces = updates(sizes, draw.choice((1, 2)), draw.choice((True, False)))
+    whole = place(pieces, {"staging": 11}, None).device_bytes
+    records = {p.name.chunk: p.bytes for p in pieces if p.name.kind is Kind.OPTIMIZER}
+    for device in (0, whole // 2):
+        placed, beside = place(pieces, {"staging": 11}, device), draw.choice((0, 7 * page))
+        away = {c: b for c, b in records.items() if Name(c, Kind.OPTIMIZER) in placed.on_host}
+        saved = max(sum(away.values()) - held(away, some) for some in each_set(away))
+        least, read = placed.host_bytes - saved, list[int]()
+        for share in (0.0, 0.3, 0.5, 0.8, 1.0):
+            host = round(share * (placed.host_bytes + beside))
+            found = sink(placed, host, beside)
+            assert found.away == placed.on_host and not found.on_host & found.on_disk
+            assert {name.kind for name in found.on_disk} <= {Kind.OPTIMIZER}
+            assert (found.device_bytes, found.up_bytes, found.down_bytes) == (
+                placed.device_bytes, placed.up_bytes, placed.down_bytes,
+            )  # fmt: skip
+            if least + beside <= host:
+                assert found.host_bytes + beside <= host
+                read.append(found.read_bytes)
+            else:
+                assert found.host_bytes == least
+        assert read == sorted(read, reverse=True) and read[-1] == 0, "with room for all none is on disk"
+
+
+def test_a_placement_on_three_tiers_prints_what_is_read() -> None:
+    pieces = pieces_of([(4, 4, 2 * PAGE_BYTES)] * 9)
+    text = str(sink(place(pieces, {"staging": 5}, 30_000), 60_000))
+    said = ("optimizer    disk", "passing      host", "of 60,000", "optimizer on disk: ", "disk in a step: ")
+    assert all(each in text for each in said), text

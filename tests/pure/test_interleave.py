@@ -223,3 +223,48 @@ def test_updates_within_backward_go_the_way_of_gradients_and_their_records_too()
     ]
     (some,) = update_plan(3, ahead=1, moving={0}, backward=True)
     assert {a.chunk for a in some if a.kind is not Kind.UPDATE} == {0}
+
+
+SOME = [set[int](), {0}, {3}, {8}, {0, 8}, {1, 2}, {0, 4, 8}, {1, 4, 7}, {0, 1, 2, 5, 6, 8}, set(range(9))]
+
+
+@pytest.mark.parametrize("crossing", [None, *CROSSINGS])
+@pytest.mark.parametrize("on_disk", SOME, ids=str)
+def test_p3_where_some_records_rest_on_disk_these_alone_pass_and_all_are_there_again(
+    on_disk: set[int], crossing: str | None
+) -> None:
+    """Within the slots of those alone, however far apart they are; and every action is needed."""
+    on_host = {} if crossing is None else dict.fromkeys(range(0, 9, 2), CROSSINGS[crossing])
+    for ahead in (0, 1, 2):
+        for below in (0, 1, 2):
+            plan = update_plan(9, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+            reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, DISK)]
+            writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.EVICT, DISK)]
+            assert reads == writes == sorted(on_disk)
+            memory = memory_of(9, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+            check(plan, memory=memory)
+    for number, action in enumerate(plan[0]):
+        if action.resource == DISK:
+            with pytest.raises(PlanError):
+                check(Plan(((*plan[0][:number], *plan[0][number + 1 :]),)), memory=memory)
+
+
+def test_records_on_disk_are_read_when_those_before_them_have_their_turn() -> None:
+    """The chunks between them are what a slow disk hides behind."""
+    assert str(update_plan(7, ahead=1, below=1, on_disk={1, 4, 6})) == (
+        "0FETCH#1@disk 0FETCH#4@disk 0FETCH#0 0FETCH#1 0UPDATE#0 0EVICT#0 "
+        "0FETCH#6@disk 0FETCH#2 0UPDATE#1 0EVICT#1 0EVICT#1@disk 0FETCH#3 0UPDATE#2 0EVICT#2 "
+        "0FETCH#4 0UPDATE#3 0EVICT#3 0FETCH#5 0UPDATE#4 0EVICT#4 0EVICT#4@disk "
+        "0FETCH#6 0UPDATE#5 0EVICT#5 0UPDATE#6 0EVICT#6 0EVICT#6@disk"
+    )
+    seconds = {Kind.FETCH: 0.1, Kind.EVICT: 0.1, Kind.UPDATE: 1.0}
+    for stride, hides in ((1, False), (2, False), (5, True)):
+        some = set(range(0, 20, stride))
+        made = simulate(
+            update_plan(20, ahead=1, below=1, on_disk=some),
+            lambda a: 2.4 if a.resource == DISK else seconds[a.kind],
+            memory=memory_of(20, ahead=1, below=1, on_disk=some),
+        )
+        assert (made.makespan_s < 20 + 6 * 2.4) == hides, (
+            "every fifth is read and written in the time of five"
+        )

@@ -4,9 +4,8 @@ is read but in its newest version."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,13 +22,14 @@ from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.lane import LinkSpeed, ThreadLane
 from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.pack import ChunkSpec, Item, pack
+from colossal_lite.memory.records import FileLayout
 from colossal_lite.memory.store import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.plan import Kind
 from colossal_lite.precision import ChunkTypes
-from colossal_lite.zero import build, tiers
+from colossal_lite.zero import build, homes, tiers
 from colossal_lite.zero.interleave import update_plan
 
 # ---- I1: every element of a parameter is in one shard of one chunk, and what lies between adds to no norm ----
@@ -201,6 +201,7 @@ def assert_newest_versions(
     below: int | None,
     directory: Path,
     delays: Callable[[str], float] = lambda link: 0.0,
+    on_disk: Callable[[int], Collection[int]] = range,
 ) -> None:
     """Steps of updates by the plan, on the real tiers. Every element of a record is stamped with its chunk and its
     version: an update must find the last one, and so must whoever looks where the records rest, after each step."""
@@ -213,19 +214,21 @@ def assert_newest_versions(
         return run(self, work, size_bytes, **more)
 
     chunks, states = records(count), [{"moment": torch.float32}] * count
-    opened = partial(DiskFile, directory, label="test", timeout_s=20.0)
+
+    def opened(layout: FileLayout, resting: Collection[int]) -> DiskFile:
+        return DiskFile(directory, layout, label="test", timeout_s=20.0, resting=resting)
+
     with (
         patch.object(tiers, "SLOTS", ahead + 2),
-        patch.object(tiers, "HOST_SLOTS", (below or 0) + 3),
+        patch.object(homes, "HOST_SLOTS", (below or 0) + 3),
         patch.object(Link, "run", delayed),
     ):
-        made: tiers.States
-        if below is None:
-            made = tiers.HostStates(chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")))
-        else:
-            made = tiers.DiskStates(chunks, states, 20.0, LinkSpeed(), opened)
+        made = tiers.States(
+            chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")),
+            on_disk=None if below is None else on_disk(count), open_file=opened,
+        )  # fmt: skip
         try:
-            (plan,) = update_plan(count, ahead=ahead, below=below)
+            (plan,) = update_plan(count, ahead=ahead, below=below, on_disk=made.on_disk)
             for index in range(count):
                 for part in made.opened(index, write=True).values():
                     part.fill_(100 * index)
@@ -266,6 +269,17 @@ def test_i4_and_so_is_every_record_on_disk(ahead: int, below: int, tmp_path: Pat
         assert_newest_versions(count, ahead, below, tmp_path)
 
 
+@pytest.mark.parametrize("some", [{0}, {8}, {2, 3}, {0, 4, 8}, {1, 2, 5, 6, 8}, set(range(1, 9))], ids=str)
+def test_i4_and_so_it_is_where_some_rest_on_disk_and_the_others_on_the_host(
+    some: set[int], tmp_path: Path
+) -> None:
+    assert_newest_versions(9, 1, 1, tmp_path, on_disk=lambda count: some)
+    draw = random.Random(len(some))
+    assert_newest_versions(
+        9, 1, 1, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)), on_disk=lambda count: some
+    )
+
+
 @pytest.mark.parametrize("below", [None, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_i5_no_record_is_read_before_it_has_come_however_long_copies_take(
@@ -275,7 +289,7 @@ def test_i5_no_record_is_read_before_it_has_come_however_long_copies_take(
     assert_newest_versions(5, 1, below, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)))
 
 
-def _not_taken_back(original: Any, self: tiers.HostStates, index: int) -> None:
+def _not_taken_back(original: Any, self: tiers.States, index: int) -> None:
     """The hole of a plan that empties a slot only when another record needs it."""
     if index < len(self._records) - 1:
         original(self, index)
@@ -296,7 +310,7 @@ def _refilled_before_it_is_empty(
 
 
 FAULTS_TIERS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "the last record is not taken back": ("", tiers.HostStates, "evict", _not_taken_back),
+    "the last record is not taken back": ("", tiers.States, "evict", _not_taken_back),
     "a record is read before it has come": ("h2d", Transfer, "wait", _not_awaited),
     "a slot is refilled before it is empty": ("d2h", Link, "copy", _refilled_before_it_is_empty),
 }

@@ -19,7 +19,7 @@ from colossal_lite.memory.lane import LinkSpeed
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.zero import reside as reside_module
 from colossal_lite.zero.bound import Phase, Use, link_bound
-from colossal_lite.zero.budget import Kind, Name, Placement, place
+from colossal_lite.zero.budget import Kind, Name, Placement, place, sink
 from colossal_lite.zero.reside import Residence
 from colossal_lite.zero.sharded import ShardedWeights, units_of
 from tests.covering import covering_array, name_of
@@ -117,14 +117,32 @@ def on_tier(engine: Engine, tier: str) -> int:
 
 def _extent(env: RankEnv, case: Case, **more: Any) -> tuple[int, int]:
     """Bytes of the least and of the most that a run can use."""
+    placed = _free(env, case, **more)
+    least, whole = (place(placed.pieces, dict(placed.fixed), at).device_bytes for at in (1, 2**40))
+    return least, whole
+
+
+def _free(env: RankEnv, case: Case, **more: Any) -> Placement:
+    """What there is to place in a run."""
     with env.launch(replace(case, config={**case.config, **auto(2**40, **more)}).full_config) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
         inputs, labels = case.batch(0)
         engine.train_step((inputs[cut], labels[cut]))
-        placed = placement_of(engine)
-        least, whole = (place(placed.pieces, dict(placed.fixed), at).device_bytes for at in (1, 2**40))
-        return least, whole
+        return placement_of(engine)
+
+
+def three_tiers(env: RankEnv, case: Case, directory: str, **more: Any) -> dict[str, Any]:
+    """Budgets of the device and of the host beside which about half of what can be on disk has to be, or more for the
+    first step, which has everything off the device."""
+    free = _free(env, case, **more)
+    least, whole = (place(free.pieces, dict(free.fixed), at).device_bytes for at in (1, 2**40))
+    device = round(least + 0.1 * (whole - least))
+    placed = place(free.pieces, dict(free.fixed), device)
+    first = replace(placed, on_host=frozenset(piece.name for piece in placed.pieces if piece.moves))
+    half = (sink(placed, 0).host_bytes + placed.host_bytes) // 2
+    host = max(sink(first, 0).host_bytes, half)
+    return auto(device, host_budget=host, disk_dir=directory, **more)["memory"]
 
 
 ROWS = covering_array(
@@ -171,6 +189,8 @@ WAYS = covering_array(
             "static, updated there",
             *SHARES,
             "auto, some, updated there",
+            "auto, three tiers",
+            "auto, three tiers, updated there",
         ],  # fmt: skip
         chunk_bytes=[SMALL // 2, None],
         prefetch=[0, 1, 2],
@@ -188,6 +208,8 @@ def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[
     if placement == "static":
         fractions = dict(weights=0.5, gradients=1.0, optimizer=0.8)
         return dict(placement="static", host_fraction=fractions) | there
+    if placement == "auto, three tiers":
+        return three_tiers(env, case, directory, **there)
     if placement in SHARES:
         case = replace(case, config=dict(case.config))
         least, whole = _extent(env, case, **there)
@@ -309,6 +331,8 @@ class Told:
     reads: tuple[int, ...]
     """How often a micro-batch brings the weights of each chunk."""
     unit_bytes: int
+    disk_bytes: tuple[int, int]
+    """Read and written."""
 
 
 def told(env: RankEnv, case: Case, times: float, **more: Any) -> Told:
@@ -319,20 +343,22 @@ def told(env: RankEnv, case: Case, times: float, **more: Any) -> Told:
     ) as context:
         engine = start(case, context)
         cut = context.local_batch(case.global_batch)
-        losses, before, tiers = [], (0, 0), engine._optimizer.tiers
+        losses, before, tiers = [], [0, 0, 0, 0], engine._optimizer.tiers
         assert tiers is not None
         for number in range(case.steps):
-            before = tiers.up.moved_bytes, tiers.down.moved_bytes
+            before = [link.moved_bytes for link in tiers.links]
             inputs, labels = case.batch(number)
             losses.append(float(engine.train_step((inputs[cut], labels[cut])).loss))
+        moved = [link.moved_bytes - mark for link, mark in zip(tiers.links, before, strict=True)]
         weights, chunks = engine._weights, engine._chunks
         assert isinstance(weights, ShardedWeights) and weights.plan is not None
         stays = weights.plan.stays()
         units = {unit for unit in units_of(chunks).values()}
         return Told(
-            tuple(losses), tiers.up.moved_bytes - before[0], tiers.down.moved_bytes - before[1], placement_of(engine),
+            tuple(losses), moved[0], moved[1], placement_of(engine),
             tuple(stays[chunk.spec.id] for chunk in chunks),
             max(sum(chunks[c].resting_bytes for c in unit) for unit in units),
+            (sum(moved[2:3]), sum(moved[3:4])),
         )  # fmt: skip
 
 
@@ -368,7 +394,10 @@ def phases_of(told: Told, micro_batches: int = 1) -> list[Phase]:
 
 
 def told_with_disk(env: RankEnv, case: Case, times: float, directory: str) -> Told:
-    return told(env, case, times, disk_dir=directory)
+    """With a host that has room for weights, gradients and a third of the records."""
+    state_bytes = sum(rows_of(env, case).values())
+    host_budget = round(state_bytes * (8 + 8 / 3) / 16)
+    return told(env, case, times, host_budget=host_budget, disk_dir=directory)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -380,12 +409,13 @@ def test_with_records_on_disk_states_of_eight_times_the_budget_train_to_the_same
     for found, losses in zip(
         run_world(told_with_disk, ranks, case, 8.0, str(tmp_path)), expected, strict=True
     ):
+        placed = found.placement
         assert found.losses == losses
-        assert found.placement.on_host and not any(n.kind is Kind.OPTIMIZER for n in found.placement.on_host)
-        record_bytes = (
-            2 * 4 * sum(p.bytes for p in found.placement.pieces if p.name.kind is Kind.WEIGHTS) // 4
-        )
-        assert found.up_bytes == found.placement.up_bytes + record_bytes
+        assert (found.up_bytes, found.down_bytes) == (placed.up_bytes, placed.down_bytes)
+        assert found.disk_bytes == (placed.read_bytes, placed.read_bytes)
+        assert placed.host_budget is not None and placed.host_bytes <= placed.host_budget
+        tiers = {placed.tier_of(p.name) for p in placed.pieces if p.name.kind is Kind.OPTIMIZER}
+        assert tiers >= {"host", "disk"} and 0.5 < len(placed.on_disk) / len(found.reads) < 0.9
     assert list(tmp_path.iterdir()) == []
 
 

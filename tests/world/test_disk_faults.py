@@ -21,7 +21,6 @@ from colossal_lite.manifest import CheckpointError
 from colossal_lite.memory import disk
 from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.problems import ConfigError
-from colossal_lite.zero.tiers import DiskStates
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_tiers import ADAMW, on_disk
@@ -33,8 +32,8 @@ CASE = Case(config=dict(precision="bf16", optimizer=ADAMW), chunk_bytes=SMALL //
 
 def file_of(engine: Engine) -> DiskFile:
     tiers = engine._optimizer.tiers
-    assert isinstance(tiers, DiskStates) and tiers._file is not None
-    return tiers._file
+    assert tiers is not None and tiers.disk is not None and tiers.disk.file is not None
+    return tiers.disk.file
 
 
 def step(engine: Engine, case: Case, number: int) -> float:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from colossal_lite.memory.pack import Interval
 from colossal_lite.report import MemoryRow
-from colossal_lite.zero import budget, build, tiers, visits
+from colossal_lite.zero import budget, build, homes, tiers, visits
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
@@ -29,6 +29,7 @@ from tests.world.test_budget import DEEP, config_of, memory_of
 PLACEMENTS = [
     *("device", "host", "disk", "static", "auto, least", "auto, some"),
     *("host, updated there", "disk, updated there", "static, updated there", "auto, some, updated there"),
+    *("auto, three tiers", "auto, three tiers, updated there"),
 ]
 ROWS = covering_array(
     dict(
@@ -180,7 +181,7 @@ def _longer(module: Any, name: str) -> Callable[[], tuple[Any, str, Any]]:
 
 FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
     "a slot more for records": (lambda: (tiers, "SLOTS", tiers.SLOTS + 1), 1, "host"),
-    "a slot more for records on disk": (lambda: (tiers, "HOST_SLOTS", tiers.HOST_SLOTS + 1), 1, "disk"),
+    "a slot more for records on disk": (lambda: (homes, "HOST_SLOTS", homes.HOST_SLOTS + 1), 1, "disk"),
     "a slot more for weights": (lambda: (visits, "VISITORS", budget.VISITORS + 1), 3, "auto, least"),
     "a slot more for gradients that come": (lambda: (visits, "COMING", budget.COMING + 1), 3, "static"),
     "a slot more for sums that go": (lambda: (visits, "OUTGOING", budget.OUTGOING + 1), 3, "static"),

@@ -40,6 +40,7 @@ from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import own, sharded, unshard
+from colossal_lite.zero.homes import DiskHome
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.interleave import Part
 from colossal_lite.zero.on_host import HostUpdates
@@ -47,7 +48,7 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
-from colossal_lite.zero.tiers import DiskStates, HostStates
+from colossal_lite.zero.tiers import States
 from colossal_lite.zero.visits import HostShards
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
@@ -672,15 +673,15 @@ def _refilled_before_it_is_empty(original: Any, self: Link, target: Any, source:
     return original(self, target, source)
 
 
-def _not_taken_back(original: Any, self: HostStates, index: int) -> None:
-    before = self._rest[index].clone()
+def _not_taken_back(original: Any, self: States, index: int) -> None:
+    before = self._host.rest[index].clone()
     original(self, index)
     if index == len(self._records) - 1:
         self.flush()
-        self._rest[index].copy_(before)
+        self._host.rest[index].copy_(before)
 
 
-def _read_before_it_came(original: Any, self: HostStates, index: int) -> Any:
+def _read_before_it_came(original: Any, self: States, index: int) -> Any:
     self._incoming[index].wait()
     self._here[index].fill_(0.1)
     return original(self, index)
@@ -694,8 +695,8 @@ HOST = replace(
 )
 FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a slot is refilled before it is empty": (HOST, Link, "copy", _refilled_before_it_is_empty),
-    "the last state is not taken back": (HOST, HostStates, "evict", _not_taken_back),
-    "state is read before it has come": (HOST, HostStates, "here", _read_before_it_came),
+    "the last state is not taken back": (HOST, States, "evict", _not_taken_back),
+    "state is read before it has come": (HOST, States, "here", _read_before_it_came),
 }
 ALL |= FAULTS_HOST
 
@@ -781,19 +782,18 @@ ALL |= FAULTS_BUDGET
 # ---- state on disk ----
 
 
-def _not_awaited(original: Any, self: DiskStates, index: int) -> None:
-    if index in self._came:  # else it was fetched ahead
-        slot, came = self._came[index]
-        came.wait()
-        self._elements(slot, index).fill_(0.1)  # what was in the slot before
-    original(self, index)
+def _not_awaited(original: Any, self: DiskHome, index: int, bring: Any) -> None:
+    slot, came = self._came[index]
+    came.wait()
+    self._elements(slot, index).fill_(0.1)  # what was in the slot before
+    original(self, index, bring)
 
 
 def _of_the_record_before(original: Any, self: DiskFile, record: int, target: torch.Tensor) -> None:
     original(self, max(record - 1, 0), target)
 
 
-def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None:
+def _written_before_it_came(original: Any, self: DiskHome, index: int) -> None:
     slot, came = self._leaving[index]
     came.wait()
     before = slot.clone()
@@ -803,7 +803,7 @@ def _written_before_it_came(original: Any, self: DiskStates, index: int) -> None
     slot.copy_(before)
 
 
-def _not_written(original: Any, self: DiskStates, index: int) -> None:
+def _not_written(original: Any, self: DiskHome, index: int) -> None:
     if index == 0:
         slot, came = self._leaving.pop(index)
         self._passing.give(slot, came)
@@ -816,10 +816,10 @@ DISK = replace(
     config=HOST.config | dict(memory=dict(placement="disk", disk_dir=tempfile.gettempdir())),
 )
 FAULTS_DISK: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "a read from disk is not awaited": (DISK, DiskStates, "fetch", _not_awaited),
+    "a read from disk is not awaited": (DISK, DiskHome, "leave", _not_awaited),
     "a record is read for another": (DISK, DiskFile, "read", _of_the_record_before),
-    "a record is written before it has come": (DISK, DiskStates, "write", _written_before_it_came),
-    "a record is not written": (DISK, DiskStates, "write", _not_written),
+    "a record is written before it has come": (DISK, DiskHome, "write", _written_before_it_came),
+    "a record is not written": (DISK, DiskHome, "write", _not_written),
 }
 ALL |= FAULTS_DISK
 

@@ -17,8 +17,8 @@ import colossal_lite as cl
 from colossal_lite.engine import Engine
 from colossal_lite.memory.mover import Link, Transfer
 from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
+from colossal_lite.zero.homes import HostHome
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.tiers import HostStates
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_tiers import ADAMW, on_disk
@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a record that was left is filled anew": (TaskRecords, "is_new", lambda self, chunk, kind: True),
     "step counts are not taken up": (ChunkOptimizer, "set_updates", lambda self, updates: None),
     "weights are not left": (ChunkOptimizer, "park", lambda self, version: None),
-    "an update that is owed is not told": (HostStates, "owe", lambda self: None),
+    "an update that is owed is not told": (HostHome, "owe", lambda self: None),
     "a record is whole when its bytes set out": (Link, "copy", _told_at_once),
 }
 
@@ -136,7 +136,9 @@ def test_a_sibling_that_is_told_too_soon_shows(fault: str, tmp_path: Path) -> No
 def records_of(engine: Engine) -> dict[int, Tensor]:
     """What rests on the host of each chunk's state, after a flush."""
     assert isinstance(engine._optimizer, ChunkOptimizer) and engine._optimizer.tiers is not None
-    return {chunk.spec.id: engine._optimizer.tiers._rest[i].clone() for i, chunk in enumerate(engine._chunks)}
+    return {
+        chunk.spec.id: engine._optimizer.tiers._host.rest[i].clone() for i, chunk in enumerate(engine._chunks)
+    }
 
 
 def watched(env: RankEnv, case: Case, fault: str = "") -> None:

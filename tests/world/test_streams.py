@@ -63,7 +63,12 @@ PLACES: dict[str, dict[str, Any]] = {
     ),
     "host, updated within backward": dict(memory=dict(placement="host"), **WITHIN),
     "disk, updated within backward": dict(memory=dict(placement="disk"), zero=dict(stage=3), **WITHIN),
-    "a budget and a disk": dict(memory=dict(placement="auto", device_budget=520_000), zero=dict(stage=3)),
+    "budgets and a disk": dict(
+        memory=dict(placement="auto", device_budget=392_000, host_budget=225_000), zero=dict(stage=3)
+    ),
+    "budgets and a disk, updated there": dict(
+        memory=dict(placement="auto", device_budget=325_000, host_budget=195_000, update="host"),
+    ),
 }  # fmt: skip
 
 

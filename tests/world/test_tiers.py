@@ -136,11 +136,13 @@ def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
         assert isinstance(moved, tiers.States)
         rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
         links = {row.link: row.moved_bytes for row in engine.link_report()}
-        assert links == dict.fromkeys(links, moved.record_bytes) and list(links)[:2] == ["h2d", "d2h"]
-        if isinstance(moved, tiers.DiskStates):
+        all_bytes = moved.record_bytes("host") + moved.record_bytes("disk")
+        assert links == dict.fromkeys(links, all_bytes) and list(links)[:2] == ["h2d", "d2h"]
+        if moved.disk is not None:
             assert list(links)[2:] == ["read", "write"]
-            assert moved._file is not None
-            assert os.fstat(moved._file._fds[0]).st_size == moved.disk_bytes == moved._file.layout.file_bytes
+            file = moved.disk.file
+            assert file is not None
+            assert os.fstat(file._fds[0]).st_size == moved.disk.bytes == file.layout.file_bytes
         assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
         return rows
 
@@ -234,12 +236,13 @@ def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:
             held = engine._optimizer.tiers if number else None
             assert held is None or isinstance(held, tiers.States)
             gate = threading.Event()
-            stands = (held.up, getattr(held, "reads", held.up)) if held is not None else ()
+            disk = held.disk if held is not None else None
+            stands = () if held is None else (held.up, held.up if disk is None else disk.reads)
             engine._rest()
             for link in stands:
                 link._thread.submit(gate.wait, 10)
             losses.append(float(engine.forward_backward(case.batch(number))))
-            assert held is None or held._here or getattr(held, "_came", None), "something was fetched ahead"
+            assert held is None or held._here or (disk and disk._came), "something was fetched ahead"
             engine.full_optimizer_state()
             assert held is None or not held._here
             assert not stands or not gate.is_set(), "nobody had to wait for it"
@@ -286,7 +289,7 @@ def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_ag
     (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=CPU)
-    states = tiers.HostStates([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
+    states = tiers.States([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
     states.fetch(0)
     states.here(0)["m"].fill_(3.0)
     gate = threading.Event()

@@ -18,9 +18,10 @@ import colossal_lite as cl
 from colossal_lite.plan import DISK, Action, Kind, check
 from colossal_lite.simulate import simulate
 from colossal_lite.zero import build
+from colossal_lite.zero.homes import BELOW
 from colossal_lite.zero.interleave import ON_DEVICE, Crossing, Part, run_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.tiers import AHEAD, BELOW
+from colossal_lite.zero.tiers import AHEAD
 from tests.pool import RankEnv, run_world
 from tests.virtual import Clock
 
