@@ -433,6 +433,39 @@ def test_a_run_goes_on_from_a_checkpoint_after_a_backward_that_ended_halfway(
         assert all(torch.equal(v, others[name][kind]) for name, s in states.items() for kind, v in s.items())
 
 
+class Peeks(nn.Module):
+    """Reads the weights of its last layer at first too, with no gradient for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 32)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+        self.last = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.embedding(x) @ self.last.weight.detach())
+        return self.head(self.last(self.layers(h)))
+
+
+def peeking(env: RankEnv, update: str) -> str:
+    config = dict(precision="fp32", optimizer=dict(type="adamw", update=update))
+    with env.launch(config) as context, patch("colossal_lite.zero.build.CHUNK_BYTES", 4 * 1024):
+        torch.manual_seed(0)
+        engine = cl.initialize(Peeks(), context=context)
+        try:
+            engine.train_step(batch_of(0))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def test_weights_that_are_read_after_their_update_are_told() -> None:
+    assert run_world(peeking, 1, "step") == [""]
+    (text,) = run_world(peeking, 1, "backward")
+    assert "modified by an inplace operation" in text
+
+
 def refused_with_own(env: RankEnv) -> str:
     with env.launch(dict(optimizer=dict(update="backward"))) as context:
         with pytest.raises(ValueError) as caught:
