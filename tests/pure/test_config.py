@@ -458,6 +458,17 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
         ({"memory": {"disk_bandwidth": 9}}, "memory.disk_bandwidth", "'device'"),
+        (
+            {"memory": {"placement": "auto", "device_budget": 9, "disk_dir": "x"}},
+            "memory.disk_dir",
+            "without host_budget",
+        ),
+        ({"memory": {"placement": "host", "disk_dir": "x"}}, "memory.disk_dir", "without host_budget"),
+        (
+            {"memory": {"placement": "static", "host_fraction": {"optimizer": 0.5}, "disk_dir": "x"}},
+            "memory.disk_dir",
+            "'static' does not use the disk",
+        ),
         ({"memory": {"link_latency_s": 0.1}}, "memory.link_latency_s", "nothing moves"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
         ({"memory": {"host_fraction": {"weights": 0.5}}}, "memory.host_fraction.weights", "'device'"),

@@ -357,6 +357,39 @@ def test_the_file_has_no_name_and_outlives_its_directory(opened: Open, tmp_path:
     assert_holds(file)
 
 
+def test_records_that_rest_elsewhere_are_holes_and_room_that_is_given_back_is_free(opened: Open) -> None:
+    """Where the file system makes holes, as tmpfs, ext4, xfs and btrfs do."""
+
+    def taken(file: DiskFile) -> int:
+        return os.fstat(file._fds[0]).st_blocks * 512
+
+    file, probe = opened(resting={2}), PAGE_BYTES
+    assert 7 * PAGE_BYTES <= taken(file) <= 7 * PAGE_BYTES + probe
+    file.write(2, content(2))
+    file.make_room(0)
+    file.write(0, content(0))
+    assert torch.equal(read(file, 0), content(0)) and torch.equal(read(file, 2), content(2))
+    assert taken(file) >= 11 * PAGE_BYTES
+    file.give_back(2)
+    assert torch.equal(read(file, 0), content(0))
+    if taken(file) > 11 * PAGE_BYTES:
+        pytest.skip("this file system makes no holes in a file")
+    assert taken(file) == 4 * PAGE_BYTES
+    with pytest.raises(DiskError, match="nothing was written"):
+        read(file, 2)
+
+
+def test_a_disk_that_has_no_room_for_one_more_record_says_so(opened: Open) -> None:
+    file = opened(resting={0})
+    with (
+        patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(DiskError, match="record 2 of 28,672 bytes has no room: No space left on device"),
+    ):
+        file.make_room(2)
+    with pytest.raises(DiskError, match="has no room"):
+        file.check()
+
+
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with (
         patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),

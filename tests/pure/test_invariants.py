@@ -187,9 +187,10 @@ STEPS = 3
 CHUNK = 1024
 
 
-def records(count: int) -> tuple[Chunk, ...]:
-    """Chunks of one block each in bf16, whose masters are apart from the weights."""
-    specs = pack([Item(f"p{i}", CHUNK) for i in range(count)], target_numel=1)
+def records(count: int, numels: Sequence[int] = ()) -> tuple[Chunk, ...]:
+    """Chunks of one block each in bf16, or of so many elements, whose masters are apart from the weights."""
+    numels = numels or [CHUNK] * count
+    specs = pack([Item(f"p{i}", numels[i]) for i in range(count)], target_numel=1)
     alone = Groups(*[Mesh.serial().axis("data")] * 4)
     types = ChunkTypes(torch.bfloat16, torch.float32, torch.float32)
     return tuple(Chunk(spec, alone, device=torch.device("cpu"), types=types) for spec in specs)
@@ -278,6 +279,52 @@ def test_i4_and_so_it_is_where_some_rest_on_disk_and_the_others_on_the_host(
     assert_newest_versions(
         9, 1, 1, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)), on_disk=lambda count: some
     )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tmp_path: Path) -> None:
+    """Any to any: some to the device, some to disk, some to the host; those that are left are updated as before."""
+    draw = random.Random(seed)
+
+    def some(of: Collection[int]) -> set[int]:
+        return {index for index in of if draw.random() < 0.5}
+
+    def opened(layout: FileLayout, resting: Collection[int]) -> DiskFile:
+        return DiskFile(tmp_path, layout, label="test", timeout_s=20.0, resting=resting)
+
+    sizes = [draw.choice((CHUNK, 3 * CHUNK)) for _ in range(9)]
+    chunks, records_of_task = records(9, sizes), TaskRecords("", torch.device("cpu"))
+    made = tiers.States(
+        chunks, [{"moment": torch.float32}] * 9, 20.0, LinkSpeed(), records_of_task,
+        on_disk=some(range(9)) if seed else (), open_file=opened,
+    )  # fmt: skip
+    for index in range(9):
+        for number, part in enumerate(made.opened(index, write=True).values()):
+            part.fill_(10 * index + number)
+    left = some(range(9)) | {0, 8}
+    for index in {*range(9)} - left:
+        assert [set(part.tolist()) for part in made.opened(index, write=False).values()] == [
+            {10 * index}, {10 * index + 1},
+        ]  # fmt: skip
+        made.release(index)
+    there = some(left) | {0}
+    made.settle_homes(there)
+    assert made.disk is not None and made.on_disk == there
+    assert {i for i in left if made.tier_of(i) == "host"} == left - there
+    assert {number for number, _ in records_of_task._rooms} == left - there, "no other room is kept"
+    room_bytes = sum(room.nbytes for room in records_of_task._rooms.values())
+    assert made.host_bytes == room_bytes + min(4, len(there)) * max(8 * sizes[i] for i in there)
+    (plan,) = update_plan(9, ahead=1, below=1, on_disk=made.on_disk, moving=left)
+    for action in plan:
+        if action.kind is not Kind.UPDATE:
+            made.moves[action.kind](action)
+        elif (index := action.chunk or 0) in left:
+            made.here(index)["moment"].add_(1)
+    made.flush()
+    for index in left:
+        parts = made.opened(index, write=False).values()
+        assert [set(part.tolist()) for part in parts] == [{10 * index + 1}, {10 * index + 1}]
+    made.close()
 
 
 @pytest.mark.parametrize("below", [None, 1])

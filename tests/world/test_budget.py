@@ -765,6 +765,92 @@ def test_a_host_budget_is_held_too() -> None:
         assert "memory.host_budget = 1000" in text and "memory.device_budget = " not in text
 
 
+# ---- three tiers ----
+
+
+def run_on(env: RankEnv, case: Case, memory: dict[str, Any]) -> Any:
+    """As `bits`, and where records rested before the first update and after it; the host never holds more than its
+    budget, what is planned is what is held and moved, and `plan` foretells it."""
+    memory = three_tiers(env, case, memory["disk_dir"]) if "placement" not in memory else memory
+    with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
+        engine = start(case, context)
+        tiers, seen, steps = engine._optimizer.tiers, list[int](), list[Step]()
+        assert tiers is not None
+        first = tiers.on_disk
+        for number in range(case.steps):
+            seen.append(on_tier(engine, "host"))
+            steps += steps_of(engine, context, case, [number])
+        rows, links = engine.memory_report(), {row.link: row.moved_bytes for row in engine.link_report()}
+        seen.append(on_tier(engine, "host"))
+        assert all(row.now_bytes == row.forecast_bytes for row in rows if row.kind != "staging"), rows
+        assert max(seen) <= memory["host_budget"]
+        on_disk = tiers.record_bytes("disk")
+        assert links["read"] == links["write"] == on_disk
+        if memory["placement"] == "host":
+            batch, sequence = case.global_batch, case.tokens
+            made = planner.plan(
+                context.config, case.model, batch=batch, sequence=sequence, world_size=env.world_size
+            )
+            told = {(row.kind, row.tier): row.bytes for row in made.memory if row.kind != "exchange"}
+        else:
+            told = {(kind, tier): held for kind, tier, held in placement_of(engine).rows}
+        held = {(row.kind, row.tier): row.now_bytes for row in rows if row.tier in ("host", "disk")}
+        if memory["placement"] == "auto":  # where a record is one row with its masters
+            for tier in ("host", "disk"):
+                held["optimizer", tier] = held.pop(("masters", tier), 0) + held.get(("optimizer", tier), 0)
+        assert {at: b for at, b in held.items() if b} == {
+            at: b for at, b in told.items() if b and at[1] in ("host", "disk")
+        }
+        return (steps, engine.full_optimizer_state()), (first, tiers.on_disk)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_beyond_the_hosts_budget_records_of_the_host_rest_on_disk(
+    stage: int, update: str, tmp_path: Path
+) -> None:
+    """`placement="host"`: what no device budget decides is known when the engine is made."""
+    case = replace(DEEP, config=config_of(stage, precision="bf16"))
+    budget = (200_000 if update == "device" else 260_000) // (1 + stage)
+    memory = dict(placement="host", update=update, disk_dir=str(tmp_path), host_budget=budget)
+    found = run_world(run_on, 2, case, memory)
+    assert_same_bits([steps for steps, _ in found], run_world(bits, 2, case))
+    for _, (first, then) in found:
+        assert first == then and 5 <= len(first) < 12
+
+
+def test_records_change_their_tiers_when_it_is_known_what_the_device_has_room_for(tmp_path: Path) -> None:
+    case = replace(DEEP, config=config_of(3, precision="bf16"))
+    found = run_world(run_on, 2, case, dict(disk_dir=str(tmp_path)))
+    assert_same_bits([steps for steps, _ in found], run_world(bits, 2, case))
+    for _, (first, then) in found:
+        assert first != then and len(then) >= 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_host_has_no_room_for_is_refused_with_the_bytes_and_a_disk_that_would_help(
+    tmp_path: Path,
+) -> None:
+    """The advice that is told fits, and what is told to be the least is it."""
+    case = replace(DEEP, config=config_of(1, precision="bf16"))
+    for steps, memory in ((0, dict(placement="host")), (1, dict(placement="auto", device_budget=380_000))):
+        (text, other) = run_world(refused, 2, case, memory | dict(host_budget=105_000), steps)
+        assert text == other
+        found = re.search(
+            r"host_budget = 105000: ([\d,]+) bytes .*; or memory.disk_dir, for ([\d,]+) bytes", text
+        )
+        assert found and int(found[1].replace(",", "")) > 105_000, text
+        there = memory | dict(host_budget=105_000, disk_dir=str(tmp_path))
+        ((_, (first, _)), _) = run_world(run_on, 2, case, there)
+        assert first
+        (text, _) = run_world(refused, 2, case, there | dict(host_budget=1000), 0)
+        least = re.search(r"host_budget = 1000: ([\d,]+) bytes .* at the least", text)
+        assert least and "disk_dir" not in text, text
+        need = int(least[1].replace(",", ""))
+        assert "at the least" in run_world(refused, 2, case, there | dict(host_budget=need - 1), 0)[0]
+        run_world(run_on, 2, case, there | dict(host_budget=need))
+
+
 def test_a_checkpoint_of_a_run_within_a_budget_is_the_same_without_one(tmp_path: Any) -> None:
     free = replace(DEEP, config=config_of(3, precision="bf16"))
     tight = replace(free, config=free.config | auto(380_000))

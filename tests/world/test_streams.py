@@ -67,7 +67,8 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="auto", device_budget=392_000, host_budget=225_000), zero=dict(stage=3)
     ),
     "budgets and a disk, updated there": dict(
-        memory=dict(placement="auto", device_budget=325_000, host_budget=195_000, update="host"),
+        memory=dict(placement="auto", device_budget=330_000, host_budget=232_000, update="host"),
+        zero=dict(stage=3),
     ),
 }  # fmt: skip
 
