@@ -40,7 +40,7 @@ from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero import own, sharded, unshard
-from colossal_lite.zero.homes import DiskHome
+from colossal_lite.zero.homes import DiskHome, HostHome
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
 from colossal_lite.zero.interleave import Part
 from colossal_lite.zero.on_host import HostUpdates
@@ -805,10 +805,14 @@ def _written_before_it_came(original: Any, self: DiskHome, index: int) -> None:
 
 def _not_written(original: Any, self: DiskHome, index: int) -> None:
     if index == 0:
-        slot, came = self._leaving.pop(index)
-        self._passing.give(slot, came)
+        _nothing_written(original, self, index)
     else:
         original(self, index)
+
+
+def _nothing_written(original: Any, self: DiskHome, index: int) -> None:
+    slot, came = self._leaving.pop(index)
+    self._passing.give(slot, came)
 
 
 DISK = replace(
@@ -822,6 +826,35 @@ FAULTS_DISK: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a record is not written": (DISK, DiskHome, "write", _not_written),
 }
 ALL |= FAULTS_DISK
+
+
+# ---- state on three tiers ----
+
+
+def _not_brought_along(original: Any, self: States, index: int, home: Any) -> None:
+    original(self, index, home)
+    for part in home.opened(index, write=True).values():
+        part.fill_(0.1)  # what was there before
+    home.settle()
+
+
+def _stays_as_it_was(original: Any, self: HostHome, index: int, take: Any) -> None:
+    before = self.rest[index].clone()
+    original(self, index, take)
+    self.finish()
+    if index == max(self.rest):
+        self.rest[index].copy_(before)
+
+
+BUDGETS = dict(placement="auto", device_budget=490_000, host_budget=195_000, disk_dir=tempfile.gettempdir())
+THREE = replace(BUDGET, config=BUDGET.config | dict(memory=BUDGETS))
+"""Of twelve records ten begin on disk; when it is settled five are there, six on the host and one on the device."""
+FAULTS_THREE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
+    "a record that changes its tier is not brought along": (THREE, States, "_move", _not_brought_along),
+    "the last state on the host is not taken back there": (THREE, HostHome, "come_back", _stays_as_it_was),
+    "a record among others on disk is not written": (THREE, DiskHome, "write", _nothing_written),
+}
+ALL |= FAULTS_THREE
 
 
 # ---- sequence parallelism ----
@@ -1158,6 +1191,7 @@ CASES = {
     "state on the host": HOST,
     "state on the host, updated there": ON_HOST,
     "state on disk": DISK,
+    "state on three tiers": THREE,
     "cut": CUT,
     "whole": WHOLE,
     "shared": SHARED,
