@@ -31,7 +31,7 @@ from colossal_lite.zero.budget import Placement
 from colossal_lite.zero.build import host_room, sharding_of, slots_of
 from colossal_lite.zero.norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
-from colossal_lite.zero.reside import fixed_of, pieces_of, placed_by, update_bytes_of
+from colossal_lite.zero.reside import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
 from colossal_lite.zero.stages import Sharding
 from colossal_lite.zero.unshard import GatherPlan
 
@@ -140,7 +140,7 @@ def memory_rows(
         }
         pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
         fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
-        placed = placed_by(config.memory, pieces, fixed, META)
+        placed = placed_by(config.memory, pieces, fixed, META, beside_of(chunks, optimizer))
         told = {row.kind: row.origin for row in rows} | ORIGINS
         told["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)

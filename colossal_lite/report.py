@@ -3,11 +3,12 @@
 Note: what is measured, and when.
 State (weights, masters, gradients, optimizer) is allocated once, at the start or when a budget is settled, and in use
 from then on, so its rows are read off the chunks at any time, and their peak is what they hold.  Of slots (staging,
-gathered, visiting, passing, messages) the peak is what steps have really used, up to the furthest element or of the
-most buffers at once, whatever was set aside; where the plan is right it is as much.  What a step holds beside it is
-seen only by a `Metering` that is on: torch's dispatcher then calls Python for each operation, and nothing is paid
-outside.  Links count the bytes that copies were asked for and the seconds that the computing waited; a report of them
-begins with the step.
+gathered, visiting, arena, passing, messages) the peak is what steps have really used, up to the furthest element or of
+the most buffers at once, whatever was set aside; where the plan is right it is as much.  `arena` is one allocation that
+several kinds share (memory/arena.py): beside it `staging` and `visiting` are what was taken beyond the plan, as a rule
+nothing.  What a step holds beside it is seen only by a `Metering` that is on: torch's dispatcher then calls Python for
+each operation, and nothing is paid outside.  Links count the bytes that copies were asked for and the seconds that the
+computing waited; a report of them begins with the step.
 """
 
 from __future__ import annotations

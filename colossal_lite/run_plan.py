@@ -20,7 +20,7 @@ LIBRARIES_BYTES = 40 * 2**20
 ALLOCATOR_SHARE = 0.2
 
 STATE = (
-    "weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "messages", "frozen",
+    "weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "arena", "messages", "frozen",
 )  # fmt: skip
 
 

@@ -1,113 +1,251 @@
-"""Buffers that a step needs for a while: taken from what was set aside at the start.
+"""Bytes that a step needs for a while: taken from what was set aside at the start.
 
-Note: slots.
-A slot holds one chunk's gradient while that fills, or what other ranks sent of it.  When each chunk needs its slot is
-planned, so every slot has a place in one allocation that no other slot has at the same time (memory/pack.py), and the
-allocation is as large as the worst moment.  A model that does not keep to the plan (parameters that no backward
-reaches hold their chunk open) gets further buffers, which are kept and counted: a wrong forecast shows in
-`memory_report`, a wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
+Note: arenas and places.
+What is there for some moments of a step only has a place in an arena, which is planned: no two that are there at once
+overlap (memory/pack.py), so the arena is as large as the worst moment.  Kinds have an arena each, or share one; each
+takes its own `Places`.  A model that does not keep to the plan (parameters that no backward reaches hold their chunk
+open) gets further buffers for its gradients, which are kept and counted: a wrong forecast shows in `memory_report`, a
+wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
+
+Note: who had the bytes last.
+A place is handed back while transfers may still read or write it, and the next to take any of its bytes, of whatever
+kind, is given these to wait for: one table of an arena's bytes knows them (`Arena.take`).  What is computed needs no
+entry: it is over, or comes first on the device's own stream, after which a transfer begins; and a collective is waited
+for before its bytes are handed back.
 
 Note: what shares memory, and what does not.
-Each kind has one allocation in which whatever is needed at different moments overlaps: gradients that fill, what comes
-of other ranks' (`Slots`), gathered weights (zero/unshard.py), records, weights and gradients that visit for an update
-(mover.py `Places`).  Kinds do not share with each other, though gradients that fill and visitors are never there at
-once: where weights are gathered, the moments are known only when the first micro-batch has shown them, and by then the
-others are in use.  One allocation for all of a 124M GPT in bf16 on 2 ranks would take, by the same packing, at stage 3
-232 MB in place of 307 on the device, 457 of 543 with state on the host, and 412 of 720 with everything there; at
-stages 1 and 2 with state on the host 2 to 4 % less.
+Where weights or gradients rest on the host, a step is over when its updates are.  There, from the first update on
+(zero/reside.py), what a backward needs (gradients that fill, what comes of other ranks', sums that leave for the host)
+and what an update does (records, weights and gradients that visit) share one arena: it is as large as the larger of the
+two.  Until then those of the backward share one, and no visitor has a place.  For a 124M GPT in bf16 on 2 ranks with
+everything on the host that is 354 MB in place of 765 at stage 3, and 315 of 724 at stage 2.  Apart stay
+- gathered weights (zero/unshard.py): what the next forward begins with is gathered while visitors are there, so that
+  one arena would take 432 MB in place of 433 with them; where state rests on the device, 258 of 322, with moments that
+  only the first micro-batch shows;
+- records where they alone are off the device: they come while a backward runs, and go while the next forward does;
+- messages of a pipeline, and whatever is on the host.
 
 Note: high water.
-What a plan asks for and what a step really takes are counted apart: the furthest element that any taken slot has
-reached, and the most elements that were taken at once.  A plan that is right has both equal: a slot that nobody takes,
-or an interval that is longer than it is needed, is a wrong plan, though no number is wrong.  Cost: a sum over the slots
-that are taken, whenever one is.
+What a plan asks for and what a step really takes are counted apart: the furthest byte that any place has reached, and
+the most that was there at once, of all and of each kind.  A plan that is right has both equal: a place that nobody
+takes, or a stay that is longer than it is needed, is a wrong plan, though no number is wrong.  Who was taken away by a
+transfer, the last of its kind, is there for as long as that was planned.  Cost: a sum over the places that are taken,
+whenever one is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.pack import Interval, most_held, pack_intervals
+from colossal_lite.memory.pack import ArenaPlan, Interval, Stay, held_stays, pack_stays
+
+if TYPE_CHECKING:
+    from colossal_lite.memory.mover import Transfer
+
+Key = tuple[str, int]
+"""A kind and a number."""
 
 
-class Slots:
-    """One slot for each interval, whose `numel` it has; those that are needed at different moments may overlap."""
+class Arena:
+    """One allocation in which stays have their places, and the table of who has which bytes, and had them last."""
 
-    def __init__(self, intervals: Sequence[Interval], dtype: torch.dtype, device: torch.device) -> None:
-        self._offsets, self.numel = pack_intervals(intervals)
-        self.planned_held_numel = most_held(intervals)
-        """Elements taken at once, at the most, by the plan."""
-        self.most_held_numel = 0
-        """As it really was."""
-        self._most_numel = 0
-        self._numels = [one.numel for one in intervals]
-        self._dtype, self._device = dtype, device
-        self._arena = torch.zeros(self.numel, dtype=dtype, device=device)
-        self._taken: dict[int, Tensor | None] = {}  # slot -> the further buffer that it has, or None
-        self._spare: list[Tensor] = []
-        self._further_numel = 0
-
-    def take(self, slot: int) -> Tensor:
-        """The elements of a slot; they hold whatever they held."""
-        assert slot not in self._taken, f"slot {slot} is taken"
-        numel, start = self._numels[slot], self._offsets[slot]
-        if self._is_free(start, start + numel):
-            self._taken[slot] = None
-            self._count()
-            return self._arena[start : start + numel]
-        at = next((i for i, spare in enumerate(self._spare) if spare.numel() >= numel), None)
-        if at is None:
-            self._further_numel += numel
-            further = torch.zeros(numel, dtype=self._dtype, device=self._device)
-        else:
-            further = self._spare.pop(at)
-        self._taken[slot] = further
-        self._count()
-        return further[:numel]
-
-    def give(self, slot: int) -> None:
-        """Hand a slot back. Nothing may read it any more."""
-        assert slot in self._taken, f"slot {slot} was given back twice"
-        if (further := self._taken.pop(slot)) is not None:
-            self._spare.append(further)
-
-    def shrink(self) -> None:
-        """Let go of all that was not planned; no slot may be taken."""
-        assert not self._taken, f"slots {sorted(self._taken)} are in use"
-        self._spare.clear()
-        self._further_numel = self._most_numel = self.most_held_numel = 0
-
-    def _count(self) -> None:
-        reached = (
-            self._offsets[s] + self._numels[s] for s, further in self._taken.items() if further is None
-        )
-        beyond = sum(further.numel() for further in self._taken.values() if further is not None)
-        self._most_numel = max(self._most_numel, max(reached, default=0) + beyond)
-        self.most_held_numel = max(self.most_held_numel, sum(self._numels[slot] for slot in self._taken))
+    def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.most_bytes = self.most_held_bytes = 0
+        """As it really was: up to the furthest that was taken, and of those that were there at once."""
+        self._stays = {(stay.what, stay.number): stay for stay in plan.stays}
+        self._starts = dict(zip(self._stays, plan.offsets, strict=True))
+        self._is_of_one_kind = len({stay.what for stay in plan.stays}) == 1
+        self._room = torch.zeros(plan.bytes, dtype=torch.uint8, device=device)
+        self._taken: dict[Key, None] = {}
+        self._left: dict[Key, tuple[Transfer, ...]] = {}
+        self._leaving: dict[
+            str, tuple[Key, Transfer]
+        ] = {}  # of each kind who left last, and by which transfer
 
     @property
     def bytes(self) -> int:
-        return (self.numel + self._further_numel) * self._dtype.itemsize
+        return self._room.nbytes
+
+    def span(self, key: Key) -> tuple[int, int]:
+        """Bytes [start, stop) of a place."""
+        return self._starts[key], self._starts[key] + self._stays[key].bytes
+
+    def is_free(self, key: Key) -> bool:
+        """Whether nobody has any byte of this place."""
+        return not any(self._meet(key, other) for other in self._taken)
+
+    def take(self, key: Key) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """The bytes of a place, and the transfers after which they may be written."""
+        assert self.is_free(key), f"{key[1]} comes to a place that is taken"
+        start, stop = self.span(key)
+        beside = [other for other in self._left if self._meet(key, other)]
+        before = tuple(transfer for other in beside for transfer in self._left[other])
+        for other in beside:
+            first, end = self.span(other)
+            if start <= first and end <= stop:
+                del self._left[other]  # whoever waits for what comes now waits for that too
+        self._taken[key] = None
+        for what, (last, transfer) in tuple(self._leaving.items()):
+            if transfer in before or not self._is_beside(self._stays[last], self._stays[key]):
+                del self._leaving[what]
+        self.most_bytes = max(self.most_bytes, stop)
+        self.most_held_bytes = max(
+            self.most_held_bytes, sum(self.plan.sized(self._stays[k]) for k in self.here)
+        )
+        return self._room[start:stop], before
+
+    def give(self, key: Key, *last: Transfer) -> None:
+        """A place is handed back; it may be written when `last` are done."""
+        del self._taken[key]
+        self._leaving.pop(key[0], None)
+        if last:
+            self._left[key] = last
+            self._leaving[key[0]] = key, last[-1]
 
     @property
-    def most_bytes(self) -> int:
-        """As far as any slot has reached since `shrink`, with what was taken beyond the plan."""
-        return self._most_numel * self._dtype.itemsize
+    def here(self) -> list[Key]:
+        """Who has a place, or is on the way out of one."""
+        return [*self._taken, *(key for key, _ in self._leaving.values() if key not in self._taken)]
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.most_bytes = self.most_held_bytes = 0
+
+    def _is_beside(self, leaving: Stay, come: Stay) -> bool:
+        """Whether it is planned to be there still. One kind alone may come in the reverse order too."""
+        last = come.stop if self._is_of_one_kind else come.start
+        return leaving.start <= last and come.start <= leaving.stop
+
+    def _meet(self, one: Key, other: Key) -> bool:
+        (start, stop), (first, end) = self.span(one), self.span(other)
+        return start < end and first < stop
+
+
+class Places:
+    """The places of one kind in an arena, each taken by its number, in the order of their stays again and again, or, in
+    an arena of their own, in the reverse order."""
+
+    def __init__(
+        self, stays: Sequence[Stay], dtype: torch.dtype, device: torch.device, arena: Arena | None = None, *,
+        grows: bool = False,
+    ) -> None:  # fmt: skip
+        """`stays` of one kind; `arena`: that has places for them; None: one of their own.  `grows`: who comes to a
+        place that is taken gets a further buffer."""
+        self._stays = {stay.number: stay for stay in stays}
+        self._dtype, self._device, self._grows = dtype, device, grows
+        self.planned_held_bytes = held_stays(stays, 1)
+        """There at once, at the most, by the plan."""
+        self.most_held_bytes = 0
+        """As it really was."""
+        self._own = Arena(pack_stays(stays, 1), device) if arena is None else None
+        self._arena = self._own or arena
+        self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
+        self._spare: list[tuple[Tensor, tuple[Transfer, ...]]] = []
+        self._further_bytes = self._most_bytes = 0
+
+    def join(self, arena: Arena | None) -> None:
+        """These places are in `arena` from now on, and in none of their own; None: in none until this is called again.
+        None may be taken."""
+        self.shrink()
+        self._own, self._arena = None, arena
+
+    def take(self, number: int) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """A place, whose elements hold whatever they held, and the transfers after which it may be written."""
+        assert number not in self._taken, f"slot {number} is taken"
+        stay, arena = self._stays[number], self._arena
+        assert arena is not None, f"{stay.what}: places have been let go"
+        if not stay.bytes:
+            self._taken[number] = None
+            return torch.empty(0, dtype=self._dtype, device=self._device), ()
+        if not self._grows or arena.is_free((stay.what, number)):
+            room, before = arena.take((stay.what, number))
+            self._taken[number] = None
+        else:
+            further, before = self._one_more(stay.bytes)
+            self._taken[number], room = further, further[: stay.bytes]
+        self._count(arena)
+        return room.view(self._dtype), before
+
+    def take_now(self, number: int) -> Tensor:
+        """As `take`, for what is computed from now on to write."""
+        room, before = self.take(number)
+        for transfer in before:
+            transfer.wait()
+        return room
+
+    def give(self, number: int, *last: Transfer) -> None:
+        """A place is handed back; it may be written when `last` are done, and nothing else may read it."""
+        assert number in self._taken, f"slot {number} was given back twice"
+        stay, arena, further = self._stays[number], self._arena, self._taken.pop(number)
+        assert arena is not None
+        if further is not None:
+            self._spare.append((further, last))
+        elif stay.bytes:
+            arena.give((stay.what, number), *last)
+
+    def shrink(self) -> None:
+        """Let go of all that was not planned, and count anew; no place may be taken."""
+        assert not self._taken, f"slots {sorted(self._taken)} are in use"
+        self._spare.clear()
+        self._further_bytes = self._most_bytes = self.most_held_bytes = 0
+
+    @property
+    def stays(self) -> tuple[Stay, ...]:
+        return tuple(self._stays.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of an arena of their own."""
+        return self.planned_bytes // self._dtype.itemsize
 
     @property
     def planned_bytes(self) -> int:
-        return self.numel * self._dtype.itemsize
+        """Of an arena of their own."""
+        return 0 if self._own is None else self._own.bytes
 
-    def _is_free(self, start: int, stop: int) -> bool:
-        return all(
-            further is not None
-            or stop <= self._offsets[slot]
-            or self._offsets[slot] + self._numels[slot] <= start
-            for slot, further in self._taken.items()
-        )
+    @property
+    def bytes(self) -> int:
+        """Of that, and of further buffers."""
+        return self.planned_bytes + self._further_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """As far as any place in an arena of their own was taken since `shrink`, and what was taken beyond the plan."""
+        return self._most_bytes
+
+    def _one_more(self, size_bytes: int) -> tuple[Tensor, tuple[Transfer, ...]]:
+        at = next((i for i, (spare, _) in enumerate(self._spare) if spare.nbytes >= size_bytes), None)
+        if at is not None:
+            return self._spare.pop(at)
+        self._further_bytes += size_bytes
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device), ()
+
+    def _count(self, arena: Arena) -> None:
+        beyond = sum(further.nbytes for further in self._taken.values() if further is not None)
+        reached = 0
+        if self._own is not None:
+            planned = [n for n, further in self._taken.items() if further is None and self._stays[n].bytes]
+            reached = max((arena.span((self._stays[n].what, n))[1] for n in planned), default=0)
+        self._most_bytes = max(self._most_bytes, reached + beyond)
+        kinds = {stay.what for stay in self._stays.values()}
+        here = sum(self._stays[number].bytes for what, number in arena.here if what in kinds)
+        further = sum(self._stays[n].bytes for n, further in self._taken.items() if further is not None)
+        self.most_held_bytes = max(self.most_held_bytes, here + further)
+
+
+def slots(
+    intervals: Sequence[Interval], dtype: torch.dtype, device: torch.device, what: str = "slots"
+) -> Places:
+    """A place for each interval, whose `numel` elements it has."""
+    stays = [
+        Stay(what, i, one.start, one.stop, one.numel * dtype.itemsize) for i, one in enumerate(intervals)
+    ]
+    return Places(stays, dtype, device, grows=True)
 
 
 class Pool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from colossal_lite.comm import Pending
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
-from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.arena import Places
 from colossal_lite.memory.mover import Outbox, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
 from colossal_lite.memory.store import GRADIENTS, TaskRecords
@@ -133,8 +133,8 @@ class Chunk(OwnedPart, WeightChunk):
         by_micro_batch: bool = False,
         consumes: bool = False,
         ordered: bool = False,
-        staging: Slots | None = None,
-        received: Slots | None = None,
+        staging: Places | None = None,
+        received: Places | None = None,
         slot: int = 0,
         on_host: TaskRecords | None = None,
         master_on_host: bool = False,
@@ -323,7 +323,7 @@ class Chunk(OwnedPart, WeightChunk):
             self._in_flight = self.groups.all.all_reduce_async(filling)
             return
         if self.received is not None:
-            self._scratch = self.received.take(self._slot)
+            self._scratch = self.received.take_now(self._slot)
         self._in_flight = self._scatterers.reduce_scatter_async(
             filling, filling[slice(*self._scattered)], ordered=self.ordered, scratch=self._scratch
         )
@@ -348,7 +348,7 @@ class Chunk(OwnedPart, WeightChunk):
             if self.outbox is not None:
                 first = self.outbox.on_stream and self._sums == 0 and not self._sums_copies
                 self._squares = tuple(self._squares_of(summed)) if first else ()
-                self.outbox.send(sums, summed, add=self._sums > 0)
+                self.outbox.send(self._slot, sums, summed, add=self._sums > 0)
             elif self._sums:
                 sums.add_(summed)
             else:
@@ -464,7 +464,7 @@ class Chunk(OwnedPart, WeightChunk):
     def _to_fill(self) -> Tensor:
         if self.filling is None:
             assert self.staging is not None
-            self.filling = self.staging.take(self._slot)
+            self.filling = self.staging.take_now(self._slot)
         return self.filling
 
     def _drop(self) -> None:

@@ -5,8 +5,8 @@ Functions move what is moved once: initial values, buffers, batches.  A `Link` m
 one direction between two tiers, copies in order on a lane of its own (memory/lane.py: a thread, or a stream of a GPU),
 each with a `Transfer` to wait for.  Two links run at once, so both directions of a bus are in use.  On one machine a
 link can be given a speed, and then emulates a device behind a bus: every order of copies, waits and reuse of slots is
-tried without one.  `Buffers` hand out equal buffers, and `Places` places for visitors of
-different sizes, with the transfers that still use them.
+tried without one.  `Buffers` hand out equal buffers, and `Places` (memory/arena.py) places of different sizes, with the
+transfers that still use them.
 
 Who goes first.  Copies that are in demand keep their order on a link, which sums that are added and records that are
 written count on.  A prefetch says all that it comes after, and keeps its order among prefetches; while it waits its
@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
@@ -31,8 +31,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.memory.arena import Places
 from colossal_lite.memory.lane import Event, Lane, ended
-from colossal_lite.memory.pack import most_held, pack_intervals, visits
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -390,93 +390,22 @@ class Buffers:
         self._leaving.clear()
 
 
-class Places:
-    """Places in one allocation for visitors that transfers bring and take away, each by its number, in this order or
-    the reverse again and again: those that are never there at once may have the same place (`pack.visits`).
-
-    Counted as `Buffers` are: a visitor is there while its place is taken, and while the last transfer that took one of
-    this round away does so."""
-
-    def __init__(
-        self, sizes: Mapping[int, int], width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`sizes` in elements; none has no place."""
-        intervals = visits({number: size for number, size in sizes.items() if size}, width)
-        offsets, self.numel = pack_intervals(intervals)
-        self.planned_held_numel = most_held(intervals)
-        """Elements that are there at once, at the most, by the plan."""
-        self.most_numel = self.most_held_numel = 0
-        """As it really was: up to the furthest that was taken, and of those that were there at once."""
-        self._spans = {one.start: (at, at + one.numel) for at, one in zip(offsets, intervals, strict=True)}
-        self._room = torch.zeros(self.numel, dtype=dtype, device=device)
-        self._width = width
-        self._taken: list[int] = []
-        self._left: dict[int, tuple[Transfer, ...]] = {}
-        self._leaving: tuple[int, Transfer | None] = (
-            -1,
-            None,
-        )  # who left last in this round, and by which transfer
-
-    @property
-    def bytes(self) -> int:
-        return self._room.nbytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.most_numel * self._room.element_size()
-
-    def take(self, number: int) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """A visitor's place, and the transfers after which it may be written."""
-        start, stop = self._spans[number]
-        beside = [other for other in (*self._taken, *self._left) if self._meet(number, other)]
-        assert not {*beside} & {*self._taken}, f"{number} comes to a place that is taken"
-        before = tuple(transfer for other in beside for transfer in self._left[other])
-        for other in beside:
-            if start <= self._spans[other][0] and self._spans[other][1] <= stop:
-                del self._left[other]  # whoever waits for what comes now waits for that too
-        self._taken.append(number)
-        last, leaving = self._leaving
-        if leaving in before or abs(number - last) >= self._width:
-            self._leaving = (-1, None)
-        here = [*self._taken, *([last] if self._leaving[1] is not None else [])]
-        self.most_numel = max(self.most_numel, stop)
-        self.most_held_numel = max(
-            self.most_held_numel, sum(b - a for a, b in map(self._spans.__getitem__, here))
-        )
-        return self._room[start:stop], before
-
-    def give(self, number: int, *last: Transfer) -> None:
-        """A visitor has left; its place may be written when `last` are done."""
-        self._taken.remove(number)
-        self._left[number] = last
-        self._leaving = (number, last[-1]) if last else (-1, None)
-
-    def _meet(self, one: int, other: int) -> bool:
-        (start, stop), (first, end) = self._spans[one], self._spans[other]
-        return start < end and first < stop
-
-
 class Outbox:
-    """Buffers [numel] on the device through which sums go down a link, so that whoever sends need not wait.
+    """Places on the device through which sums go down a link, so that whoever sends need not wait.
 
     A thread adds on the host as it copies.  A stream cannot: its sums come down into `landings` [numel] there, from
     which `adds` adds them."""
 
-    def __init__(
-        self, down: Link, adds: Link, buffers: Iterable[Tensor], landings: Iterable[Tensor] = ()
-    ) -> None:
+    def __init__(self, down: Link, adds: Link, places: Places, landings: Iterable[Tensor] = ()) -> None:
         self._down, self._adds = down, adds
-        self._buffers, self._landings = Buffers(buffers), Buffers(landings)
+        self.places, self._landings = places, Buffers(landings)
         self._sent: list[Transfer] = []
         self.on_stream = down.lane.on_stream
 
-    def send(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """Copy `source` to `target` on the host, or add it there. `source` may be written when this returns, `target`
-        read after `flush`."""
-        buffer, before = self._buffers.take()
-        for transfer in before:
-            transfer.wait()
-        here = buffer[: source.numel()]
+    def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """Copy `source` to `target` on the host, or add it there, through place `number`. `source` may be written when
+        this returns, `target` read after `flush`."""
+        here = self.places.take_now(number)
         here.copy_(source)
         size_bytes = source.numel() * source.element_size()
         if not add:
@@ -489,20 +418,14 @@ class Outbox:
             gone = self._down.copy(landed, here, after=free)
             sent = self._adds.run(partial(target.add_, landed), 0, after=(gone,))
             self._landings.give(landing, sent)
-        self._buffers.give(buffer, gone)
+        self.places.give(number, gone)
         self._sent.append(sent)
 
     def flush(self) -> None:
         """All that was sent is there."""
         while self._sent:
             self._sent.pop().finish()
-        self._buffers.rest()
         self._landings.rest()
-
-    @property
-    def most_sent(self) -> int:
-        """Buffers on the device in use at once, at the most so far."""
-        return self._buffers.most_taken
 
     @property
     def most_landed(self) -> int:

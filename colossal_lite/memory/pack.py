@@ -192,7 +192,12 @@ def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]
         lambda one: (one.start, -one.numel),
         lambda one: (-one.stop, -one.numel),
     )
-    return min((_first_fit(intervals, order) for order in orders), key=lambda found: found[1])
+    least, best = most_held(intervals), _first_fit(intervals, orders[0])
+    for order in orders[1:]:
+        if best[1] == least:
+            break
+        best = min(best, _first_fit(intervals, order), key=lambda found: found[1])
+    return best
 
 
 def _first_fit(
@@ -215,8 +220,87 @@ def _first_fit(
     return tuple(offsets), max(ends, default=0)
 
 
-def visits(sizes: Mapping[int, int], width: int) -> tuple[Interval, ...]:
+ARENA_ALIGN_BYTES = 128  # of what lies beside other kinds: views of any dtype, and vector loads
+
+
+@dataclass(frozen=True)
+class Stay:
+    """What of which number is in an arena from moment `start` to moment `stop`, both included."""
+
+    what: str
+    number: int
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where each stay lies, `bytes` of the whole, and the most that is held at one moment, `held_bytes`."""
+
+    stays: tuple[Stay, ...]
+    offsets: tuple[int, ...]
+    bytes: int
+    held_bytes: int
+    align_bytes: int = 1
+
+    def sized(self, stay: Stay) -> int:
+        """What a stay counts in `held_bytes`."""
+        return _up(stay.bytes, self.align_bytes)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{stay.what:<9} {stay.number:>5}  moments {stay.start:>5} to {stay.stop:<5} {offset:>14,} + {stay.bytes:,}"
+            for stay, offset in zip(self.stays, self.offsets, strict=True)
+        ]
+        return "\n".join([*lines, f"arena {self.bytes:,}, held at once {self.held_bytes:,}"])
+
+
+def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
+    """All stays in one arena, each on a multiple of `align_bytes`; kinds one behind the other, where that takes less
+    than what they have together. Stays of no bytes are left out."""
+    some = tuple(stay for stay in stays if stay.bytes)
+    sized = [Interval(stay.start, stay.stop, _up(stay.bytes, align_bytes)) for stay in some]
+    offsets, total = pack_intervals(sized)
+    held = most_held(sized)
+    if total == held:
+        return ArenaPlan(some, offsets, total, held, align_bytes)
+    apart, end = [0] * len(some), 0
+    for what in dict.fromkeys(stay.what for stay in some):
+        mine = [i for i, stay in enumerate(some) if stay.what == what]
+        found, length = pack_intervals([sized[i] for i in mine])
+        for i, offset in zip(mine, found, strict=True):
+            apart[i] = end + offset
+        end += length
+    if end < total:
+        offsets, total = tuple(apart), end
+    return ArenaPlan(some, offsets, total, held, align_bytes)
+
+
+def aligned(size_bytes: int) -> int:
+    """What so many bytes take in an arena of several kinds."""
+    return _up(size_bytes, ARENA_ALIGN_BYTES)
+
+
+def held_by_moment(stays: Sequence[Stay]) -> dict[int, int]:
+    """What of these stays is held at each moment, as `aligned` counts."""
+    held: dict[int, int] = {}
+    for stay in stays:
+        for moment in range(stay.start, stay.stop + 1):
+            held[moment] = held.get(moment, 0) + aligned(stay.bytes)
+    return held
+
+
+def held_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
+    """The least that an arena of these stays takes: what is held at the worst moment."""
+    return most_held([Interval(stay.start, stay.stop, _up(stay.bytes, align_bytes)) for stay in stays])
+
+
+def visits(
+    sizes_bytes: Mapping[int, int], width: int, what: str = "visitors", *, last_first: bool = False
+) -> tuple[Stay, ...]:
     """When visitors of such sizes, by their numbers, are there, who come one after the other: each while the `width`
     numbers from its own on have their turns. So many in a row are there at once: some that come, one whose turn it is,
-    and some that go."""
-    return tuple(Interval(number, number + width - 1, size) for number, size in sizes.items())
+    and some that go. `last_first`: those of higher numbers come first. The turn of number 0 is moment 0."""
+    turns = {number: -number if last_first else number for number in sizes_bytes}
+    return tuple(Stay(what, n, turn, turn + width - 1, sizes_bytes[n]) for n, turn in turns.items())

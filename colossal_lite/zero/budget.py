@@ -39,15 +39,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import combinations, groupby
 from typing import Literal, NamedTuple
 
-from colossal_lite.memory.pack import most_held, pack_intervals, visits
+from colossal_lite.memory.pack import ArenaPlan, Stay, aligned, held_by_moment, held_stays, pack_stays, visits
 from colossal_lite.memory.records import PAGE_BYTES
+from colossal_lite.zero import stages
+from colossal_lite.zero.stages import UPDATES, moments_of_step
 
 
 class Kind(StrEnum):
@@ -70,25 +72,35 @@ PASSING = 4
 
 class Slot(NamedTuple):
     """What pieces take on a tier while they are away from where they rest: of up to `width` chunks in a row each a
-    place of its own size, or buffers as large as the largest, one for each of those, or for each of any `width`."""
+    place of its own size, in the order of updates or the other way round, or a buffer as large as the largest."""
 
     what: str
     tier: str
     width: int
-    form: Literal["places", "buffers in a row", "buffers"] = "places"
+    form: Literal["places", "places, last first", "buffers in a row"] = "places"
 
     def buffers(self, chunks: Collection[int]) -> int:
         """How many, for these chunks."""
-        in_a_row = self.form == "buffers in a row"
-        return most_at_once(chunks, self.width) if in_a_row else min(self.width, len(chunks))
+        return most_at_once(chunks, self.width)
+
+    def stays(self, sizes: Mapping[int, int], *, width: int | None = None) -> tuple[Stay, ...]:
+        """When places are needed, by their own turns, for what of some chunks takes such: chunk -> bytes."""
+        return visits(sizes, width or self.width, self.what, last_first=self.form == "places, last first")
+
+    def in_step(self, sizes: Mapping[int, int]) -> tuple[Stay, ...]:
+        """As `stays`, by the moments of a step (zero/stages.py)."""
+        stays = self.stays(sizes)
+        if self.form == "places, last first":
+            return moments_of_step(stays)
+        return tuple(replace(stay, start=stay.start + UPDATES, stop=stay.stop + UPDATES) for stay in stays)
 
     def bytes(self, sizes: Mapping[int, int], *, least: bool = False) -> int:
         """For what of some chunks takes such: chunk -> bytes. `least`: if places fit together without a gap, which they
         do as a rule."""
-        if self.form != "places":
+        if self.form == "buffers in a row":
             return self.buffers(sizes) * max(sizes.values(), default=0)
-        places = visits(sizes, self.width)
-        return most_held(places) if least else pack_intervals(places)[1]
+        places = self.stays(sizes)
+        return held_stays(places, 1) if least else pack_stays(places, 1).bytes
 
 
 VISITING = {
@@ -96,7 +108,7 @@ VISITING = {
     Kind.GRADIENTS: Slot("gradients", "device", COMING),
     Kind.OPTIMIZER: Slot("records", "device", VISITORS),
 }
-LEAVING = Slot("leaving", "device", OUTGOING, "buffers")
+LEAVING = Slot(stages.LEAVING, "device", OUTGOING, "places, last first")
 AWAY = {
     Kind.WEIGHTS: (VISITING[Kind.WEIGHTS],),
     Kind.GRADIENTS: (VISITING[Kind.GRADIENTS], LEAVING),
@@ -185,6 +197,9 @@ class Placement:
     on_host: frozenset[Name]
     fixed: tuple[tuple[str, int], ...]
     budget: int | None = None
+    beside: tuple[Stay, ...] | None = None
+    """What has places in one arena with all that pieces take on the device while they are away; None: each kind of
+    these has its own."""
     on_disk: frozenset[Name] = frozenset()
     """Optimizer records, none of which is in `on_host`."""
     host_budget: int | None = None
@@ -201,7 +216,8 @@ class Placement:
         for piece in self.pieces:
             where = str(piece.name.kind), self.tier_of(piece.name)
             found[where] = found.get(where, 0) + piece.bytes * piece.moves
-        found["visiting", "device"] = found.get(("visiting", "device"), 0) + self.visiting_bytes
+        kind = "visiting" if self.beside is None else "arena"
+        found[kind, "device"] = found.get((kind, "device"), 0) + self.visiting_bytes
         found["updating", "host"] = slot_bytes(self.pieces, self.away, "host")
         there = {piece.name.chunk: piece.bytes for piece in self.pieces if piece.name in self.on_disk}
         found["passing", "host"], found["unused", "disk"] = passing_bytes(there), unused_bytes(there)
@@ -209,8 +225,14 @@ class Placement:
 
     @property
     def visiting_bytes(self) -> int:
-        """Slots on the device in which what rests off it is updated, and through which gradients leave."""
-        return visiting_bytes(self.pieces, self.away)
+        """Slots on the device in which what rests off it is updated, and through which gradients leave; with what else
+        is in one arena with them."""
+        return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.away)
+
+    @property
+    def arena(self) -> ArenaPlan:
+        """Where in it everything is, and when."""
+        return pack_stays([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
 
     def tier_of(self, name: Name) -> str:
         return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
@@ -264,51 +286,91 @@ class Placement:
         return "\n".join(lines)
 
 
-def visiting_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], *, least: bool = False) -> int:
-    """What the slots of pieces on the host take on the device."""
-    return slot_bytes(pieces, on_host, "device", least=least)
+def visiting_bytes(
+    pieces: Iterable[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None = None
+) -> int:  # fmt: skip
+    """What the slots of pieces on the host take on the device, in one arena with what is `beside` them, if anything
+    may be."""
+    if beside is None:
+        return slot_bytes(pieces, on_host, "device")
+    return pack_stays([*beside, *_stays_of(pieces, on_host)]).bytes
 
 
 def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str, *, least: bool = False) -> int:
-    """What slots take on a tier."""
+    """What slots take on a tier, those of each kind by themselves."""
+    return sum(slot.bytes(some, least=least) for slot, some in _sizes(pieces, on_host, tier).items())
+
+
+def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict[Slot, dict[int, int]]:
+    """Of each kind of slots, who takes such: chunk -> bytes."""
     sizes: dict[Slot, dict[int, int]] = {}
     for piece in pieces:
         for slot in piece.way(on_host).slots:
             if slot.tier == tier:
                 sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
-    return sum(slot.bytes(some, least=least) for slot, some in sizes.items())
+    return sizes
 
 
-def place(pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None) -> Placement:
-    """The placement with few bytes over the link that the device's `budget` allows; None: no limit.
+def _stays_of(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[Stay]:
+    """When pieces have places on the device, by the moments of a step."""
+    for slot, sizes in _sizes(pieces, on_host, "device").items():
+        yield from slot.in_step(sizes)
+
+
+class _Least:
+    """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices."""
+
+    def __init__(self, beside: Sequence[Stay] | None) -> None:
+        self._beside = None if beside is None else held_by_moment(beside)
+        self._moments: dict[tuple[Slot, int], range] = {}
+
+    def __call__(self, pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
+        if self._beside is None:
+            return slot_bytes(pieces, on_host, "device", least=True)
+        held = dict(self._beside)
+        for slot, sizes in _sizes(pieces, on_host, "device").items():
+            for chunk, size in sizes.items():
+                if (moments := self._moments.get((slot, chunk))) is None:
+                    (stay,) = slot.in_step({chunk: size})
+                    moments = self._moments[slot, chunk] = range(stay.start, stay.stop + 1)
+                for moment in moments:
+                    held[moment] = held.get(moment, 0) + aligned(size)
+        return max(held.values(), default=0)
+
+
+def place(
+    pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None, beside: tuple[Stay, ...] | None = None
+) -> Placement:  # fmt: skip
+    """The placement with few bytes over the link that the device's `budget` allows; None: no limit. `beside` as
+    `Placement` has it.
 
     If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
 
     def at(on_host: Iterable[Name]) -> Placement:
-        return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget)
+        return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
 
     if budget is None or at(()).device_bytes <= budget:
         return at(())
-    on_host = frozenset[Name]()
+    on_host, least = frozenset[Name](), _Least(beside)
     for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
-        on_host |= frozenset(_least(pieces, kind, on_host))
+        on_host |= frozenset(_fewest(pieces, kind, on_host, least, alone=beside is None))
     held = at(on_host).device_bytes
-    visiting = visiting_bytes(pieces, on_host, least=True)
+    visiting = least(pieces, on_host)
     tried = [on_host]
     of_chunk = _by_chunk(pieces)
     for group in _by_worth(of_chunk, on_host):
         # All of a kind or the rest of it first: with the last of them go its slots.
         for some in (group, *([step] for step in group)):
             names = frozenset(piece.name for step in some for piece in step) & on_host
-            less = visiting_bytes(pieces, on_host - names, least=True) if names else visiting
+            less = least(pieces, on_host - names) if names else visiting
             after = held + sum(p.bytes for step in some for p in step if p.name in names) + less - visiting
             mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
             if names and after <= budget and _moved(mine, on_host - names) <= _moved(mine, on_host):
                 on_host, held, visiting = on_host - names, after, less
                 tried.append(on_host)
-    while len(tried) > 1 and at(tried[-1]).device_bytes > budget:  # where places have gaps
-        tried.pop()
-    return at(tried[-1])
+    # Where places have gaps: of those that went before, the last that fits.
+    last = bisect_left(tried, True, 1, key=lambda some: at(some).device_bytes > budget) - 1
+    return at(tried[-1] if at(tried[-1]).device_bytes <= budget else tried[last])
 
 
 def sink(placed: Placement, host_budget: int, beside_bytes: int = 0) -> Placement:
@@ -391,6 +453,7 @@ def divide(
     fixed: Mapping[str, int],
     fractions: Mapping[str, float],
     budget: int | None = None,
+    beside: tuple[Stay, ...] | None = None,
 ) -> Placement:
     """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
     weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
@@ -403,12 +466,15 @@ def divide(
             if away + piece.bytes / 2 <= fractions[Kind.WEIGHTS if kind is Kind.FROZEN else kind] * seen:
                 away += piece.bytes
                 on_host.add(piece.name)
-    return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget)
+    return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
 
 
-def _least(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name]) -> list[Name]:
+def _fewest(
+    pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least: _Least, *, alone: bool
+) -> list[Name]:
     """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
-    that rest there: a few large ones may take less than the slots for them."""
+    that rest there: a few large ones may take less than the slots for them. `alone`: these share nothing with those of
+    other kinds."""
     mine = sorted(
         (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
     )
@@ -416,7 +482,7 @@ def _least(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name]) -> list
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
         away = frozenset(piece.name for piece in mine[:count])
-        return visiting_bytes(mine, others | away, least=True) + sum(piece.bytes for piece in mine[count:])
+        return least(mine if alone else pieces, others | away) + sum(piece.bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 

@@ -15,7 +15,7 @@ import torch
 from colossal_lite.comm import AxisComm
 from colossal_lite.kernels import Ops
 from colossal_lite.layout import MeshLayout
-from colossal_lite.memory.arena import Slots
+from colossal_lite.memory.arena import Places, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError, DiskFile
 from colossal_lite.memory.lane import LinkSpeed
@@ -41,7 +41,7 @@ from colossal_lite.problems import Problem, refuse
 from colossal_lite.shard import ShardSpec
 from colossal_lite.zero.homes import OpenFile
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.stages import Sharding, fill_intervals, flight_intervals, in_turn
+from colossal_lite.zero.stages import FILLING, INCOMING, Sharding, fill_intervals, flight_intervals, in_turn
 from colossal_lite.zero.visits import landing_bytes
 
 if TYPE_CHECKING:
@@ -212,10 +212,10 @@ def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[We
     return memory.host_budget - sum(weights) - sum(gradients) - landing
 
 
-def slots_of(chunks: Sequence[Chunk]) -> tuple[Slots, ...]:
+def slots_of(chunks: Sequence[Chunk]) -> tuple[Places, ...]:
     """The slots that these chunks share."""
-    found = [slots for chunk in chunks for slots in (chunk.staging, chunk.received) if slots is not None]
-    return tuple({id(slots): slots for slots in found}.values())
+    found = [places for chunk in chunks for places in (chunk.staging, chunk.received) if places is not None]
+    return tuple({id(places): places for places in found}.values())
 
 
 def _slots(
@@ -225,7 +225,7 @@ def _slots(
     comms: Sequence[AxisComm],
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Slots, Slots]:
+) -> tuple[Places, Places]:
     """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`.
 
     The stages on a rank of a pipeline take turns; a chunk of several stages fills through the whole step."""
@@ -245,11 +245,12 @@ def _slots(
     turns = list(in_turn([flight_intervals([incoming[i] for i in indices]) for indices in groups.values()]))
     flight = dict(zip((i for indices in groups.values() for i in indices), turns, strict=True))
     return (
-        Slots([fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device),
-        Slots(
+        slots([fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device, FILLING),
+        slots(
             [flight[i] for i in sorted(flight)] if sharding.scatters else (),
             dtype,
             device,
+            INCOMING,
         ),
     )
 

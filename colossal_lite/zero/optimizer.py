@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Draws, Ops
+from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
-from colossal_lite.memory.mover import Link, Places, copied_to
+from colossal_lite.memory.mover import Link, copied_to
 from colossal_lite.memory.pack import ChunkKey
 from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -78,8 +79,12 @@ def ranges_to_update(
                 yield Range(start - owned_start, stop - owned_start, steps[first], first, last)
 
 
-ORIGINS = {"passing": "slots of state from and to the disk", "unused": "ends of pages"}
-"""What a disk takes beside the state that rests there."""
+ORIGINS = {
+    "passing": "slots of state from and to the disk",
+    "unused": "ends of pages",
+    "arena": "gradients in a backward, and what visits for an update",
+}
+"""What is held beside the state that rests off the device."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class ChunkOptimizer:
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
         self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
+        shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
         self.tiers: States | None = None
         """Copies to and from where state rests; None if that is the device."""
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
@@ -123,7 +129,7 @@ class ChunkOptimizer:
                 on_disk = sunk(sizes, host_room - updating_bytes(self._chunks, updated))
             self.tiers = States(
                 self._chunks, forms, timeout_s, speed, records,
-                update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed,
+                update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
             )  # fmt: skip
         self.below: HostUpdates | None = None
         """Updates on the host; None if there are none."""
@@ -143,10 +149,12 @@ class ChunkOptimizer:
         self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
         self.shards: HostShards | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
-        if any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks):
+        self.arena: Arena | None = None
+        """That has all places on the device, where weights or gradients may rest on the host."""
+        if shares:
             assert self.tiers is not None
             self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down, records)
-            self.shards.settle(self.tiers.on_host)
+            self.shards.settle(self.tiers.on_host, None, is_first=True)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self._changing: set[tuple[int, str]] = set()  # records that are written between steps
@@ -341,9 +349,12 @@ class ChunkOptimizer:
         states = len(self._rules[index].states) * self._dtype_of(index).itemsize
         return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
 
-    def settle_tiers(self, on_device: Collection[int], on_disk: Collection[int]) -> None:
+    def settle_tiers(
+        self, on_device: Collection[int], on_disk: Collection[int], arena: Callable[[], Arena] | None = None
+    ) -> None:  # fmt: skip
         """The records of these chunks rest there from now on and the others on the host, and weights and gradients
-        where their chunks say. Between steps. Raises DiskError."""
+        where their chunks say; what visits has its places in `arena`, which is made when all that has moved is where it
+        rests; None: in one for each kind. Between steps. Raises DiskError."""
         assert self.tiers is not None
         for index in on_device:
             chunk = self._chunks[index]
@@ -360,8 +371,10 @@ class ChunkOptimizer:
         moving = {index for index in range(len(self._chunks)) if index not in self._stays}
         for index in moving:
             self._state[index] = self.tiers.at_rest(index)
+        self.arena = arena() if arena else None
+        self.tiers.settle_places(self.arena)
         if self.shards:
-            self.shards.settle(self.tiers.on_host)
+            self.shards.settle(self.tiers.on_host, self.arena)
             moving |= self.shards.moving
         if self.below:
             self.below.settle(self.tiers.on_host)
@@ -374,6 +387,12 @@ class ChunkOptimizer:
             on_disk=self.tiers.on_disk if self.tiers else (), on_host=self.below.crossings if self.below else ON_DEVICE,
             backward=self._backward,
         )  # fmt: skip
+
+    def begin_in(self, arena: Arena) -> None:
+        """Before the first update sums leave through places in `arena`, and nothing visits the device."""
+        assert self.tiers is not None and self.shards is not None
+        self.arena = arena
+        self.shards.settle(self.tiers.on_host, arena, is_first=True)
 
     # ---- reads and writes between steps ----
 
@@ -543,11 +562,17 @@ class ChunkOptimizer:
         moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
-        foreseen = VISITING[Held.OPTIMIZER].bytes(visiting)
+        foreseen = VISITING[Held.OPTIMIZER].bytes(visiting) if shards is None else 0
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
-            foreseen += shards.forecast_bytes
-        device = Visit("visiting", None, held, most, foreseen, "places of state that visits the device")
+            foreseen += shards.forecast_bytes if self.arena is None else 0
+        device: tuple[Visit, ...] = (
+            Visit("visiting", None, held, most, foreseen, "places of state that visits the device"),
+        )
+        if (arena := self.arena) is not None:
+            device += (
+                Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes, ORIGINS["arena"]),
+            )
         on_host = () if self.below is None else (
             Visit("updating", "host", self.below.host_bytes, self.below.most_bytes, self.below.forecast_bytes,
                   "slots of gradients and weights for updates on the host"),
@@ -557,12 +582,12 @@ class ChunkOptimizer:
             origin = "what sums of gradients land in to be added"
             on_host = (*on_host, Visit("landing", "host", landings, shards.most_host_bytes, landings, origin))
         if not tiers.on_disk:
-            return (device, *on_host)
+            return (*device, *on_host)
         assert tiers.disk is not None
         there = {index: sizes[index] for index in tiers.on_disk}
         passing, unused = tiers.disk.host_bytes, tiers.disk.bytes - tiers.record_bytes("disk")
         return (
-            device,
+            *device,
             *on_host,
             Visit("passing", "host", passing, tiers.disk.most_host_bytes, passing_bytes(there),
                   ORIGINS["passing"]),

@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from colossal_lite.comm import AxisComm
+from colossal_lite.memory.arena import Arena
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.pack import Stay, pack_stays
 from colossal_lite.memory.placement import MemoryConfig
 from colossal_lite.memory.tracer import AllocatedBytes, LiveBytes
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -62,6 +64,7 @@ from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, units_of
+from colossal_lite.zero.stages import moments_of_step
 from colossal_lite.zero.unshard import GatherPlan
 from colossal_lite.zero.visits import landing_bytes
 from colossal_lite.zero.weights import Weights
@@ -132,12 +135,26 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
     fixed = {
         "weights": sum(c.resting_bytes for c in chunks if c.weights_at_rest is None),
         "gradients": sum(t.numel() * t.element_size() for t in gradients),
-        "staging": sum(slots.planned_bytes for slots in slots_of(chunks)),
     }
+    if not _shares(optimizer):
+        fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
         fixed["optimizer"] = optimizer.forecast_bytes
     return fixed
+
+
+def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
+    """Whether gradients in a backward and what visits for an update are in one arena (memory/arena.py)."""
+    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
+
+
+def beside_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> tuple[Stay, ...] | None:
+    """What is in one arena with pieces that visit the device; None: nothing may be."""
+    if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
+        return None
+    backward = (stay for slots in slots_of(chunks) for stay in slots.stays)
+    return moments_of_step(backward, len(chunks))
 
 
 def update_bytes_of(
@@ -150,12 +167,13 @@ def update_bytes_of(
 
 
 def placed_by(
-    memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int], device: torch.device
-) -> Placement:
-    """Where these pieces rest by a config under which they move."""
+    memory: MemoryConfig, pieces: Sequence[Piece], fixed: Mapping[str, int], device: torch.device,
+    beside: tuple[Stay, ...] | None,
+) -> Placement:  # fmt: skip
+    """Where these pieces rest by a config under which they move; `beside` as `Placement` has it."""
     if memory.placement == "static":
-        return divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget)
-    return _sunk_by(memory, place(pieces, fixed, memory.device_budget), device)
+        return divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget, beside)
+    return _sunk_by(memory, place(pieces, fixed, memory.device_budget, beside), device)
 
 
 def _sunk_by(memory: MemoryConfig, placed: Placement, device: torch.device) -> Placement:
@@ -200,6 +218,30 @@ class Residence:
         self._samples = 0
         """Of that batch."""
         self._refuse(self._placed(self._gathered(None), 0))
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a backward needs before the first update shares an arena too."""
+        if not isinstance(self._optimizer, ChunkOptimizer) or self._optimizer.shards is None:
+            return
+        self._let_go()
+        sizes = {i: c.gradient.nbytes for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None}
+        stays = (*(beside_of(self._chunks, self._optimizer) or ()), *LEAVING.in_step(sizes))
+        self._optimizer.begin_in(Arena(pack_stays(stays), self._device))
+        self._join()
+
+    def _let_go(self) -> None:
+        """Of the old places, before there are new ones."""
+        assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None
+        self._optimizer.arena = None
+        self._optimizer.shards.let_go()
+        for slots in slots_of(self._chunks):
+            slots.join(None)
+
+    def _join(self) -> None:
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        for slots in slots_of(self._chunks):
+            slots.join(self._optimizer.arena)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -235,6 +277,8 @@ class Residence:
         if not self._memory.moves and self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
+        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
+            slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
 
     @property
@@ -318,6 +362,8 @@ class Residence:
         stays = {piece.name for piece in placed.pieces if piece.moves} - placed.away
         for link in self._optimizer.links:
             link.drain()
+        if self._optimizer.shards is not None:
+            self._let_go()
         for index, chunk in enumerate(self._chunks):
             if Name(index, Kind.WEIGHTS) in stays:
                 chunk.keep_weights_on_device()
@@ -328,7 +374,10 @@ class Residence:
                 kept.keep_weights_on_device()
         away = {name.chunk for name in placed.away if name.kind is Kind.OPTIMIZER}
         on_disk = {name.chunk for name in placed.on_disk}
-        self._optimizer.settle_tiers({*range(len(self._chunks))} - away, on_disk)
+        arena = None if placed.beside is None else lambda: Arena(placed.arena, self._device)
+        self._optimizer.settle_tiers({*range(len(self._chunks))} - away, on_disk, arena)
+        if self._optimizer.shards is not None:
+            self._join()
         if isinstance(self._weights, ShardedWeights):
             self._weights.replan()
 
@@ -341,7 +390,9 @@ class Residence:
         }
         if not self._memory.moves and self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
-        return placed_by(self._memory, self._pieces(plan), fixed, self._device)
+        return placed_by(
+            self._memory, self._pieces(plan), fixed, self._device, beside_of(self._chunks, self._optimizer)
+        )
 
     def _pieces(self, plan: GatherPlan | None) -> tuple[Piece, ...]:
         if not self._memory.moves:

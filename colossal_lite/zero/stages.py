@@ -29,10 +29,10 @@ several stages use is summed over them first, once a step, and so has k = 1 and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from colossal_lite.memory.pack import Interval
+from colossal_lite.memory.pack import Interval, Stay
 from colossal_lite.settings import ZeroConfig
 
 # Reductions on their way at once; a third waits for the first.
@@ -129,6 +129,32 @@ def flight_intervals(numels: Sequence[int]) -> tuple[Interval, ...]:
     """When each chunk needs room for what other ranks send of it: `numels`."""
     last = len(numels) - 1
     return tuple(Interval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
+
+
+# Kinds of what has a place in a backward.
+FILLING = "filling"
+INCOMING = "incoming"
+LEAVING = "leaving"
+UPDATES = 8
+"""The moment of the first update in a step: a backward is over in the one before."""
+
+
+def moments_of_step(stays: Iterable[Stay], num_chunks: int = 1) -> tuple[Stay, ...]:
+    """The stays of a backward in moments that they have in common, the same for any number of chunks.
+
+    In an even moment 2 (n - `num_chunks` + 1) so many as n chunks, from the last, have been launched, and gradients
+    fill; in the odd one behind it the sum of the oldest of those on their way has come, leaves its slot, perhaps for
+    the host, and makes room for the next to be launched.  `FILLING` and `INCOMING` as `fill_intervals` and
+    `flight_intervals` have them, `LEAVING` by turns of `visits`, the last chunk first.
+    """
+    last = num_chunks - 1
+    ways = {
+        FILLING: lambda one: (2 * (one.start - last), 2 * (one.stop - last) + 1),
+        INCOMING: lambda one: (2 * (one.start - last) + 2, 2 * (one.stop - last) + 2),
+        LEAVING: lambda one: (2 * one.start + 2 * IN_FLIGHT + 1, 2 * one.stop + 2 * IN_FLIGHT + 1),
+    }
+    found = ((stay, ways[stay.what](stay)) for stay in stays)
+    return tuple(replace(stay, start=start, stop=stop) for stay, (start, stop) in found)
 
 
 def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> dict[str, int]:

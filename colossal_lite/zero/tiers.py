@@ -31,11 +31,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed, lane_beside
-from colossal_lite.memory.mover import Link, Places, Priority, Transfer
+from colossal_lite.memory.mover import Link, Priority, Transfer
 from colossal_lite.memory.store import TaskRecords
 from colossal_lite.plan import DISK, Action, Kind
+from colossal_lite.zero.budget import VISITING
+from colossal_lite.zero.budget import Kind as Held
 from colossal_lite.zero.homes import MASTER, DiskHome, Home, HostHome, OpenFile, record_of
 
 AHEAD = 1
@@ -48,13 +51,13 @@ class States:
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
         speed: LinkSpeed, places: TaskRecords, *, update: str = "device", on_disk: Collection[int] | None = None,
-        open_file: OpenFile | None = None, disk_speed: LinkSpeed = AS_IT_COPIES,
+        open_file: OpenFile | None = None, disk_speed: LinkSpeed = AS_IT_COPIES, shares: bool = False,
     ) -> None:  # fmt: skip
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
         between device and host; records rest in `places`, but those of the chunks `on_disk` (None: none ever does) in
         what `open_file` makes (None: nowhere; nothing is ever read or written), which is no faster than `disk_speed`,
-        both ways together; `update`: on the "host", where no record visits the device, or on the "device". Raises
-        DiskError."""
+        both ways together; `update`: on the "host", where no record visits the device, or on the "device";
+        `shares`: there are no places on the device before `settle_places`. Raises DiskError."""
         self._chunks, self._update = tuple(chunks), update
         self._records = tuple(record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True))
         self._dtype, device = chunks[0].types.state, chunks[0].device
@@ -72,7 +75,9 @@ class States:
             for index, record in enumerate(self._records)
             if record.size
         }
-        self._make_slots()
+        self._slots = Places((), self._dtype, device)
+        if not shares:
+            self.settle_places(None)
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
         self.up = Link("h2d", lane_beside(device, speed), timeout_s=timeout_s)
@@ -120,10 +125,13 @@ class States:
         """Of the places, and of the slots."""
         return self.record_bytes("host") + (self.disk.host_bytes if self.disk else 0)
 
-    def _make_slots(self) -> None:
-        self._slots = Places({}, SLOTS, self._dtype, self._device)  # the old ones go first
-        sizes = {index: self._records[index].size for index in sorted({*self._home} - self.on_host)}
-        self._slots = Places(sizes, SLOTS, self._dtype, self._device)
+    def settle_places(self, arena: Arena | None) -> None:
+        """Places on the device for the records that visit it, in `arena`; None: in one of their own."""
+        self._slots = Places((), self._dtype, self._device)  # the old ones go first
+        visiting, width = sorted({*self._home} - self.on_host), self._dtype.itemsize
+        sizes = {index: self._records[index].size * width for index in visiting}
+        stays = VISITING[Held.OPTIMIZER].stays(sizes, width=SLOTS)
+        self._slots = Places(stays, self._dtype, self._device, arena)
 
     @property
     def device_bytes(self) -> int:
@@ -253,9 +261,9 @@ class States:
 
     def settle_homes(self, on_disk: Collection[int]) -> None:
         """Of the records that are left, those of the chunks `on_disk` rest there from now on and the others on the
-        host, and slots are as large as they need. Raises DiskError."""
+        host, and slots there are as large as they need; `settle_places` follows. Raises DiskError."""
         self.flush()
-        self._slots = Places({}, SLOTS, self._dtype, self._device)
+        self._slots = Places((), self._dtype, self._device)
         if self.disk is not None:
             there = {*on_disk} & {*self._home}
             moved = (there - self.disk.resting) | (self.disk.resting - there)
@@ -264,7 +272,6 @@ class States:
             for index in largest_first:
                 self._move(index, self.disk if index in there else self._host)
             self.disk.make_slots(there)
-        self._make_slots()
 
     def _move(self, index: int, home: Home) -> None:
         before = self._home[index]

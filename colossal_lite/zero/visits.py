@@ -2,8 +2,8 @@
 
 Note: three ways over the link.
 In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
-(`Chunk.fetch`).  A sum of gradients leaves through an outbox, two buffers on the device, and is added on the host to
-those of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
+(`Chunk.fetch`).  A sum of gradients leaves through an outbox, a place on the device, and is added on the host to those
+of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
 squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
 (`Chunk.squares`).  For its update, with the optimizer's
 record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
@@ -21,12 +21,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host import host_room
 from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.memory.mover import Link, Outbox, Places, Priority, Transfer
+from colossal_lite.memory.mover import Link, Outbox, Priority, Transfer
 from colossal_lite.memory.store import WEIGHTS, TaskRecords
-from colossal_lite.zero.budget import COMING, LEAVING, OUTGOING, VISITING, VISITORS, Kind
+from colossal_lite.zero.budget import LEAVING, OUTGOING, VISITING, Kind, Slot
 
 
 def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
@@ -50,38 +51,43 @@ class HostShards:
         """Of what sums land in."""
         self._on_host: frozenset[int] = frozenset()
 
-    def settle(self, on_host: Collection[int] = ()) -> None:
-        """As many and as large slots as what rests on the host now needs, beside chunks that are updated there. Nothing
-        may be on its way."""
+    def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
+        """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
+        one for each kind. `is_first`: before any update, and there are none for visitors. Nothing may be on its way."""
         self._on_host = frozenset(on_host)
-        self._weight_slots, self._gradient_slots = (
-            self._places({}, VISITORS),
-            self._places({}, COMING),
-        )  # the old ones go first
-        visit = self._visitors
-        weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
-        gradients = {i: c.gradient_at_rest for i, c in visit if c.gradient_at_rest is not None}
-        self._weight_slots = self._places(weights, VISITORS)
-        self._gradient_slots = self._places(gradients, COMING)
-        rest = tuple(c.gradient_at_rest for c in self._chunks if c.gradient_at_rest is not None)
+        self.let_go()
+        resting = {
+            i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
+        }
+        if not is_first:
+            visit = self._visitors
+            weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
+            gradients = {i: resting[i] for i, _ in visit if i in resting}
+            self._weight_slots = self._places(VISITING[Kind.WEIGHTS], weights, arena)
+            self._gradient_slots = self._places(VISITING[Kind.GRADIENTS], gradients, arena)
+        rest = tuple(resting.values())
         self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
         self._outgoing_count = min(OUTGOING, len(rest))
-        landings = self._landings(rest)
-        self._outbox = Outbox(self._down, self._adds, self._buffers(rest), landings)
+        leaving = self._places(LEAVING, resting, arena)
+        self._outbox = Outbox(self._down, self._adds, leaving, self._landings(rest))
         for chunk in self._chunks:
             chunk.outbox = self._outbox if chunk.gradient_at_rest is not None else None
 
+    def let_go(self) -> None:
+        """Of all places on the device, before there are others."""
+        nothing = self._places(LEAVING, {}, None)
+        self._weight_slots = self._gradient_slots = nothing
+        self._outbox = Outbox(self._down, self._adds, nothing)
+
     @property
     def device_bytes(self) -> int:
-        """Of the places, and of what sums leave through."""
-        leaving = self._outgoing_count * self._largest_bytes
-        return self._weight_slots.bytes + self._gradient_slots.bytes + leaving
+        """Of the places that are in no arena of others, and of what sums have left through beyond the plan."""
+        return self._outbox.places.bytes
 
     @property
     def most_device_bytes(self) -> int:
         """As much of them as was used, at the most so far."""
-        leaving = self._outbox.most_sent * self._largest_bytes
-        return self._weight_slots.most_bytes + self._gradient_slots.most_bytes + leaving
+        return self._outbox.places.most_bytes
 
     @property
     def most_host_bytes(self) -> int:
@@ -90,8 +96,8 @@ class HostShards:
 
     @property
     def visited(self) -> tuple[Places, ...]:
-        """The places on the device, of weights and of gradients."""
-        return self._weight_slots, self._gradient_slots
+        """The places on the device, of weights, of gradients that come and of sums that leave."""
+        return self._weight_slots, self._gradient_slots, self._outbox.places
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -109,17 +115,12 @@ class HostShards:
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: of the slots, each for the largest shard of its kind."""
-        visit = self._visitors
-        weights = {
-            i: _owned(c) * c.own_value.element_size() for i, c in visit if c.weights_at_rest is not None
+        """By the formula: of what sums leave through while that is in no arena of others."""
+        chunks = enumerate(self._chunks)
+        sizes = {
+            i: _owned(c) * c.gradient.element_size() for i, c in chunks if c.gradient_at_rest is not None
         }
-        coming, leaving = (
-            {i: _owned(c) * c.gradient.element_size() for i, c in some if c.gradient_at_rest is not None}
-            for some in (visit, enumerate(self._chunks))
-        )
-        at = VISITING[Kind.WEIGHTS].bytes(weights) + VISITING[Kind.GRADIENTS].bytes(coming)
-        return at + LEAVING.bytes(leaving)
+        return LEAVING.bytes(sizes)
 
     @property
     def _visitors(self) -> list[tuple[int, Chunk]]:
@@ -203,20 +204,11 @@ class HostShards:
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _buffers(self, rest: Sequence[Tensor]) -> list[Tensor]:
-        """What sums leave through."""
-        if not rest:
-            return []
-        numel = max(tensor.numel() for tensor in rest)
-        return list(
-            torch.zeros(self._outgoing_count, numel, dtype=rest[0].dtype, device=self._chunks[0].device)
-        )
-
-    def _places(self, rest: Mapping[int, Tensor], width: int) -> Places:
-        """For the visits of these to the device."""
+    def _places(self, slot: Slot, rest: Mapping[int, Tensor], arena: Arena | None) -> Places:
+        """On the device, for these."""
         dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
-        sizes = {index: tensor.numel() for index, tensor in rest.items()}
-        return Places(sizes, width, dtype, self._chunks[0].device)
+        stays = slot.stays({index: tensor.nbytes for index, tensor in rest.items()})
+        return Places(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
 
 
 def _owned(chunk: Chunk) -> int:

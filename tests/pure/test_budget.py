@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colossal_lite.memory.pack import Stay, pack_stays
 from colossal_lite.memory.records import PAGE_BYTES
 from colossal_lite.zero import budget as budget_module
 from colossal_lite.zero.bound import Phase, Use, link_bound
@@ -35,6 +36,7 @@ from colossal_lite.zero.budget import (
     sunk,
     visiting_bytes,
 )
+from colossal_lite.zero.stages import FILLING, INCOMING, fill_intervals, flight_intervals, moments_of_step
 
 RANDOM = range(20)
 
@@ -160,6 +162,43 @@ def test_i7_what_is_placed_is_within_the_budget_or_nothing_is(seed: int) -> None
         )
         moved.append(placed.up_bytes + placed.down_bytes)
     assert moved[-1] == 0, "with room for everything, nothing moves"
+
+
+def shared(seed: int) -> tuple[list[Piece], tuple[Stay, ...], int]:
+    """Pieces of chunks, one of them larger than the others, what their gradients need in a backward beside visitors,
+    and what that takes where no two kinds share."""
+    draw = random.Random(seed)
+    numels = [256 * draw.randint(1, 4) for _ in range(12)]
+    numels[0] *= 16
+    pieces = pieces_of([(2 * numel, 4 * numel, 12 * numel) for numel in numels])
+    fills, flights = fill_intervals(range(12), numels), flight_intervals(numels)
+    kinds = [
+        [Stay(what, i, one.start, one.stop, 4 * one.numel) for i, one in enumerate(some)]
+        for what, some in ((FILLING, fills), (INCOMING, flights))
+    ]
+    beside = moments_of_step([stay for kind in kinds for stay in kind], 12)
+    return pieces, beside, sum(pack_stays(kind).bytes for kind in kinds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_visitors_in_the_places_of_gradients_make_a_budget_fit_that_did_not_or_move_less(seed: int) -> None:
+    pieces, beside, staging = shared(seed)
+    least = place(pieces, {}, 0, beside).device_bytes
+    apart = place(pieces, {"staging": staging}, 0).device_bytes
+    whole = place(pieces, {}, None, beside)
+    assert least < apart and place(pieces, {"staging": staging}, least).device_bytes > least
+    assert not whole.on_host and whole.device_bytes <= staging + sum(piece.bytes for piece in pieces)
+    moves_less = False
+    for budget in range(least, apart + sum(piece.bytes for piece in pieces), 23719):
+        placed = place(pieces, {}, budget, beside)
+        assert placed.arena.bytes == placed.visiting_bytes and placed.device_bytes <= budget
+        assert ("arena", "device", placed.arena.bytes) in placed.rows
+        if budget >= apart:
+            before = place(pieces, {"staging": staging}, budget)
+            now, then = (each.up_bytes + each.down_bytes for each in (placed, before))
+            assert now <= then
+            moves_less |= now < then
+    assert moves_less
 
 
 @pytest.mark.parametrize("seed", RANDOM)

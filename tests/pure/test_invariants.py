@@ -136,7 +136,8 @@ def _squares_of_ones(chunk: Chunk, numels: Mapping[str, int]) -> float:
     """This rank's term of the norm where each element of a gradient is one and what slots held before is no number. On
     a mesh that only records, a sum over ranks is this rank's term of it."""
     if chunk.staging is not None:
-        chunk.staging._arena.fill_(torch.nan)
+        assert chunk.staging._arena is not None
+        chunk.staging._arena._room.view(chunk.gradient.dtype).fill_(torch.nan)
     for index, entry in enumerate(chunk.spec.entries):
         chunk.accept(index, torch.ones(numels[entry.name]))
     chunk.start_reduce()
@@ -309,6 +310,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
         made.release(index)
     there = some(left) | {0}
     made.settle_homes(there)
+    made.settle_places(None)
     assert made.disk is not None and made.on_disk == there
     assert {i for i in left if made.tier_of(i) == "host"} == left - there
     assert {number for number, _ in records_of_task._rooms} == left - there, "no other room is kept"

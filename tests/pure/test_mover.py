@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.memory import mover
+from colossal_lite.memory.arena import Places
 from colossal_lite.memory.lane import LinkSpeed, StreamLane, ThreadLane
-from colossal_lite.memory.mover import Link, Places, Priority, Transfer
+from colossal_lite.memory.mover import Link, Priority, Transfer
+from colossal_lite.memory.pack import visits
 from tests.streams import Recorder
 
 
@@ -358,6 +360,12 @@ class Leaving:
         self.before = waited
 
 
+def places_of(sizes: dict[int, int], width: int) -> Places:
+    """For visitors of so many elements."""
+    stays = visits({number: 4 * size for number, size in sizes.items()}, width)
+    return Places(stays, torch.float32, torch.device("cpu"))
+
+
 visitors = st.dictionaries(st.integers(0, 14), st.integers(1, 60), min_size=1)
 
 
@@ -368,8 +376,10 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
 ) -> None:
     """In rounds of turns: each comes `width - 2` turns before its own, and leaves in the one after it. What is used at
     once, at the most, is what is planned, and no less than any place could do with."""
-    places = Places(sizes, width, torch.float32, torch.device("cpu"))
-    spans = places._spans
+    places = places_of(sizes, width)
+    arena = places._arena
+    assert arena is not None
+    spans = {number: tuple(at // 4 for at in arena.span(("visitors", number))) for number in sizes}
     left: list[list[Leaving]] = [[] for _ in range(places.numel)]  # of each element, all who have left it
     waited: dict[int, set[Leaving]] = {}
     for _ in range(3):
@@ -391,25 +401,26 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
                 places.give(turn, gone)  # type: ignore[arg-type]
     assert not waited
     window = max(sum(sizes.get(n + k, 0) for k in range(width)) for n in sizes)
-    assert places.most_held_numel == places.planned_held_numel == window <= places.numel == places.most_numel
+    assert places.most_held_bytes == places.planned_held_bytes == arena.most_held_bytes == 4 * window
+    assert window <= places.numel and 4 * places.numel == places.most_bytes == arena.most_bytes
     assert places.numel <= sum(sizes.values())
 
 
 def test_equal_visitors_in_a_row_take_as_many_places_as_there_are_of_them_at_once() -> None:
     for width in (2, 3, 5):
-        places = Places(dict.fromkeys(range(20), 8), width, torch.float32, torch.device("cpu"))
-        assert places.numel == width * 8 == places.planned_held_numel
+        places = places_of(dict.fromkeys(range(20), 8), width)
+        assert places.numel == width * 8 == places.planned_held_bytes // 4
 
 
 def test_one_large_visitor_among_small_ones_has_one_large_place() -> None:
     """The embedding of a model: equal buffers would each be as large."""
     sizes = {0: 1000} | dict.fromkeys(range(1, 30), 10) | {30: 900}
-    places = Places(sizes, 3, torch.float32, torch.device("cpu"))
+    places = places_of(sizes, 3)
     assert places.numel == 1000 + 2 * 10
 
 
 def test_a_place_that_is_taken_is_given_to_nobody_else() -> None:
-    places = Places({0: 4, 5: 4}, 3, torch.float32, torch.device("cpu"))
+    places = places_of({0: 4, 5: 4}, 3)
     places.take(0)
     with pytest.raises(AssertionError, match="5 comes to a place that is taken"):
         places.take(5)

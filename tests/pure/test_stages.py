@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.memory.arena import Pool, Slots
+from colossal_lite.memory.arena import Pool, slots
 from colossal_lite.memory.pack import Interval
 from colossal_lite.zero.stages import IN_FLIGHT, fill_intervals, flight_intervals
 
@@ -28,40 +28,40 @@ def test_a_chunk_of_another_key_fills_beside_those_that_its_parameters_lie_betwe
 
 def test_an_embedding_much_larger_than_the_rest_has_one_slot() -> None:
     order, numels = list(range(8)), [1000] + [10] * 7
-    assert Slots(fill_intervals(order, numels), torch.float32, CPU).numel == 1000 + 2 * 10
-    assert Slots(flight_intervals(numels), torch.float32, CPU).numel == 1000 + 10
+    assert slots(fill_intervals(order, numels), torch.float32, CPU).numel == 1000 + 2 * 10
+    assert slots(flight_intervals(numels), torch.float32, CPU).numel == 1000 + 10
 
 
 def test_slots_of_neighbours_take_what_three_of_them_need_though_one_is_larger() -> None:
     order, numels = list(range(15)), [4096] + [2048] * 14
-    assert Slots(fill_intervals(order, numels), torch.float32, CPU).numel == 4096 + 2 * 2048
+    assert slots(fill_intervals(order, numels), torch.float32, CPU).numel == 4096 + 2 * 2048
 
 
 def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_counted() -> None:
-    slots = Slots([Interval(0, 1, 4), Interval(1, 2, 4), Interval(2, 3, 4)], torch.float32, CPU)
-    assert slots.numel == 8 and slots.bytes == slots.planned_bytes == 32
-    first, second = slots.take(0), slots.take(1)
-    slots.give(0)
-    third = slots.take(2)
-    assert third.data_ptr() == first.data_ptr() != second.data_ptr() and slots.bytes == 32
-    early = slots.take(0)  # before the third is done, which has its place
+    places = slots([Interval(0, 1, 4), Interval(1, 2, 4), Interval(2, 3, 4)], torch.float32, CPU)
+    assert places.numel == 8 and places.bytes == places.planned_bytes == 32
+    first, second = places.take_now(0), places.take_now(1)
+    places.give(0)
+    third = places.take_now(2)
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr() and places.bytes == 32
+    early = places.take_now(0)  # before the third is done, which has its place
     early.fill_(1.0)
-    assert float(third.sum()) == 0.0 and slots.bytes == 48
+    assert float(third.sum()) == 0.0 and places.bytes == 48
     for slot in (0, 1, 2):
-        slots.give(slot)
-    assert slots.bytes == 48
-    slots.shrink()
-    assert slots.bytes == 32
+        places.give(slot)
+    assert places.bytes == 48
+    places.shrink()
+    assert places.bytes == 32
 
 
 def test_i2_a_slot_is_neither_lent_twice_nor_given_back_twice() -> None:
-    slots = Slots([Interval(0, 1, 4), Interval(1, 2, 4)], torch.float32, CPU)
-    slots.take(0)
+    places = slots([Interval(0, 1, 4), Interval(1, 2, 4)], torch.float32, CPU)
+    places.take_now(0)
     with pytest.raises(AssertionError, match="slot 0 is taken"):
-        slots.take(0)
-    slots.give(0)
+        places.take_now(0)
+    places.give(0)
     with pytest.raises(AssertionError, match="slot 0 was given back twice"):
-        slots.give(0)
+        places.give(0)
     pool = Pool(4, 1, torch.float32, CPU)
     buffer = pool.take(4)
     pool.give(buffer)
@@ -85,19 +85,19 @@ def test_any_order_of_parameters_fits_into_its_plan(shape: list[tuple[int, int]]
     rank = {chunk: n for n, chunk in enumerate(sorted(first_seen, key=lambda c: first_seen[c]))}
     order = [rank[chunk] for chunk in (order[0], *tail)]
     numels = [1 + shape[chunk][0] for chunk in range(len(shape))]
-    slots = Slots(fill_intervals(order, numels), torch.float32, CPU)
+    places = slots(fill_intervals(order, numels), torch.float32, CPU)
     missing = [order.count(chunk) for chunk in range(len(numels))]
     taken: set[int] = set()
     flying: list[int] = []
     following = len(numels) - 1
     for chunk in reversed(order):
         if chunk not in taken:
-            slots.take(chunk)
+            places.take_now(chunk)
             taken.add(chunk)
         missing[chunk] -= 1
         while following >= 0 and missing[following] == 0:
             if len(flying) == IN_FLIGHT:
-                slots.give(flying.pop(0))
+                places.give(flying.pop(0))
             flying.append(following)
             following -= 1
-    assert following == -1 and slots.bytes == slots.planned_bytes
+    assert following == -1 and places.bytes == places.planned_bytes

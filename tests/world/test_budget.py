@@ -15,6 +15,7 @@ import torch
 from colossal_lite import planner
 from colossal_lite.config import ConfigError
 from colossal_lite.engine import Engine
+from colossal_lite.memory.arena import Places
 from colossal_lite.memory.lane import LinkSpeed
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.zero import reside as reside_module
@@ -118,7 +119,9 @@ def on_tier(engine: Engine, tier: str) -> int:
 def _extent(env: RankEnv, case: Case, **more: Any) -> tuple[int, int]:
     """Bytes of the least and of the most that a run can use."""
     placed = _free(env, case, **more)
-    least, whole = (place(placed.pieces, dict(placed.fixed), at).device_bytes for at in (1, 2**40))
+    least, whole = (
+        place(placed.pieces, dict(placed.fixed), at, placed.beside).device_bytes for at in (1, 2**40)
+    )
     return least, whole
 
 
@@ -136,9 +139,9 @@ def three_tiers(env: RankEnv, case: Case, directory: str, **more: Any) -> dict[s
     """Budgets of the device and of the host beside which about half of what can be on disk has to be, or more for the
     first step, which has everything off the device."""
     free = _free(env, case, **more)
-    least, whole = (place(free.pieces, dict(free.fixed), at).device_bytes for at in (1, 2**40))
+    least, whole = (place(free.pieces, dict(free.fixed), at, free.beside).device_bytes for at in (1, 2**40))
     device = round(least + 0.1 * (whole - least))
-    placed = place(free.pieces, dict(free.fixed), device)
+    placed = place(free.pieces, dict(free.fixed), device, free.beside)
     first = replace(placed, on_host=frozenset(piece.name for piece in placed.pieces if piece.moves))
     half = (sink(placed, 0).host_bytes + placed.host_bytes) // 2
     host = max(sink(first, 0).host_bytes, half)
@@ -210,6 +213,8 @@ def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[
         return dict(placement="static", host_fraction=fractions) | there
     if placement == "auto, three tiers":
         return three_tiers(env, case, directory, **there)
+    if placement == "all away":
+        return dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0)) | there
     if placement in SHARES:
         case = replace(case, config=dict(case.config))
         least, whole = _extent(env, case, **there)
@@ -482,8 +487,8 @@ def test_updates_on_the_host_move_the_bytes_of_the_plan_and_fewer_than_records_t
         assert found.up_bytes + found.down_bytes < other.up_bytes + other.down_bytes
 
 
-def all_on_the_host(pieces: Any, fixed: Any, budget: int | None) -> Placement:
-    return Placement(tuple(pieces), frozenset(p.name for p in pieces), tuple(fixed.items()), budget)
+def all_on_the_host(pieces: Any, fixed: Any, budget: int | None, beside: Any) -> Placement:
+    return Placement(tuple(pieces), frozenset(p.name for p in pieces), tuple(fixed.items()), budget, beside)
 
 
 def told_badly(env: RankEnv, case: Case, times: float) -> Told:
@@ -529,7 +534,8 @@ def needed(text: str) -> int:
 def test_a_budget_that_no_batch_fits_is_refused_when_the_engine_is_made(placement: str) -> None:
     case = replace(DEEP, config=config_of(3))
     for text in run_world(refused, 2, case, dict(placement=placement, device_budget=10_000), 0):
-        assert "memory.device_budget = 10000" in text and needed(text) > 10_000 and "staging" in text
+        slots = "arena" if placement == "auto" else "staging"
+        assert "memory.device_budget = 10000" in text and needed(text) > 10_000 and slots in text
         assert ("memory.placement='auto'" in text) == (placement != "auto")
 
 
@@ -868,11 +874,29 @@ def test_a_checkpoint_of_a_run_within_a_budget_is_the_same_without_one(tmp_path:
                 assert all(torch.equal(v, other_state[name][kind]) for kind, v in values.items()), name
 
 
+ALL_AWAY: dict[str, Any] = dict(
+    memory=dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0))
+)
+
+
+@pytest.mark.parametrize("memory", [auto(380_000), ALL_AWAY], ids=["a budget", "all away"])
 @pytest.mark.parametrize("link", ["h2d", "d2h"])
-def test_i5_bits_do_not_depend_on_the_speed_of_the_link(link: str) -> None:
+def test_i5_bits_do_not_depend_on_the_speed_of_the_link(link: str, memory: dict[str, Any]) -> None:
     case = replace(DEEP, world_size=1, config=config_of(3, precision="bf16", accumulation=2))
     expected = run_world(bits, 1, case)
     speeds = {link: LinkSpeed(latency_s=0.003)}
-    assert_same_bits(
-        run_world(slow, 1, replace(case, config={**case.config, **auto(480_000)}), speeds), expected
-    )
+    assert_same_bits(run_world(slow, 1, replace(case, config={**case.config, **memory}), speeds), expected)
+
+
+def slow_and_hasty(env: RankEnv, case: Case, speeds: dict[str, LinkSpeed]) -> Any:
+    """Gradients fill places from which records still leave."""
+    with patch.object(Places, "take_now", lambda self, number: self.take(number)[0]):
+        return slow(env, case, speeds)
+
+
+def test_i5_goes_red_where_gradients_do_not_wait_for_the_records_in_their_place() -> None:
+    case = replace(DEEP, world_size=1, config=config_of(3, precision="bf16", accumulation=2))
+    away = replace(case, config={**case.config, **ALL_AWAY})
+    found = run_world(slow_and_hasty, 1, away, {"d2h": LinkSpeed(latency_s=0.03)})
+    with pytest.raises(AssertionError):
+        assert_same_bits(found, run_world(bits, 1, case))

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from colossal_lite.memory.pack import Interval
+from colossal_lite.memory.pack import Interval, Stay
 from colossal_lite.report import MemoryRow
-from colossal_lite.zero import budget, build, homes, tiers, visits
+from colossal_lite.zero import budget, build, homes, tiers
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
@@ -27,7 +27,7 @@ from tests.pool import RankEnv, run_world
 from tests.world.test_budget import DEEP, config_of, memory_of
 
 PLACEMENTS = [
-    *("device", "host", "disk", "static", "auto, least", "auto, some"),
+    *("device", "host", "disk", "static", "all away", "auto, least", "auto, some"),
     *("host, updated there", "disk, updated there", "static, updated there", "auto, some, updated there"),
     *("auto, three tiers", "auto, three tiers, updated there"),
 ]
@@ -81,7 +81,8 @@ def _our_line() -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a run: the report's rows; and of each kind of slots the elements taken at once, and planned to be."""
+    """Of a run: the report's rows; and of each kind of slots, and of the arena that kinds share, what was taken at
+    once, and planned to be."""
 
     rows: tuple[MemoryRow, ...]
     held: tuple[tuple[int, int], ...]
@@ -111,11 +112,12 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
                 with mode if number == 2 else nullcontext():
                     engine.train_step(batch)
             engine._rest()
-            held = [(slots.most_held_numel, slots.planned_held_numel) for slots in slots_of(engine._chunks)]
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
-            for places in optimizer.visited:
-                held.append((places.most_held_numel, places.planned_held_numel))
+            kinds = (*slots_of(engine._chunks), *optimizer.visited)
+            held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
+            if (arena := optimizer.arena) is not None:
+                held.append((arena.most_held_bytes, arena.plan.held_bytes))
             weights = engine._weights
             if isinstance(weights, ShardedWeights):
                 assert weights.plan is not None
@@ -179,12 +181,29 @@ def _longer(module: Any, name: str) -> Callable[[], tuple[Any, str, Any]]:
     return planted
 
 
+def _wider(what: str) -> Callable[[], tuple[Any, str, Any]]:
+    """Places of this kind for one more in a row, in the plan as in what is made by it."""
+
+    def planted() -> tuple[Any, str, Any]:
+        original = budget.Slot.stays
+
+        def wider(self: budget.Slot, *args: Any, **options: Any) -> tuple[Stay, ...]:
+            return tuple(
+                replace(stay, stop=stay.stop + (self.what == what))
+                for stay in original(self, *args, **options)
+            )
+
+        return budget.Slot, "stays", wider
+
+    return planted
+
+
 FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
     "a slot more for records": (lambda: (tiers, "SLOTS", tiers.SLOTS + 1), 1, "host"),
     "a slot more for records on disk": (lambda: (homes, "HOST_SLOTS", homes.HOST_SLOTS + 1), 1, "disk"),
-    "a slot more for weights": (lambda: (visits, "VISITORS", budget.VISITORS + 1), 3, "auto, least"),
-    "a slot more for gradients that come": (lambda: (visits, "COMING", budget.COMING + 1), 3, "static"),
-    "a slot more for sums that go": (lambda: (visits, "OUTGOING", budget.OUTGOING + 1), 3, "static"),
+    "a place more for weights": (_wider("weights"), 3, "all away"),
+    "a place more for gradients that come": (_wider("gradients"), 3, "static"),
+    "a place more for sums that go": (_wider("leaving"), 3, "static"),
     "gradients fill for longer": (_longer(build, "fill_intervals"), 3, "device"),
     "sums are on their way for longer": (_longer(build, "flight_intervals"), 3, "device"),
 }

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from colossal_lite.memory.arena import Arena, Key, Places
 from colossal_lite.memory.lane import StreamLane, ThreadLane
-from colossal_lite.memory.mover import Link, Places, Transfer
+from colossal_lite.memory.mover import Link, Transfer
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.streams import Recorder, races
@@ -137,8 +138,15 @@ def _at_once(self: ThreadLane, work: Callable[[], object], *more: Any) -> None:
     work()
 
 
+def _after_its_own_kind(self: Arena, key: Key) -> Any:
+    others = {other: self._left.pop(other) for other in [*self._left] if other[0] != key[0]}
+    found = TAKE(self, key)
+    self._left |= others
+    return found
+
+
 COPY = Link.copy
-RUN, GIVE = Link.run, Places.give
+RUN, GIVE, TAKE = Link.run, Places.give, Arena.take
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "a copy does not come after what was computed": ("host", StreamLane, "now", lambda self: None),
     "the computing does not wait for a copy": ("host", Transfer, "wait", _only_thread_waits),
@@ -146,6 +154,10 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "the host does not wait for a copy": ("host", Transfer, "finish", _only_thread_waits),
     "a buffer is handed back as if nobody used it": (
         "half of each", Places, "give", lambda self, number, *last: GIVE(self, number)
+    ),
+    "a place does not wait for whom of another kind had it": ("all of each", Arena, "take", _after_its_own_kind),
+    "gradients do not wait for what had their place": (
+        "half of each", Places, "take_now", lambda self, number: self.take(number)[0]
     ),
     "a thread does not wait for a stream": ("disk", ThreadLane, "run", _at_once),
     "a sum is added before it has landed": ("half of each", ThreadLane, "run", _at_once),

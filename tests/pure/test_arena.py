@@ -1,0 +1,212 @@
+"""One arena of several kinds: who is there at once is apart, in no more than kinds take alone, and who comes waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_lite.memory.arena import Arena, Places, slots
+from colossal_lite.memory.pack import ARENA_ALIGN_BYTES, Stay, held_by_moment, held_stays, pack_stays
+from colossal_lite.zero.budget import LEAVING, VISITING, Kind
+from colossal_lite.zero.stages import (
+    FILLING,
+    IN_FLIGHT,
+    INCOMING,
+    UPDATES,
+    fill_intervals,
+    flight_intervals,
+    moments_of_step,
+)
+
+CPU = torch.device("cpu")
+some_stays = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.integers(0, 4), st.integers(0, 2000)),
+    max_size=20,
+).map(lambda rows: [Stay(what, i, at, at + more, size) for i, (what, at, more, size) in enumerate(rows)])
+
+
+@given(some_stays)
+def test_whoever_is_there_at_once_is_apart_in_no_more_than_kinds_take_by_themselves(
+    stays: list[Stay],
+) -> None:
+    plan = pack_stays(stays)
+    spans = [(at, at + stay.bytes) for stay, at in zip(plan.stays, plan.offsets, strict=True)]
+    for i, (one, (start, stop)) in enumerate(zip(plan.stays, spans, strict=True)):
+        assert start % ARENA_ALIGN_BYTES == 0 and stop <= plan.bytes
+        for other, (first, end) in zip(plan.stays[:i], spans[:i], strict=True):
+            at_once = one.start <= other.stop and other.start <= one.stop
+            assert not (at_once and start < end and first < stop)
+    kinds = [[stay for stay in stays if stay.what == what] for what in "abc"]
+    assert plan.held_bytes == held_stays(stays) == max(held_by_moment(stays).values(), default=0)
+    assert plan.held_bytes <= plan.bytes <= sum(pack_stays(kind).bytes for kind in kinds)
+    assert [stay for stay in stays if stay.bytes] == [*plan.stays]
+    assert str(plan).count("\n") == len(plan.stays)
+
+
+@given(some_stays)
+def test_what_is_never_there_at_once_takes_as_much_as_the_larger(stays: list[Stay]) -> None:
+    later = [Stay("later", s.number, s.start + 100, s.stop + 100, s.bytes) for s in stays[: len(stays) // 2]]
+    apart = max(pack_stays(stays).bytes, pack_stays(later).bytes)
+    assert pack_stays([*stays, *later]).bytes <= apart
+
+
+class Leaving:
+    """A transfer by which somebody leaves."""
+
+    waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def arena_of(*stays: Stay) -> Arena:
+    return Arena(pack_stays(stays), CPU)
+
+
+def test_who_takes_bytes_of_another_kind_waits_for_the_transfers_that_still_use_them() -> None:
+    record, gradient = Stay("records", 3, 9, 10, 4096), Stay("filling", 0, 0, 1, 1024)
+    arena = arena_of(record, gradient)
+    assert arena.bytes == 4096
+    records, filling = (Places([one], torch.float32, CPU, arena) for one in (record, gradient))
+    leaving: Any = Leaving()
+    room, before = records.take(3)
+    assert before == () and room.numel() == 1024
+    with pytest.raises(AssertionError, match="0 comes to a place that is taken"):
+        filling.take(0)
+    records.give(3, leaving)
+    assert not leaving.waited
+    assert filling.take_now(0).data_ptr() == room.data_ptr() and leaving.waited
+
+
+def test_who_takes_a_part_of_the_bytes_leaves_the_transfer_to_who_takes_the_others() -> None:
+    record = Stay("records", 0, 9, 10, 1024)
+    halves = [Stay("filling", number, 0, 1, 512) for number in (0, 1)]
+    arena = arena_of(record, *halves)
+    records, filling = Places([record], torch.float32, CPU, arena), Places(halves, torch.float32, CPU, arena)
+    leaving: Any = Leaving()
+    records.take(0)
+    records.give(0, leaving)
+    assert filling.take(0)[1] == filling.take(1)[1] == (leaving,)
+    for number in (0, 1):
+        filling.give(number)
+    assert records.take(0)[1] == (leaving,)  # nobody has said that it has ended
+    records.give(0)
+    assert filling.take(0)[1] == ()  # who has taken all of the bytes has waited
+
+
+def test_gradients_that_find_another_kind_in_their_place_get_a_further_buffer_that_is_counted() -> None:
+    first, second = Stay("incoming", 0, 0, 0, 512), Stay("filling", 0, 1, 1, 512)
+    arena = arena_of(first, second)
+    incoming, filling = (Places([one], torch.float32, CPU, arena, grows=True) for one in (first, second))
+    incoming.take_now(0).fill_(1.0)
+    filling.take_now(0).fill_(2.0)
+    assert filling.bytes == filling.most_bytes == 512 and incoming.bytes == 0
+    filling.give(0)
+    incoming.give(0)
+    filling.shrink()
+    assert filling.bytes == filling.most_bytes == 0
+
+
+def test_places_that_are_let_go_are_nowhere_until_they_join_another_arena() -> None:
+    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, FILLING)
+    assert places.planned_bytes == 512
+    places.join(None)
+    with pytest.raises(AssertionError, match="let go"):
+        places.take(0)
+    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, FILLING)
+    places.join(arena_of(*moments_of_step(places.stays, 2)))
+    assert places.take_now(1).numel() == 64 and places.bytes == places.planned_bytes == 0
+
+
+shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60)
+@given(shapes, st.randoms(use_true_random=False), st.booleans())
+def test_a_step_keeps_to_the_plan_of_all_its_kinds_and_holds_as_much_as_that_says(
+    shape: list[tuple[int, int]], random: Any, is_away: bool
+) -> None:
+    """Replayed as hooks and updates do it: chunks fill, are launched from the last, at most two are on their way; what
+    has come leaves; then records, weights and gradients visit."""
+    numels = [64 * size for size, _ in shape]
+    order = _order(shape, random)
+    fills = slots(fill_intervals(order, numels), torch.float32, CPU, FILLING)
+    flights = slots(flight_intervals([numel // 2 for numel in numels]), torch.float32, CPU, INCOMING)
+    sizes = {chunk: 2 * numel for chunk, numel in enumerate(numels) if is_away}
+    records = {chunk: 6 * numel for chunk, numel in enumerate(numels)}
+    visits = (
+        (VISITING[Kind.OPTIMIZER], records),
+        (VISITING[Kind.WEIGHTS], sizes),
+        (VISITING[Kind.GRADIENTS], sizes),
+    )
+    arena = arena_of(
+        *moments_of_step([*fills.stays, *flights.stays], len(numels)), *LEAVING.in_step(sizes),
+        *(stay for slot, some in visits for stay in slot.in_step(some)),
+    )  # fmt: skip
+    assert all(
+        stay.stop < UPDATES for stay in arena.plan.stays if stay.what in (FILLING, INCOMING, "leaving")
+    )
+    fills.join(arena)
+    flights.join(arena)
+    leaving = Places(LEAVING.stays(sizes), torch.float32, CPU, arena, grows=True)
+    visiting = [Places(slot.stays(some), torch.float32, CPU, arena) for slot, some in visits]
+    for _ in range(2):
+        _backward(order, len(numels), fills, flights, leaving if is_away else None)
+        _update(visiting if is_away else visiting[:1], len(numels))
+    assert arena.most_bytes == arena.plan.bytes and arena.most_held_bytes == arena.plan.held_bytes
+    assert not any(places.bytes for places in (fills, flights, leaving))
+
+
+def _order(shape: Sequence[tuple[int, int]], random: Any) -> list[int]:
+    """The chunk of each parameter, in forward order: numbered by their first ones."""
+    order = [chunk for chunk, (_, parameters) in enumerate(shape) for _ in range(parameters)]
+    random.shuffle(order)
+    rank = {chunk: number for number, chunk in enumerate(dict.fromkeys(order))}
+    return [rank[chunk] for chunk in order]
+
+
+def _backward(order: list[int], count: int, fills: Places, flights: Places, leaving: Places | None) -> None:
+    missing, filling, flying, following = (
+        [order.count(chunk) for chunk in range(count)],
+        set[int](),
+        list[int](),
+        count - 1,
+    )
+
+    def finish() -> None:
+        chunk = flying.pop(0)
+        flights.give(chunk)
+        if leaving is not None:
+            leaving.take_now(chunk)
+            leaving.give(chunk, Leaving())  # type: ignore[arg-type]
+        fills.give(chunk)
+
+    for chunk in reversed(order):
+        if chunk not in filling:
+            fills.take_now(chunk)
+            filling.add(chunk)
+        missing[chunk] -= 1
+        while following >= 0 and missing[following] == 0:
+            if len(flying) == IN_FLIGHT:
+                finish()
+            flights.take_now(following)
+            flying.append(following)
+            following -= 1
+    while flying:
+        finish()
+
+
+def _update(visiting: Sequence[Places], count: int) -> None:
+    """Each comes a turn before its own; gradients are used up in it, the others leave behind it."""
+    for turn in range(count + 1):
+        for places in visiting:
+            if turn < count:
+                places.take(turn)
+        for number, places in enumerate(visiting):
+            if turn:
+                places.give(turn - 1, *([] if number == 2 else [Leaving()]))  # type: ignore[list-item]
