@@ -173,8 +173,8 @@ def test_i3_goes_red_where(fault: str) -> None:
 
 
 class Futures:
-    """Operations of groups and copies over links, as they are made; who is let go of by all and was never waited for
-    is lost."""
+    """Operations of groups and copies over links, as they are made; who is let go of by all, was never waited for and
+    was not revoked before it began is lost."""
 
     def __init__(self) -> None:
         self._made: list[tuple[weakref.ref[Any], str]] = []
@@ -198,6 +198,17 @@ class Futures:
         stack.enter_context(patch.object(kind, waits, waited))
         return stack
 
+    def noting_revoked(self) -> Any:
+        revoke = Transfer.revoke
+
+        def revoked(copy: Transfer) -> bool:
+            never_begins = revoke(copy)
+            if never_begins:
+                self._awaited.add(self._numbers[copy])
+            return never_begins
+
+        return patch.object(Transfer, "revoke", revoked)
+
     def lost(self) -> list[str]:
         gc.collect()
         return [what for n, (ref, what) in enumerate(self._made) if n not in self._awaited and ref() is None]
@@ -215,6 +226,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
     with ExitStack() as stack:
         stack.enter_context(seen.noting(Pending, lambda one: one._what, "wait"))
         stack.enter_context(seen.noting(Transfer, lambda one: f"copy {one.link.name}", "handed"))
+        stack.enter_context(seen.noting_revoked())
         if fault:
             stack.enter_context(FAULTS_I6[fault]())
         context = stack.enter_context(env.launch(case.full_config))
