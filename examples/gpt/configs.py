@@ -108,7 +108,7 @@ def gemini(steps: int = 600) -> Recipe:
     """`zero3` within a budget for each device, activations included: what has no room rests in host memory, by the plan
     that the first step leads to. With two ranks a part of it does."""
     recipe = zero3(steps)
-    memory = dict(placement="auto", device_budget="45MiB")
+    memory = dict(placement="auto", device_budget="42MiB")
     return recipe | dict(config=recipe["config"] | dict(memory=memory))
 
 
