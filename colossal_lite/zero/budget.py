@@ -176,11 +176,6 @@ class Piece:
     moves: bool = True
     """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
 
-    @property
-    def link_bytes(self) -> int:
-        """Over the link in a step, both ways, if it rests on the host."""
-        return (self.ups + self.downs) * self.bytes
-
     def way(self, on_host: frozenset[Name]) -> Way:
         """Where these pieces rest on the host."""
         is_away = self.name in on_host
