@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
@@ -61,21 +60,17 @@ from colossal_lite.recompute import restore
 from colossal_lite.report import LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.simulate import ScheduleReport, Span, Timeline
+from colossal_lite.updates import Updates, refuse_second_backward, spoilt
 from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
-from colossal_lite.zero.in_backward import UpdatesInBackward
-from colossal_lite.zero.interleave import holds_up
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.owed import Owed
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Foretell, Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
-Used = Mapping[int, Sequence[bool]]
-"""Of each chunk, by its number: for which entries some rank has a gradient."""
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -157,10 +152,6 @@ class Engine:
         self._weights = weights_of(
             model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero, built.frozen
         )
-        self._in_backward = UpdatesInBackward(chunks) if self._sharding.consumes else None
-        self._used: dict[int, Sequence[bool]] = {}  # as far as an update in backward knows
-        if self._in_backward is not None:
-            self._hooks.hand_on(self._in_backward.summed)
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
         self._tells_loss = parallelized.strategy.tells_loss and self._stages.last in self._stages.here
         self._runtime = Runtime(
@@ -210,6 +201,9 @@ class Engine:
         self._totals: Totals | None = None
         self._has_checked_generator = False
         self._foretell, self._metering = foretell, Metering()
+        self._updates = Updates(
+            chunks, self._optimizer, self._weights, self._hooks, self._metering, self.mesh, config
+        )
         self._marks = LinkMarks(self._optimizer.links)
         self._checkpoints = Checkpointer(
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
@@ -255,12 +249,16 @@ class Engine:
             self._finish_manual()
         totals = self._totals
         assert totals is not None
-        factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
+        factor = self._rate_factor
         skipped = not totals.is_finite or totals.weight == 0
         self._weights.flush()  # of modules that were not used, the weights may still be on their way
-        if self._in_backward is not None:
-            self._end_updates(self._in_backward, totals)
-        owed = None if skipped or self._in_backward else self._owed(totals, factor)
+        if self._updates.under_way:
+            self._updates.end(totals)
+            if not totals.is_finite:
+                self._spoil(
+                    f"step: a gradient is not finite (norm {totals.grad_norm}), and has updated weights"
+                )
+        owed = None if skipped or self._updates.within_backward else self._updates.owed(totals, factor)
         if totals.weight:
             self._loss_scale = self._loss_scale.after(totals.is_finite)
         tokens = (
@@ -269,7 +267,7 @@ class Engine:
         self._forget()
         if owed is None:
             self._hooks.clear()  # of a step that was skipped, or updated in backward
-        elif self._defers:
+        elif self._updates.defers:
             self._weights.owe(owed)
         else:
             owed.finish()
@@ -290,7 +288,7 @@ class Engine:
     @_noting_faults
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
-        self._refuse_within_step("eval_step")
+        self._updates.refuse_within("eval_step")
         parts = self._read(batch)
         self._foresee([part.inputs for part in parts])
         self._rest()
@@ -311,7 +309,7 @@ class Engine:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
         self._refuse_with_auxiliary("engine(x)")
-        self._refuse_within_step("engine(x)")
+        self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
         first = self._first_sample(self._sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
@@ -335,7 +333,7 @@ class Engine:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
         its forward or backward that was caught."""
         self._forget()
-        mixed = self._in_backward is not None and self._in_backward.goes
+        mixed = self._updates.under_way
         if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
             return
         if any([self._weights.give_up(), self._hooks.give_up()]):
@@ -359,9 +357,9 @@ class Engine:
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
             )
-        self._refuse_within_step("backward")
+        self._updates.refuse_within("backward")
         if self._by_count is not None:
-            self._refuse_second_backward()
+            refuse_second_backward(self.context.config)
         self._by_count = count is not None
         is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
         seed = self._loss_scale.seed(int(count) if is_scaled and count is not None else 1)
@@ -369,29 +367,15 @@ class Engine:
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
         self._sums.add(total.detach(), 0 if count is None else count)
-        if self._in_backward is not None:
+        if self._updates.within_backward:
             if count is None:
                 self._sums.weigh_alike()
-            self._begin_updates(self._in_backward, self._sums)
+            self._updates.begin(self._sums.told(self._tells), self._rate_factor)
         self._hooks.begin(0, is_last=False, seed=seed)
         with self._measured(), self._weights.backward():
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
             self._reduce_all()
-
-    def _refuse_second_backward(self) -> None:
-        """Where a step has one micro-batch."""
-        config = self.context.config
-        if config.precision.gradient == "bf16":
-            raise ValueError(
-                "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
-                "'auto', or one call a step"
-            )
-        if config.optimizer.update == "backward":
-            raise ValueError(
-                "backward: a second call before step, and optimizer.update='backward' has updated the weights in the "
-                "first; legal: 'step', or one call a step"
-            )
 
     # ---- whole tensors ----
 
@@ -400,7 +384,7 @@ class Engine:
 
         After `forward_backward`, before `step`. A parameter that no rank used has zeros.
         """
-        if self._in_backward is not None:
+        if self._updates.within_backward:
             raise ValueError(
                 "full_gradients: optimizer.update='backward' keeps none, each is used up in backward; legal: 'step'"
             )
@@ -410,13 +394,13 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
-        self._refuse_within_step("full_state_dict")
+        self._updates.refuse_within("full_state_dict")
         self._rest()
         return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
-        self._refuse_within_step("full_optimizer_state")
+        self._updates.refuse_within("full_optimizer_state")
         self._rest()
         return self._whole.optimizer_state()
 
@@ -425,7 +409,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
-        self._refuse_within_step("load_full_state_dict")
+        self._updates.refuse_within("load_full_state_dict")
         self._rest()
         self._optimizer.changing(self._frozen)
         try:
@@ -445,8 +429,8 @@ class Engine:
         `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then tells how it ended.
         Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
         """
-        self._refuse_within_step("save")
-        if self._in_backward is not None and self._checkpoints.is_mixed:
+        self._updates.refuse_within("save")
+        if self._updates.within_backward and self._checkpoints.is_mixed:
             raise ValueError(f"save: {MIXED}")
         with suppress(DiskError):  # who reads the records is told it again, and tells every rank
             self._rest()
@@ -502,8 +486,7 @@ class Engine:
             self._weights.flush()
             self._forget()
             self._hooks.clear()
-            if self._in_backward is not None:
-                self._in_backward.over()
+            self._updates.give_up()
             self._optimizer.set_updates(loaded.manifest.updates)
             self._loss_scale = self._loss_scale.at(loaded.manifest.loss_scale)
             self.steps = loaded.step
@@ -685,8 +668,7 @@ class Engine:
 
     def _kept(self) -> Kept | None:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
-        within = self._in_backward is not None and self._in_backward.goes
-        if not self._outlives or self._has_left or self._checkpoints.is_mixed or within:
+        if not self._outlives or self._has_left or self._checkpoints.is_mixed or self._updates.under_way:
             return None
         assert isinstance(self._optimizer, ChunkOptimizer)
         self._rest()
@@ -786,8 +768,8 @@ class Engine:
 
         def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
             self._before_backward()
-            if self._in_backward is not None:
-                self._begin_updates(self._in_backward, sums)
+            if self._updates.within_backward:
+                self._updates.begin(sums.told(self._tells), self._rate_factor)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -930,41 +912,9 @@ class Engine:
         return self.mesh.coord("pipeline", "sequence", "tensor") == 0
 
     @property
-    def _defers(self) -> bool:
-        """Whether updates run while the next forward does: where state comes over a link. Compiled blocks take no
-        updates into their code."""
-        state = self._optimizer
-        moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
-        return moves and self.context.config.compile == "none"
-
-    def _owed(self, totals: Totals, factor: float) -> Owed:
-        """The updates of a step, every number of which is known: from now on the weights are others, wherever their
-        updates run."""
-        for chunk in self._chunks:
-            if any(totals.used[chunk.spec.id]):
-                chunk.count_change()
-        scale = totals.weight / totals.clip_factor(self.context.config.clip_grad_norm)
-        return self._owing(totals.used, factor, scale)
-
-    def _owing(self, used: Used, factor: float, scale: float) -> Owed:
-        """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
-        self._optimizer.changed = False
-        self._optimizer.owe()
-
-        def end() -> None:
-            self._optimizer.finish(factor)
-            self._warn_if_unchanged(factor)
-            self._hooks.clear()
-
-        def update(action: Action) -> None:
-            self._update(action, used, factor, scale)
-
-        def arrive(index: int) -> None:
-            assert isinstance(self._optimizer, ChunkOptimizer)
-            self._optimizer.arrived(self._chunks[index])
-            self._updated(self._chunks[index], used)
-
-        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end, arrive)
+    def _rate_factor(self) -> float:
+        """What the learning rates of this step are multiplied with."""
+        return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
 
     def _rest(self) -> None:
         """Everything that is owed or on its way is where it rests."""
@@ -977,77 +927,14 @@ class Engine:
         if self._residence is None or self._residence.placement is not None:
             self._optimizer.prepare()
 
-    def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
-        """On the host it only sets out."""
-        before, self.mesh.progress.phase = self.mesh.progress.phase, "update"
-        chunk = self._chunks[_chunk_of(action)]
-        if self._in_backward is not None and any(used[chunk.spec.id]):
-            chunk.count_change()
-        self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
-        if self._in_backward is not None:
-            self._metering.updated(chunk.spec.id)
-            chunk.use_up()
-        elif holds_up(action):
-            self._updated(chunk, used)
-        self.mesh.progress.phase = before
-
-    def _updated(self, chunk: Chunk, used: Used) -> None:
-        """A chunk's new weights are there."""
-        self._metering.updated(chunk.spec.id)
-        chunk.pay()
-        self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
-
-    def _begin_updates(self, updates: UpdatesInBackward, sums: Sums) -> None:
-        """Before a backward that updates: the ranks agree on what its updates divide by. Collective."""
-        loss, weight = self.mesh.world.all_reduce(sums.told(self._tells)).tolist()
-        if not math.isfinite(loss) or weight == 0:
-            updates.begin(None)
-            return
-        factor = learning_rate_factor(self.context.config.lr_scheduler, self.steps)
-        self._used = {chunk.spec.id: (True,) * len(chunk.spec.entries) for chunk in self._chunks}
-        updates.begin(self._owing(self._used, factor, weight))
-
-    def _end_updates(self, updates: UpdatesInBackward, totals: Totals) -> None:
-        """The updates of a step are all made, and their weights on their way. Raises ValueError for a spoilt step."""
-        if not updates.goes:
-            return
-        self._used.update(totals.used)
-        updates.finish()
-        updates.over()
-        if not totals.is_finite:
-            self._spoil(f"step: a gradient is not finite (norm {totals.grad_norm}), and has updated weights")
-        for chunk in self._chunks:
-            self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
-
     def _spoil(self, why: str) -> NoReturn:
         """Weights have been updated by a step that is none. Raises ValueError."""
-        if self._in_backward is not None:
-            self._in_backward.over()
+        self._updates.give_up()
         self._hooks.clear()
         self._rest()
         self._forget()
         self._checkpoints.is_mixed = True
-        raise ValueError(
-            f"{why} in backward (optimizer.update='backward'), so that they are a mix; legal: load a checkpoint, or "
-            f"optimizer.update='step', which skips such a step"
-        )
-
-    def _refuse_within_step(self, what: str) -> None:
-        """While some weights are new and others are not."""
-        if self._in_backward is not None and self._in_backward.goes:
-            raise ValueError(
-                f"{what}: backward has updated weights (optimizer.update='backward'), and the step is not over; legal: "
-                f"after step"
-            )
-
-    def _warn_if_unchanged(self, factor: float) -> None:
-        lr = self._optimizer.peak_lr * factor
-        if lr and self._chunks and not self._optimizer.changed and self.context.is_main:
-            warnings.warn(
-                f"step: it changed no parameter that rank 0 holds; either all gradients are zero, or steps at "
-                f"lr={lr:g} are lost in rounding ({self.context.config.precision.master_dtype} master weights)",
-                stacklevel=3,
-            )
+        raise spoilt(why)
 
     def _finish_manual(self) -> None:
         if self._by_count is None:

@@ -71,7 +71,7 @@ LEVELS: tuple[set[str], ...] = (
     {"agreement", "compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
     {"pipeline.units"},
     {"dry_run", "pipeline.profile", "report", "run_plan", "whole"},
-    {"planned_step"},
+    {"planned_step", "updates"},
     {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner", "staged_plan"},
     {"build"},
     {"__init__", "launcher"},

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner import plan
+from colossal_lite.updates import Updates
 from colossal_lite.zero.in_backward import UpdatesInBackward
 from colossal_lite.zero.weights import Weights
 from tests.covering import covering_array, name_of
@@ -183,9 +183,9 @@ def all_at_once(self: UpdatesInBackward, chunk: Chunk) -> None:
     self._owed.until(self._place[chunk.spec.id])
 
 
-def by_own_tokens(self: Engine, updates: UpdatesInBackward, sums: Any) -> None:
-    with patch.object(type(self.mesh.world), "all_reduce", lambda comm, tensor: tensor):
-        BEGIN(self, updates, sums)
+def by_own_tokens(self: Updates, told: Tensor, factor: float) -> None:
+    with patch.object(type(self._mesh.world), "all_reduce", lambda comm, tensor: tensor):
+        BEGIN(self, told, factor)
 
 
 def never_fetched(self: Weights, chunk: Chunk, *, changed: bool) -> None:
@@ -200,10 +200,10 @@ def before_the_sum(self: Chunk) -> None:
     self.gradient.copy_(kept[slice(*self.owned)])
 
 
-BEGIN, FINISH = Engine._begin_updates, Chunk.finish_reduce
+BEGIN, FINISH = Updates.begin, Chunk.finish_reduce
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "an update does not wait for what other ranks have used": (UpdatesInBackward, "summed", all_at_once),
-    "an update divides by the tokens of its rank": (Engine, "_begin_updates", by_own_tokens),
+    "an update divides by the tokens of its rank": (Updates, "begin", by_own_tokens),
     "new weights are not fetched": (Weights, "updated", never_fetched),
     "an update takes a gradient that is not summed": (Chunk, "finish_reduce", before_the_sum),
 }

@@ -39,6 +39,7 @@ from colossal_lite.pipeline.units import GPTSections, Stages
 from colossal_lite.plan import Kind
 from colossal_lite.rng import DropoutStreams
 from colossal_lite.shard import ShardSpec
+from colossal_lite.updates import Updates
 from colossal_lite.zero import own, sharded, unshard
 from colossal_lite.zero.homes import DiskHome, HostHome
 from colossal_lite.zero.hooks import GradientHooks, StageHooks
@@ -716,7 +717,7 @@ def _read_before_they_are_up(original: Any, self: HostUpdates, index: int) -> No
     self._coming[index] = self.lane.run(int, 0)
 
 
-def _without_the_norm(original: Any, self: Engine, totals: Any, factor: float) -> Owed:
+def _without_the_norm(original: Any, self: Updates, totals: Any, factor: float) -> Owed:
     return original(self, replace(totals, squares=0.0), factor)
 
 
@@ -730,7 +731,7 @@ ON_HOST = replace(HOST, config=HOST.config | dict(memory=dict(placement="host", 
 FAULTS_ON_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "an update does not wait for its gradient": (ON_HOST, HostUpdates, "bring", _not_down_yet),
     "weights are read before they are up": (ON_HOST, HostUpdates, "take_up", _read_before_they_are_up),
-    "an update before the norm is known": (ON_HOST, Engine, "_owed", _without_the_norm),
+    "an update before the norm is known": (ON_HOST, Updates, "owed", _without_the_norm),
     "a step count of the step after": (ON_HOST, ChunkOptimizer, "_apply", _one_count_late),
 }
 ALL |= FAULTS_ON_HOST

@@ -155,7 +155,7 @@ def _watched(env: RankEnv, case: Case) -> None:
         handle = store.handle("gpt")
         rows = world.gather_json([handle.task, handle.pid, handle.descriptor, handle.token])
         other = cl.HostStore.attach(type(handle)(*rows[1 - env.rank]))
-        defers = engine._defers
+        defers = engine._updates.defers
         for number in (1, 2):
             engine.train_step([t[cut] for t in case.batch(number)])
             mine = store.records("gpt")
