@@ -331,7 +331,7 @@ def _build_chunks(
         return to_device(cut_values(specs[name], layout, coords, fetch), device)
 
     in_turn = {name: named[name] for name in order if name in named}
-    mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
+    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
         lambda spec: stages.is_first_holder(stages_of(spec)), records,

@@ -36,30 +36,31 @@ from torch import Tensor, nn
 
 from colossal_lite.agreement import Sums, Totals, agree
 from colossal_lite.auxiliary import unbind
-from colossal_lite.batch import Batch, read_batch
+from colossal_lite.batch import Batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
 from colossal_lite.context import Context, reason_of
-from colossal_lite.data import check_batch
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
+from colossal_lite.handover import Handover
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
-from colossal_lite.memory.mover import to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of
 from colossal_lite.memory.store import Kept, TaskRecords
 from colossal_lite.memory.timeline import MemoryTimeline
 from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.micro_batches import MicroBatches
 from colossal_lite.optim import learning_rate_factor
 from colossal_lite.parallel.parallelize import Parallelized, facts_of
 from colossal_lite.pipeline.footprint import most_arrivals
 from colossal_lite.pipeline.runtime import Runtime, Work
-from colossal_lite.pipeline.schedule import StepShape, splits_backward, step_plan
+from colossal_lite.pipeline.schedule import splits_backward
+from colossal_lite.pipeline.step_plans import StepPlans, report_of
 from colossal_lite.pipeline.units import Stages
-from colossal_lite.plan import Action, Kind, Plan, Shape
+from colossal_lite.plan import Action, Kind
 from colossal_lite.precision import LossScale
 from colossal_lite.recompute import restore
 from colossal_lite.report import LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.rng import DropoutStreams
-from colossal_lite.simulate import ScheduleReport, Span, Timeline
+from colossal_lite.simulate import ScheduleReport, Timeline
 from colossal_lite.updates import Updates, refuse_second_backward, spoilt
 from colossal_lite.whole import Names, WholeState
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
@@ -145,6 +146,8 @@ class Engine:
         self._frozen = built.frozen
         self._criterion = criterion
         self._facts = facts_of(model)
+        vocabulary = self._facts.vocabulary if self._facts else None
+        self._micro_batches = MicroBatches(context, parallelized, vocabulary)
         self._parameters = built.names.parameters(model)
         self._sharding = sharding_of(config)
         self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
@@ -160,7 +163,7 @@ class Engine:
         self._queue = WeightQueue()
         if splits_backward(config.parallel.pipeline):
             defer_weights(model, self._queue)
-        self._plans: dict[StepShape, Plan] = {}
+        self._plans = StepPlans(config, self._stages, built.packed)
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._optimizer: ChunkOptimizer | OwnOptimizer
         if optimizer is None:
@@ -209,11 +212,17 @@ class Engine:
             self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
-        self._records, self._outlives, self._has_left = built.records, built.outlives, False
+        self._handover = Handover(
+            built.records,
+            outlives=built.outlives,
+            model=model,
+            optimizer=self._optimizer,
+            world=self.mesh.world,
+        )
         context.on_close(self._end)
         context.on_close(self._checkpoints.settle)
         self._take_up()
-        self._records.on_flush = self._rest
+        built.records.on_flush = self._rest
 
     # ---- a step ----
 
@@ -311,7 +320,7 @@ class Engine:
         self._refuse_with_auxiliary("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._first_sample(self._sizes(inputs))
+        first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -546,27 +555,14 @@ class Engine:
 
     def timeline(self) -> Timeline:
         """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
-        mine = [[str(span.action), span.start_s, span.end_s] for span in self._runtime.spans]
-        with self.mesh.ledger.paused():
-            rows = self._runtime.comm.gather_json(mine)
-        spans = (
-            Span(rank, Action.parse(word), *times) for rank, row in enumerate(rows) for word, *times in row
-        )
-        return Timeline(
-            len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
-        )
+        return self._runtime.timeline()
 
     def schedule_report(self) -> ScheduleReport:
         """The last step or evaluation of this pipeline as its plan foretold it, by the costs that it is cut by, and as
         it was measured: `.trace()` for Perfetto, `.svg()`. Collective. Raises ValueError before the first step."""
-        plan, stages = self._runtime.plan, self._stages
-        if plan is None:
+        if self._runtime.plan is None:
             raise ValueError("schedule_report: no step has run; legal: after train_step or eval_step")
-        run = Plan(tuple(tuple(a for a in actions if a.kind is not Kind.UPDATE) for actions in plan))
-        trains = any(a.kind in (Kind.I, Kind.B) for actions in run for a in actions)
-        parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
-        shape = Shape(len(stages.placement), parts, trainable=stages.trainable, backward=trains)
-        return ScheduleReport.of(run, self.timeline(), stages.cut.stage_costs(), shape)
+        return report_of(self._runtime.plan, self._stages, self._runtime.timeline())
 
     def on_step(self, callback: Callable[[StepResult], None], *, reads_weights: bool | None = None) -> None:
         """Call `callback` with the result of every step from now on.
@@ -634,68 +630,27 @@ class Engine:
 
     def _take_up(self) -> None:
         """Go on where the engine before this one has ended, if there was one. Collective with a store."""
-        if not self._outlives:
+        facts = self._handover.take_up()
+        if facts is None:
             return
-        kept, faults = self._records.kept, list(self._records.misfits)
-        if kept is not None and isinstance(self._optimizer, ChunkOptimizer):
-            form = self._form()
-            odd = [name for name in {**kept.form, **form} if kept.form.get(name) != form.get(name)]
-            faults += [f"{name}: {_differs(kept.form.get(name), form.get(name))}" for name in odd[:4]]
-        rows = self.mesh.world.gather_json([None if kept is None else kept.facts["steps"], faults])
-        faults = [f"rank {rank}: {fault}" for rank, (_, told) in enumerate(rows) for fault in told]
-        if len({steps for steps, _ in rows}) > 1:
-            faults.append(f"ranks have it after different steps (None: not at all): {[s for s, _ in rows]}")
-        if faults:
-            self._has_left = True
-            raise ValueError(
-                f"store: what was left of task {self._records.task!r} cannot be taken up:\n  "
-                + "\n  ".join(faults)
-                + "\nlegal: the model and the config that it was trained with, a checkpoint, or store.drop"
-            )
-        if self._records.take_up() is None or kept is None:
-            return
-        facts = kept.facts
-        assert isinstance(self._optimizer, ChunkOptimizer)
-        self._optimizer.take_up()
         for chunk in self._chunks:
             chunk.start_gather()
         self._weights.flush()
-        self._optimizer.set_updates(facts["updates"])
         self._loss_scale = self._loss_scale.at(facts["loss_scale"])
         self.steps = facts["steps"]
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(facts["buffers"][name])
 
     def _kept(self) -> Kept | None:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
-        if not self._outlives or self._has_left or self._checkpoints.is_mixed or self._updates.under_way:
+        if not self._handover.is_due or self._checkpoints.is_mixed or self._updates.under_way:
             return None
-        assert isinstance(self._optimizer, ChunkOptimizer)
         self._rest()
-        self._optimizer.park(self.steps)
-        facts = {
-            "steps": self.steps,
-            "updates": self._optimizer.updates(),
-            "loss_scale": self._loss_scale.state,
-            "buffers": {name: to_host(buffer) for name, buffer in self.model.named_buffers()},
-        }
-        return Kept(self._form(), facts)
-
-    def _form(self) -> dict[str, list[Any]]:
-        """What an engine must have to take up what this one leaves."""
-        assert isinstance(self._optimizer, ChunkOptimizer)
-        buffers = [[name, [*b.shape], str(b.dtype)] for name, b in self.model.named_buffers()]
-        return self._optimizer.form() | {"buffers": [buffers]}
+        return self._handover.kept(self.steps, self._loss_scale.state)
 
     def _leave(self, kept: Kept | None) -> None:
         """The records are no longer this engine's."""
-        if not self._has_left:
-            self._has_left = True
-            if self._outlives:
-                self._forget()  # gradients that rested there are gone
-                self._records.leave(kept)
-            else:
-                self._records.close()
+        if self._handover.is_due:
+            self._forget()  # gradients that rested there are gone
+        self._handover.leave(kept)
 
     # ---- what the actions do ----
 
@@ -714,51 +669,8 @@ class Engine:
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
-        """The micro-batches of a step, some of them perhaps empty; as many on every data rank."""
         self._optimizer.check()
-        check_batch(batch, vocabulary=self._facts.vocabulary if self._facts else None)
-        labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
-        sizes = self._sizes(labels)
-        whole = read_batch(batch, device=self.context.device, first_sample=self._first_sample(sizes))
-        turns = whole.cut(self.context.config.gradient_accumulation)
-        micro_batches = self._micro_batches(sizes) if torch.is_grad_enabled() else self._fewer(sizes)
-        parts = tuple(part for turn in turns for part in turn.cut(micro_batches))
-        if self._runtime.comm.size > 1:
-            for part in parts:  # what cannot be cut is told by every stage, before any waits for another
-                if part.size:
-                    self._parallelized.strategy.local_part(part)
-        return parts
-
-    def _sizes(self, labels: Tensor) -> list[int]:
-        """The samples of each data rank; of this one alone where nobody asks for more: dropout and pipelines do, and
-        auxiliary losses, for valid labels too."""
-        data, row, told = self.mesh.axis("data"), [labels.shape[0]], self._parallelized.told
-        row += [int((labels != -100).sum())] if self._auxiliary.names else []
-        rows = [row]
-        if data.size > 1 and (told or self._runtime.comm.size > 1):
-            rows = data.all_gather(torch.tensor(rows, device=self.context.device)).tolist()
-        if self._auxiliary.names:
-            self._auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
-        return [int(size) for size, *_ in rows]
-
-    def _first_sample(self, sizes: Sequence[int]) -> int:
-        """Where this rank's samples begin in the global batch; only dropout asks."""
-        return sum(sizes[: self.mesh.coord("data")]) if self._parallelized.has_dropout else 0
-
-    def _micro_batches(self, sizes: Sequence[int]) -> int:
-        """Micro-batches of each accumulated part, the same on every data rank."""
-        pipeline, turns = self.context.config.parallel.pipeline, self.context.config.gradient_accumulation
-        if pipeline.size == 1:
-            return 1
-        if pipeline.micro_batches is None:
-            return pipeline.parts(-(-max(sizes) // turns))
-        return pipeline.parts(min(sizes) // turns)
-
-    def _fewer(self, sizes: Sequence[int]) -> int:
-        """For evaluation, which takes any batch: no more micro-batches than samples."""
-        pipeline = self.context.config.parallel.pipeline
-        most = max(1, *(-(-size // self.context.config.gradient_accumulation) for size in sizes))
-        return min(pipeline.micro_batches or 4 * pipeline.size, most) if pipeline.size > 1 else 1
+        return self._micro_batches.of(batch)
 
     def _run(self, parts: tuple[Batch, ...], sums: Sums) -> None:
         """Execute the plan of a step on its micro-batches; loss and weight are added to `sums`."""
@@ -792,7 +704,10 @@ class Engine:
             tied_reduce=self._tied_reduce,
         )
         posts_ahead = self.context.device.type != "cuda"
-        plans = {each: self._plan(len(parts), trains, each) for each in {ahead and posts_ahead, posts_ahead}}
+        plans = {
+            each: self._plans.of(len(parts), backward=trains, ahead=each)
+            for each in {ahead and posts_ahead, posts_ahead}
+        }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
         self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
@@ -804,23 +719,6 @@ class Engine:
         """The forward of a micro-batch without samples."""
         with self._weights.forward():
             return
-
-    def _plan(self, micro_batches: int, trains: bool, ahead: bool) -> Plan:
-        """What all ranks of the pipeline execute in a step of so many micro-batches."""
-        config, stages = self.context.config, self._stages
-        turns = config.gradient_accumulation
-        chunks = tuple(
-            tuple(spec.id for spec in self._packed if stage in stages_of(spec))
-            for stage in sorted(stages.placement)
-        )
-        shape = StepShape(
-            micro_batches // turns, turns, chunks, stages.trainable,
-            "micro_batch" if self._sharding.by_micro_batch else "step", trains, ahead, stages.cut.stage_costs(),
-            tuple(rank for _, rank in sorted(stages.placement.items())), config.optimizer.update,
-        )  # fmt: skip
-        if shape not in self._plans:
-            self._plans[shape] = step_plan(config.parallel.pipeline, shape)
-        return self._plans[shape]
 
     def _forward(self, stage: int, part: Batch, carried: Any, sums: Sums) -> Any:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
@@ -851,7 +749,7 @@ class Engine:
     def _tied_reduce(self, action: Action) -> None:
         """Sum a chunk over the stages that use it, before anything of it is sharded."""
         chunk = self._hooks.chunk(_chunk_of(action))
-        holders = sorted({self._stages.placement[stage] for stage in stages_of(chunk.spec)})
+        holders = self._stages.holders(stages_of(chunk.spec))
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
     def _refuse_with_pipeline(self, what: str) -> None:
@@ -989,16 +887,6 @@ class Engine:
                 "model: its forward draws from torch's own generator (a functional dropout?), so that masks would "
                 "depend on the number of ranks; use nn.Dropout, which is replaced, or set its probability to 0"
             )
-
-
-def _differs(was: Any, wanted: Any) -> str:
-    """The first of a chunk's entries, owned elements, dtype and records in which it is another."""
-    if was is None or wanted is None:
-        return "there is none now" if wanted is None else "it is new"
-    for what, old, new in zip(("entries", "owned elements", "dtype", "records"), was, wanted, strict=False):
-        if old != new:
-            return f"{what} were {str(old)[:120]}, this engine has {str(new)[:120]}"
-    return "is the same"
 
 
 def _own_config(model: nn.Module) -> dict[str, Any] | None:

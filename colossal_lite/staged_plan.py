@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from colossal_lite.pipeline.schedule import (
     compute_plan,
     step_plan,
 )
+from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.pipeline.units import Stages, lay_out
 from colossal_lite.plan import SENDS, Action, Kind, Plan, check
 from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_agreement
@@ -50,9 +50,7 @@ def staged_plan(
     bounds = [cut(batch, data, part) for part in range(data)]
     sizes = [stop - start for start, stop in bounds]
     try:
-        count = pipeline.parts(
-            -(-max(sizes) // turns) if pipeline.micro_batches is None else min(sizes) // turns
-        )
+        count = pipeline.parts_of(sizes, turns)
     except ValueError as error:
         raise ConfigError(
             [Problem("parallel.pipeline.micro_batches", pipeline.micro_batches, str(error), "fewer")]
@@ -64,19 +62,12 @@ def staged_plan(
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
     whole = dry.whole(module, done)
     packed = whole.packed(config, mesh.layout, stages.homes)
-    mine = [spec for spec in packed if any(stage in stages.here for stage in stages_of(spec))]
+    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
     chunks = build_chunks(
         whole.trainable, mine, whole.specs, config, mesh, META,
         lambda spec: stages.is_first_holder(stages_of(spec)),
     )  # fmt: skip
-    numbers = tuple(
-        tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage in sorted(stages.placement)
-    )
-    reduce: Any = "micro_batch" if sharding_of(config).by_micro_batch else "step"
-    shape = StepShape(
-        count, turns, numbers, stages.trainable, reduce, costs=stages.cut.stage_costs(),
-        placement=tuple(rank for _, rank in sorted(stages.placement.items())),
-    )  # fmt: skip
+    shape = shape_of(config, stages, packed, count)
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
@@ -131,7 +122,7 @@ def _record_pipeline(
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
         if action.kind is Kind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
-            for _ in range(len(_holders(chunk, stages)) - 1):
+            for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
                 mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
         elif action.kind is Kind.REDUCE:
             of[action.chunk or 0].start_reduce()
@@ -155,7 +146,9 @@ def _pipeline_memory(
 ) -> tuple[Held, ...]:  # fmt: skip
     """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
     # What the others have of a tied chunk comes beside it, and the sum is made apart.
-    tied = {chunk.spec.id: len(_holders(chunk, stages)) * _whole_bytes(chunk) for chunk in chunks}
+    tied = {
+        chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
+    }
     walk = Walk(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
     )
@@ -169,11 +162,6 @@ def _pipeline_memory(
             source = (action.stage or 0) - (action.kind is Kind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
     return (*rows, Held("messages", slots * largest, "slots of what comes from other stages"))
-
-
-def _holders(chunk: Chunk, stages: Stages) -> set[int]:
-    """Pipeline coordinates that have a chunk."""
-    return {stages.placement[stage] for stage in stages_of(chunk.spec)}
 
 
 def _whole_bytes(chunk: Chunk) -> int:
@@ -191,7 +179,7 @@ def _unread(
     def sent_bytes(action: Action) -> int:
         if action.kind is Kind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
-            return (len(_holders(chunk, stages)) - 1) * _whole_bytes(chunk)
+            return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
         if not pieces[action.micro_batch or 0]:
             return 0
         source = (action.stage or 0) - (action.kind is Kind.SEND_B)

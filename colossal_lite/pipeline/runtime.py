@@ -37,7 +37,7 @@ from colossal_lite.memory.mover import to_device, to_host
 from colossal_lite.pipeline.footprint import HEADER_BYTES, IN_FLIGHT, Subject
 from colossal_lite.pipeline.footprint import subject_of as _subject
 from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
-from colossal_lite.simulate import Span
+from colossal_lite.simulate import Span, Timeline
 from colossal_lite.watch import Progress
 
 WORDS = {
@@ -197,6 +197,18 @@ class Runtime:
             self.spans.append(Span(self.comm.coord, action, step.start_s, time.perf_counter()))
         step.finish()
         self._agreed |= here
+
+    def timeline(self) -> Timeline:
+        """What each rank did in the last run, and when, by its host's clock. Collective."""
+        mine = [[str(span.action), span.start_s, span.end_s] for span in self.spans]
+        with self.comm.ledger.paused():
+            rows = self.comm.gather_json(mine)
+        spans = (
+            Span(rank, Action.parse(word), *times) for rank, row in enumerate(rows) for word, *times in row
+        )
+        return Timeline(
+            len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
+        )
 
     def _phase(self, action: Action) -> str:
         word = WORDS.get(action.kind, action.kind.lower())

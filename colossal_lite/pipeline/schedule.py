@@ -97,6 +97,19 @@ class PipelineConfig(BaseModel):
             )
         return self.micro_batches
 
+    def parts_of(self, sizes: Sequence[int], turns: int) -> int:
+        """Micro-batches of each of `turns` accumulated parts of a batch with so many samples on each data rank, the
+        same on all of them. Raises ValueError as `parts`."""
+        if self.size == 1:
+            return 1
+        return self.parts(-(-max(sizes) // turns) if self.micro_batches is None else min(sizes) // turns)
+
+    def fewer_of(self, sizes: Sequence[int], turns: int) -> int:
+        """For evaluation, which takes any batch: no more micro-batches than samples."""
+        if self.size == 1:
+            return 1
+        return min(self.micro_batches or 4 * self.size, max(1, *(-(-size // turns) for size in sizes)))
+
 
 # Generators ---------------------------------------------------------------------------------------
 

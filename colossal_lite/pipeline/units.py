@@ -393,6 +393,14 @@ class Stages:
         """Whether a parameter lies on this rank."""
         return any(self.placement[stage] == self.coord for stage in self.homes[name])
 
+    def holders(self, stages: Sequence[int]) -> list[int]:
+        """Pipeline coordinates that have one of these stages, ascending."""
+        return sorted({self.placement[stage] for stage in stages})
+
+    def is_holder(self, stages: Sequence[int]) -> bool:
+        """Whether this rank has one of these stages."""
+        return self.coord in self.holders(stages)
+
     def is_first_holder(self, stages: Sequence[int]) -> bool:
         """Whether of the ranks with these stages this one has the first: it counts what they hold in common."""
         return self.placement[stages[0]] == self.coord

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from colossal_lite import conjugate, deferral, engine, kernels, zero
+from colossal_lite import conjugate, deferral, engine, kernels, micro_batches, zero
 from colossal_lite.agreement import Sums
 from colossal_lite.auxiliary import AuxiliaryLosses, Share
 from colossal_lite.comm import AxisComm
@@ -26,6 +26,7 @@ from colossal_lite.memory.disk import DiskFile
 from colossal_lite.memory.mover import Link, Outbox
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
+from colossal_lite.micro_batches import MicroBatches
 from colossal_lite.optim import LAMB, Muon
 from colossal_lite.parallel import blockwise, grid, parallelize, sequence, tensor_1d
 from colossal_lite.parallel.blockwise import Gather, Ring
@@ -93,7 +94,7 @@ def _micro_batch_in_the_counter(
     original(self, step, sample - sample.min() if len(sample) else sample, position)
 
 
-def _rank_in_the_stream(original: Any, self: Engine, sizes: Any) -> int:
+def _rank_in_the_stream(original: Any, self: MicroBatches, sizes: Any) -> int:
     original(self, sizes)
     return 0
 
@@ -143,13 +144,13 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "reduce averaged": (Chunk, "finish_reduce", _reduce_averaged),
     "mask shifted": (DropoutStreams, "begin", _mask_shifted),
     "micro-batch in the counter": (DropoutStreams, "begin", _micro_batch_in_the_counter),
-    "samples numbered by rank": (Engine, "_first_sample", _rank_in_the_stream),
+    "samples numbered by rank": (MicroBatches, "first_sample", _rank_in_the_stream),
     "wrong random stream": (DropoutStreams, "begin", _same_step),
     "tied gradient counted twice": (Chunk, "accept", _tied_twice),
     "micro-batch overwrites the one before": (Chunk, "accept", _micro_batch_lost),
     "norm over one share only": (ChunkSpec, "shard", _norm_of_one_share),
     "norm counts replicas": (ChunkSpec, "shard", _norm_counts_replicas),
-    "labels shifted": (engine, "read_batch", _labels_shifted),
+    "labels shifted": (micro_batches, "read_batch", _labels_shifted),
     "mean of the ranks' means": (Sums, "add", _mean_of_means),
     "a parameter left out of the update": (ChunkOptimizer, "update", _one_step_count),
     "reduced before the last micro-batch": (GradientHooks, "begin", _late_gradient),

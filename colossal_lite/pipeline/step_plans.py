@@ -1,0 +1,65 @@
+"""Which plan the ranks of a pipeline execute in a step of a given form, and how it went.
+
+Note: a plan follows from the schedule of the config, from how the model lies on the stages, and from three things that
+steps differ in: micro-batches, whether gradients are computed, and whether RECVs are posted ahead.  It is made and
+checked once for each of these.  One rank is a pipeline of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colossal_lite.config import Config
+from colossal_lite.memory.pack import ChunkSpec, stages_of
+from colossal_lite.pipeline.schedule import StepShape, step_plan
+from colossal_lite.pipeline.units import Stages
+from colossal_lite.plan import Kind, Plan, Shape
+from colossal_lite.simulate import ScheduleReport, Timeline
+from colossal_lite.zero.build import sharding_of
+
+
+def shape_of(
+    config: Config, stages: Stages, packed: Sequence[ChunkSpec], micro_batches: int, *, backward: bool = True,
+    ahead: bool = True,
+) -> StepShape:  # fmt: skip
+    """`micro_batches` of each accumulated part; `packed`: the chunks of the whole pipeline that train."""
+    placed = sorted(stages.placement.items())
+    return StepShape(
+        micro_batches=micro_batches,
+        turns=config.gradient_accumulation,
+        chunks=tuple(tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage, _ in placed),
+        trainable=stages.trainable,
+        reduce="micro_batch" if sharding_of(config).by_micro_batch else "step",
+        backward=backward,
+        ahead=ahead,
+        costs=stages.cut.stage_costs(),
+        placement=tuple(rank for _, rank in placed),
+        update=config.optimizer.update,
+    )
+
+
+class StepPlans:
+    """The plans of one engine's steps, each made when it is first asked for."""
+
+    def __init__(self, config: Config, stages: Stages, packed: Sequence[ChunkSpec]) -> None:
+        self._config, self._stages, self._packed = config, stages, tuple(packed)
+        self._made: dict[tuple[int, bool, bool], Plan] = {}
+
+    def of(self, micro_batches: int, *, backward: bool, ahead: bool) -> Plan:
+        """What all ranks execute in a step of so many micro-batches. Raises PlanError as `step_plan`."""
+        key = micro_batches, backward, ahead
+        if key not in self._made:
+            parts = micro_batches // self._config.gradient_accumulation
+            shape = shape_of(self._config, self._stages, self._packed, parts, backward=backward, ahead=ahead)
+            self._made[key] = step_plan(self._config.parallel.pipeline, shape)
+        return self._made[key]
+
+
+def report_of(plan: Plan, stages: Stages, measured: Timeline) -> ScheduleReport:
+    """A step or evaluation as its plan foretells it, by the costs that the stages are cut by, beside what was measured:
+    all but the UPDATEs, which are not the pipeline's."""
+    run = Plan(tuple(tuple(a for a in actions if a.kind is not Kind.UPDATE) for actions in plan))
+    trains = any(a.kind in (Kind.I, Kind.B) for actions in run for a in actions)
+    parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
+    shape = Shape(len(stages.placement), parts, trainable=stages.trainable, backward=trains)
+    return ScheduleReport.of(run, measured, stages.cut.stage_costs(), shape)
