@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from colossal_lite.batch import Batch
 from colossal_lite.config import Config
 from colossal_lite.deferral import Later, Root, WeightQueue, defer_weights, restore_weights
 from colossal_lite.layout import MeshLayout
+from colossal_lite.memory.forms import Forms
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.memory.tracer import LiveBytes
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -110,6 +111,7 @@ class DryRun:
     sequence: int
     layers: Literal["auto"] | Mapping[str, str]
     trains: bool = True
+    forms: Forms = field(default_factory=Forms, repr=False, compare=False)
 
     def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
         """The specs are in the order in which parameters are used."""
@@ -165,7 +167,7 @@ class DryRun:
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
         """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
         self.mesh.ledger.clear()
-        meter = LiveBytes()
+        meter = LiveBytes(self.forms.run)
         if not self.trains:
             return self._evaluated(module, done, streams, samples, meter)
         until: list[int] = []
@@ -231,7 +233,7 @@ class DryRun:
             chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
         hooks = GradientHooks(chunks, named)
         weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
-        with _FlashAttention():
+        with _FlashAttention(), self.forms:
             part = self.batch(done, streams, samples)
             with weights.forward():
                 logits = logits_of(module(*part.args, **part.kwargs))
@@ -282,7 +284,7 @@ class DryRun:
         """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
         tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
         leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
-        meter, came, logits = LiveBytes(), list[Tensor](), 0
+        meter, came, logits = LiveBytes(self.forms.run), list[Tensor](), 0
         with _FlashAttention(), meter:
             outputs = stages.run(stage, leaf, part)
             outputs = logits_of(outputs) if stage == stages.last else outputs

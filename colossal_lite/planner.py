@@ -27,6 +27,7 @@ from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_step, samples_of
 from colossal_lite.problems import ConfigError, Problem
+from colossal_lite.rng import on_meta
 from colossal_lite.run_plan import RunPlan
 from colossal_lite.staged_plan import staged_plan
 from colossal_lite.zero.build import build_chunks, build_frozen
@@ -102,8 +103,7 @@ def plan(
 def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
     if isinstance(model, GPTConfig):
         return facts_of_config(model)
-    with META:
-        return facts_of(model())
+    return facts_of(on_meta(model))
 
 
 def facts_of_config(model: GPTConfig) -> ModelFacts:

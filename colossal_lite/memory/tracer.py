@@ -10,33 +10,39 @@ keeps for backward, recomputation included.  What a kernel takes and gives back 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from colossal_lite.memory.forms import storage_of, tensors_in
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made while this was active and are still alive."""
+    """Bytes of the storages that were made while this was active and are still alive. Operations run by `run`."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[Any, Any, Any], Any] = _plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes = self.peak_bytes = 0
         self._alive: set[int] = set()
+        self._run = run
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps the method below, which imports its compiler (155 MB)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, Tensor) and (key := _key(x)) not in given and key not in self._alive:
+        given = {storage_of(x) for x in tensors_in((args, kwargs))}
+        out = self._run(func, args, kwargs or {})
+        for x in tensors_in(out):
+            if (key := storage_of(x)) not in given and key not in self._alive:
                 self._count(x, key)
         return out
 
@@ -127,7 +133,3 @@ class StepMeter(LiveBytes):
         self.kept_bytes = max(self.kept_bytes, self.now_bytes)
         sizes = [(len(shapes) * shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
         self.shape = max(self.shape, *sizes)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -37,7 +37,7 @@ PURE = {
     ),
 }
 LEVELS: tuple[set[str], ...] = (
-    {"exchange", "kernels", "memory.lane", "watch", *PURE},
+    {"exchange", "kernels", "memory.forms", "memory.lane", "watch", *PURE},
     {
         "comm",
         "host_wire",
