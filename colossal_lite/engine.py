@@ -86,7 +86,7 @@ def _noting_faults(
     def noting(self: Engine, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         try:
             found = call(self, *args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.mesh.progress.fault = reason_of(error)
             raise
         self.mesh.progress.fault = ""
@@ -180,10 +180,14 @@ class Engine:
         self._residence = None
         memory = config.memory
         if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
-            self._residence = Residence(
-                config, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
-                frozen=built.frozen, apart_bytes=sum(p.nbytes for p in self._apart),
-            )  # fmt: skip
+            try:
+                self._residence = Residence(
+                    config, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
+                    frozen=built.frozen, apart_bytes=sum(p.nbytes for p in self._apart),
+                )  # fmt: skip
+            except BaseException:
+                self._optimizer.close()  # it may have a file
+                raise
         self._whole = WholeState(
             model,
             self.mesh,
@@ -279,7 +283,7 @@ class Engine:
         elif self._updates.defers:
             self._weights.owe(owed)
         else:
-            owed.finish()
+            self._weights.update(owed)
         self.steps += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         self.stop_agreed = totals.stop
@@ -439,7 +443,7 @@ class Engine:
         Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
         """
         self._updates.refuse_within("save")
-        if self._updates.within_backward and self._checkpoints.is_mixed:
+        if self._checkpoints.is_mixed:
             raise ValueError(f"save: {MIXED}")
         with suppress(DiskError):  # who reads the records is told it again, and tells every rank
             self._rest()
@@ -469,6 +473,8 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
+        if self._optimizer.tiers is None and self._weights.forsake():  # else copies are where nobody knows
+            self._checkpoints.is_mixed = True
         with suppress(DiskError):  # as in `save`
             self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
@@ -615,7 +621,8 @@ class Engine:
             self.context.stops(fault)
         kept = None
         try:
-            if self.mesh.world_size == 1 or not self.context.heard():
+            is_whole = not self._weights.has_failed  # that was told when it did
+            if is_whole and (self.mesh.world_size == 1 or not self.context.heard()):
                 self._weights.flush()
                 kept = None if fault else self._kept()
         except DiskError as error:

@@ -53,6 +53,7 @@ class Handover:
             faults.append(f"ranks have it after different steps (None: not at all): {[s for s, _ in rows]}")
         if faults:
             self._has_left = True
+            self._optimizer.close()  # it may have a file
             raise ValueError(
                 f"store: what was left of task {self._records.task!r} cannot be taken up:\n  "
                 + "\n  ".join(faults)

@@ -13,7 +13,7 @@ same host attaches by it (through /proc of the owner), and may lock the memory b
 end leaves what others have mapped as it is; when the owner drops a task, they are told so.
 
 Versions.  An update of a record that a step owes, or whose bytes are still on their way, is *pending* from the moment
-the step ends (`begin`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
+the step ends (`owe`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
 word of the directory, written before the first byte and after the last one: a reader that finds the same word, not
 pending, before and after its copy has a record of one version, and any other reader is told, or tries again.  `flush`
 makes the owner's engine pay what it owes; elsewhere it waits.  Gradients are pending as long as an engine sums in them.
@@ -211,7 +211,8 @@ class TaskRecords:
     def __init__(self, task: str, beside: torch.device) -> None:
         """`beside`: the device that visits them; on meta no record has memory."""
         self.task, self.beside = task, beside
-        self.is_open = True
+        self.is_open, self.is_blank = True, True
+        """Whether an engine has them; whether none ever had."""
         self.kept: Kept | None = None
         """What an engine has left, until another changes it."""
         self.misfits: list[str] = []
@@ -223,6 +224,7 @@ class TaskRecords:
         self.descriptor, self.token = -1, secrets.token_hex(TOKEN_BYTES)
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._entries: dict[tuple[int, str], int] = {}
+        self._due: dict[int, int] = {}  # of each entry, updates that are owed or on their way
         self._new: set[tuple[int, str]] = set()
         self._freed: list[tuple[int, int]] = []  # pages [start, stop)
         self._end = DIRECTORY_BYTES
@@ -261,6 +263,7 @@ class TaskRecords:
         if (index := self._entries.pop(name, None)) is not None:
             words, memory = self._segment()
             with self._lock:
+                self._due.pop(index, None)
                 words[index * ENTRY_WORDS + STATE] = 0
                 words[index * ENTRY_WORDS + USES] += 1
             start, size_bytes = words[index * ENTRY_WORDS + OFFSET], _pages(words[index * ENTRY_WORDS + SIZE])
@@ -331,31 +334,39 @@ class TaskRecords:
     # ---- versions ----
 
     def begin(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """An update of a record is owed from now on, if it is not already; nothing where there is no record."""
-        self._set(chunk, kind, lambda state: state | PENDING)
+        """A record is about to be written, if no update of it is owed already; nothing where there is no record."""
+        self._set(chunk, kind, lambda due: max(due, 1))
+
+    def owe(self, chunk: int, kind: str = OPTIMIZER) -> None:
+        """One more update of a record is owed from now on: that of the step before may be on its way still."""
+        self._set(chunk, kind, lambda due: due + 1)
 
     def commit(self, chunk: int, kind: str = OPTIMIZER, *, version: int | None = None) -> None:
         """All bytes of a record's update are there, which is the next version, or a given one; by any thread."""
-        self._set(
-            chunk, kind, lambda old: ((old >> VERSION) + 1 if version is None else version) << VERSION | LIVE
-        )
+        self._set(chunk, kind, _one_less, lambda old: old + 1 if version is None else version)
 
     def cancel(self, chunk: int, kind: str = OPTIMIZER) -> None:
         """The update that was owed has written nothing, and will not be made."""
-        self._set(chunk, kind, lambda state: state & ~PENDING)
+        self._set(chunk, kind, _one_less)
 
-    def _set(self, chunk: int, kind: str, change: Callable[[int], int]) -> None:
+    def _set(
+        self, chunk: int, kind: str, due: Callable[[int], int], version: Callable[[int], int] = int
+    ) -> None:
+        """Change how many updates of a record are due, and its version."""
         index = self._entries.get((chunk, kind))
         if index is not None and self.shared is not None:
             with self._lock:  # given back, it orders the bytes before with the word for other processors
+                left = self._due[index] = due(self._due.get(index, 0))
                 at = index * ENTRY_WORDS + STATE
-                self.shared.words[at] = change(self.shared.words[at])
+                now = version(self.shared.words[at] >> VERSION)
+                self.shared.words[at] = now << VERSION | (PENDING if left else 0) | LIVE
 
     # ---- how an engine begins and ends ----
 
     def take_up(self) -> Kept | None:
         """What another engine has left, if one has; the records are this one's from now on."""
         self._new.clear()
+        self.is_blank = False
         kept, self.kept = self.kept, None
         return kept
 
@@ -365,6 +376,8 @@ class TaskRecords:
             self.free(*name)
         self.misfits.clear()
         self.is_open = False
+        if self.is_blank:
+            self.close()
 
     def leave(self, kept: Kept | None) -> None:
         """The engine has ended; `kept`: all its state is here, and another may take it up."""
@@ -372,7 +385,7 @@ class TaskRecords:
             if name[1] == GRADIENTS:
                 self.free(*name)
         self._new.clear()
-        self.kept, self.is_open, self.on_flush = kept, False, nothing
+        self.kept, self.is_open, self.is_blank, self.on_flush = kept, False, False, nothing
 
     def close(self) -> None:
         """No sibling can attach any more, and whoever has is told that the records are gone. Their memory goes when
@@ -400,13 +413,13 @@ class HostStore:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Those that have records, or an engine."""
-        return tuple(self._tasks)
+        return tuple(task for task, records in self._tasks.items() if records.is_open or not records.is_blank)
 
     def open(self, task: str, *, beside: torch.device) -> TaskRecords:
         """The records of a task for an engine. Raises StoreError while another has them, and if one has ended before
         its updates had come to rest."""
         records = self._tasks.get(task)
-        if records is None:
+        if records is None or (records.is_blank and not records.is_open):
             records = self._tasks[task] = TaskRecords(task, beside)
         elif records.is_open:
             raise StoreError(
@@ -491,6 +504,10 @@ class HostStore:
             has = ", ".join(map(repr, self._tasks)) or "none"
             raise StoreError(f"store: there is no task {task!r}; it has {has}")
         return self._tasks[task]
+
+
+def _one_less(due: int) -> int:
+    return max(due - 1, 0)
 
 
 def nothing() -> None:

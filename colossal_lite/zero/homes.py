@@ -167,7 +167,7 @@ class HostHome(Home):
     def owe(self) -> None:
         """A step has ended whose updates of all records have yet to come."""
         for index in self.rest:
-            self._places.begin(self._numbers[index], OPTIMIZER)
+            self._places.owe(self._numbers[index], OPTIMIZER)
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._records[index].parts(self.rest[index])

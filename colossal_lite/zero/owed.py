@@ -17,7 +17,8 @@ they gather in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from colossal_lite.plan import CPU, Action, Kind
 from colossal_lite.zero.interleave import holds_up
@@ -46,6 +47,11 @@ class Owed:
         self._last: int | None = None
         self._failure: Exception | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an action has raised: some weights are of this step, and others will never be."""
+        return self._failure is not None
+
     def until(self, chunk: int) -> None:
         """The chunk with this number in the plan is updated, and all those before it."""
         if chunk != self._last:  # an update may itself ask for what it has just made
@@ -71,19 +77,28 @@ class Owed:
             action = self._actions[self._next]
             self._next += 1
             self._last = action.chunk if holds_up(action) else self._last
-            try:
+            with self._noting_failures():
                 self._handlers[action.kind](action)
-            except Exception as error:
-                self._failure = error
-                raise
             if action.kind is Kind.UPDATE and action.resource == CPU:
                 self._coming.append(action.chunk or 0)
 
     def _settle(self, last: int | None) -> None:
         """The updates on the host up to that of chunk `last` have come; None: all."""
         while self._coming and (last is None or self._coming[0] <= last):
-            try:
+            with self._noting_failures():
                 self._arrive(self._coming.popleft())
-            except Exception as error:
-                self._failure = error
-                raise
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """An action that was interrupted counts as one that has raised: nobody knows what it has done."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException as error:
+            self._failure = ValueError(
+                f"step: {type(error).__name__} has ended its updates halfway, so the weights are a mix; legal: load a "
+                f"checkpoint, where state rests off the device into a new engine"
+            )
+            raise

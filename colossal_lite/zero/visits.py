@@ -184,7 +184,7 @@ class HostShards:
         """A step has ended whose updates of all weights have yet to come."""
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
-                self._records.begin(chunk.spec.id, WEIGHTS)
+                self._records.owe(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
         """All weights are whole on the host."""

@@ -72,6 +72,12 @@ class Weights:
             chunk.owe()
         self._pay_until(self._first)
 
+    def update(self, owed: Owed) -> None:
+        """The updates of a step, which run now. What one of them has raised is raised by all that is asked later, too:
+        a step that was updated in part is none."""
+        self._owed = owed
+        self.pay()
+
     def give_up(self) -> bool:
         """After a forward or backward that did not come to its end: what of it other ranks may still do, this rank does
         too. False: there is nothing. Collective where there is."""
@@ -92,6 +98,16 @@ class Weights:
             with _disable_current_modes():
                 self._owed.finish()
             self._owed = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update of the last step has raised."""
+        return self._owed is not None and self._owed.has_failed
+
+    def forsake(self) -> bool:
+        """Updates that have failed are nobody's any more: all weights are about to be loaded. False: none have."""
+        has_failed, self._owed = self.has_failed, None if self.has_failed else self._owed
+        return has_failed
 
     def lose(self) -> None:
         """The run is over; updates that it still owes are lost, and who reads the weights is told so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import colossal_lite as cl
 from colossal_lite.comm import CommError
 from colossal_lite.engine import Engine
 from colossal_lite.memory import disk
+from colossal_lite.memory.store import StoreError
+from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_tiers import ADAMW, HOST, on_disk
@@ -258,6 +260,99 @@ def test_a_rank_that_gives_a_step_up_alone_does_not_go_on(number: int) -> None:
     first, second = run_world(alone, 2, number, False)
     assert second[0] == "a fault of the model's own" and len(second) == 2 and "rank 1: " in second[1]
     assert len(first) == 2 and all("rank 0: " in text for text in first), first
+
+
+# ---- a step that was updated in part ----
+
+HALFWAY: dict[str, dict[str, Any]] = {
+    "0": stage(0),
+    "1": stage(1),
+    "0, host": stage(0) | HOST,
+    "0, host, updated there": stage(0, memory=dict(placement="host", update="host")),
+    "3, static": stage(3) | STATIC,
+}
+UPDATED = Case(world_size=1, chunk_bytes=SMALL // 2, global_batch=4)
+
+
+def ended_halfway(
+    env: RankEnv, config: dict[str, Any], error: type[BaseException] | None, directory: Path
+) -> tuple[list[str], Weights]:
+    """What is said after an error, or an interrupt, in the second update of a step: before a checkpoint is loaded, and
+    by that; and the weights of a step from there on."""
+    case, said, store = replace(UPDATED, config=config), [], cl.HostStore()
+    updates = 0
+
+    def breaking(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates == 2 and error is not None:
+            raise error("a fault of its own")
+        return begins(self, *args, **more)
+
+    begins = ChunkOptimizer.update
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store)
+        engine.train_step(case.batch(0))
+        engine.save(directory)
+        with patch.object(ChunkOptimizer, "update", breaking), suppress(RuntimeError, KeyboardInterrupt):
+            engine.train_step(case.batch(1))
+            engine.full_state_dict()  # pays what a step owes
+        calls = [lambda: engine.train_step(case.batch(2)), lambda: engine.save(directory / "mix")]
+        calls += [engine.full_state_dict, lambda: engine.load(directory)]
+        for call in calls if error is not None else calls[-1:]:
+            try:
+                engine.zero_grad()
+                call()
+            except (RuntimeError, ValueError) as caught:
+                said.append(str(caught))
+        if len(said) == len(calls):
+            return said, {}
+        engine.train_step(case.batch(3))
+        said.append("loaded")
+        return said, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [*((name, KeyboardInterrupt) for name in HALFWAY), ("0", RuntimeError), ("3, static", RuntimeError)],
+)
+def test_after_a_step_that_was_updated_in_part_nothing_goes_on_with_the_mix(
+    name: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    ((said, weights),) = run_world(ended_halfway, 1, HALFWAY[name], error, tmp_path / "broken")
+    words = (
+        "a fault of its own" if error is RuntimeError else "KeyboardInterrupt has ended its updates halfway"
+    )
+    assert all(words in text for text in said[:3]), said
+    if name in ("0", "1"):  # else its copies are under way, and a new engine is asked for
+        ((_, expected),) = run_world(ended_halfway, 1, HALFWAY[name], None, tmp_path / "whole")
+        assert said[3:] == ["loaded"], said
+        assert [n for n, value in expected.items() if not torch.equal(value, weights[n])] == []
+    else:
+        assert len(said) == 4 and words in said[3], said
+
+
+def left_halfway(env: RankEnv, config: dict[str, Any]) -> str:
+    """What a store says of a task whose engine was interrupted in its updates and left in peace."""
+    case, store = replace(UPDATED, config=config), cl.HostStore()
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        engine.train_step(case.batch(0))
+        with (
+            patch.object(ChunkOptimizer, "update", side_effect=KeyboardInterrupt),
+            suppress(KeyboardInterrupt),
+        ):
+            engine.train_step(case.batch(1))
+            engine.full_state_dict()
+    with env.launch(case.full_config) as context, pytest.raises(StoreError) as caught:
+        start(case, context, store=store, task="gpt")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["0", "0, host"])
+def test_a_store_takes_nothing_up_of_a_step_that_was_updated_in_part(name: str) -> None:
+    (text,) = run_world(left_halfway, 1, HALFWAY[name])
+    assert "the engine of task 'gpt' has ended by an error" in text
 
 
 # ---- one rank's fault is the others' cause ----

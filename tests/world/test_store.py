@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -287,3 +288,56 @@ def test_tasks_take_turns_on_one_device_with_the_bits_of_each_alone(tmp_path: Pa
     ((a, b),) = run_world(many, 1, case)
     (((alone, _, _)),) = run_world(trained, 1, case, ())
     assert a[0] == alone and b[0] != alone and a[1] == b[1]
+
+
+# ---- a step ends while updates of the one before are on their way ----
+
+
+def owed_twice(env: RankEnv, case: Case) -> list[tuple[int, bool]]:
+    """Version of each record, and whether it is pending, when a step has ended and those of the one before rest."""
+    store = cl.HostStore()
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        for number in range(2):
+            engine.train_step(case.batch(number))
+        assert isinstance(engine._optimizer, ChunkOptimizer) and engine._optimizer.tiers is not None
+        engine._optimizer.tiers.down.drain()
+        shown = store.records("gpt")
+        return [(shown.version(chunk, kind), shown.is_pending(chunk, kind)) for chunk, kind in shown.names]
+
+
+def test_a_record_is_pending_while_a_second_update_is_owed_and_the_first_comes_to_rest() -> None:
+    memory = dict(placement="host", link_latency_s=0.2)
+    case = replace(CASE, layers=1, chunk_bytes=SMALL, config={**CASE.config, "memory": memory})
+    (marks,) = run_world(owed_twice, 1, case)
+    # What the next forward begins with is updated at once.
+    assert marks[0] == (2, False) and {*marks[1:]} == {(1, True)}, marks
+
+
+# ---- an engine that was not made ----
+
+
+def made_at_last(env: RankEnv, case: Case, directory: Path) -> tuple[int, int, list[float]]:
+    """Descriptors and threads that are more after an engine was refused, and losses of the one that was then made."""
+    here = Path("/proc/self/fd")
+    memory = dict(placement="host", host_budget=100, disk_dir=str(directory))
+    small = replace(case, config={**case.config, "memory": memory})
+    store = cl.HostStore()
+    with env.launch(small.full_config) as context:
+        before = len(list(here.iterdir())), threading.active_count()
+        with pytest.raises(ValueError, match=r"memory\.host_budget = 100"):
+            start(small, context, store=store, task="gpt")
+        after = len(list(here.iterdir())), threading.active_count()
+        assert store.tasks == ()
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, store=store, task="gpt")
+        losses = [float(engine.train_step(case.batch(number)).loss) for number in range(case.steps)]
+    return after[0] - before[0], after[1] - before[1], losses
+
+
+def test_after_an_engine_that_was_refused_the_task_can_be_begun_and_nothing_is_left(tmp_path: Path) -> None:
+    case = replace(placed("host", tmp_path), steps=2)
+    ((descriptors, threads, losses),) = run_world(made_at_last, 1, case, tmp_path)
+    assert (descriptors, threads) == (0, 0)
+    (((alone, _, _)),) = run_world(trained, 1, case, ())
+    assert losses == alone
