@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from multiprocessing import parent_process
 from typing import Any
@@ -28,8 +29,15 @@ def covering_array(
     groups_of = {i: _bits(row, together, bits) for i, row in enumerate(rows) if legal(row)}
     missing = (1 << len(bits)) - 1
     chosen = []
+    # What a row would add only falls, so a row whose last count is not the largest need not be counted again.
+    counted = [(-groups.bit_count(), i) for i, groups in groups_of.items()]
+    heapify(counted)
     while missing:
-        best = max(groups_of, key=lambda i: ((groups_of[i] & missing).bit_count(), -i))
+        _, best = counted[0]
+        now = (-(groups_of[best] & missing).bit_count(), best)
+        if now != counted[0]:
+            heapreplace(counted, now)
+            continue
         missing &= ~groups_of[best]
         chosen.append(rows[best])
     return chosen
@@ -37,7 +45,10 @@ def covering_array(
 
 def _bits(row: Choice, together: int, bits: dict[tuple[tuple[str, str], ...], int]) -> int:
     values = [(factor, repr(value)) for factor, value in row.items()]
-    return sum(1 << bits.setdefault(group, len(bits)) for group in combinations(values, together))
+    found = 0
+    for group in combinations(values, together):
+        found |= 1 << bits.setdefault(group, len(bits))
+    return found
 
 
 def name_of(row: Choice) -> str:

@@ -40,13 +40,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import combinations, groupby
 from typing import Literal, NamedTuple
 
-from colossal_lite.memory.pack import ArenaPlan, Stay, aligned, held_by_moment, held_stays, pack_stays, visits
+from colossal_lite.memory.pack import ArenaPlan, Stay, aligned, held_by_moment, pack_stays, visits
 from colossal_lite.memory.records import PAGE_BYTES
 from colossal_lite.zero import stages
 from colossal_lite.zero.stages import UPDATES, moments_of_step
@@ -94,13 +95,11 @@ class Slot(NamedTuple):
             return moments_of_step(stays)
         return tuple(replace(stay, start=stay.start + UPDATES, stop=stay.stop + UPDATES) for stay in stays)
 
-    def bytes(self, sizes: Mapping[int, int], *, least: bool = False) -> int:
-        """For what of some chunks takes such: chunk -> bytes. `least`: if places fit together without a gap, which they
-        do as a rule."""
+    def bytes(self, sizes: Mapping[int, int]) -> int:
+        """For what of some chunks takes such: chunk -> bytes."""
         if self.form == "buffers in a row":
             return self.buffers(sizes) * max(sizes.values(), default=0)
-        places = self.stays(sizes)
-        return held_stays(places, 1) if least else pack_stays(places, 1).bytes
+        return pack_stays(self.stays(sizes), 1).bytes
 
 
 VISITING = {
@@ -291,9 +290,9 @@ def visiting_bytes(
     return pack_stays([*beside, *_stays_of(pieces, on_host)]).bytes
 
 
-def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str, *, least: bool = False) -> int:
+def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> int:
     """What slots take on a tier, those of each kind by themselves."""
-    return sum(slot.bytes(some, least=least) for slot, some in _sizes(pieces, on_host, tier).items())
+    return sum(slot.bytes(some) for slot, some in _sizes(pieces, on_host, tier).items())
 
 
 def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict[Slot, dict[int, int]]:
@@ -312,25 +311,40 @@ def _stays_of(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[Sta
         yield from slot.in_step(sizes)
 
 
-class _Least:
-    """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices."""
+class _Held:
+    """What pieces that rest on the host hold on the device at each moment; slots of each kind by themselves, if nothing
+    is `beside` them. It is never changed: others are made of it, for what changes by a few pieces."""
 
-    def __init__(self, beside: Sequence[Stay] | None) -> None:
-        self._beside = None if beside is None else held_by_moment(beside)
-        self._moments: dict[tuple[Slot, int], range] = {}
+    def __init__(
+        self, pieces: Iterable[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None
+    ) -> None:
+        self._is_shared = beside is not None
+        self._held: dict[Slot | None, dict[int, int]] = {
+            None: {} if beside is None else held_by_moment(beside)
+        }
+        self._add(pieces, on_host, 1)
 
-    def __call__(self, pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
-        if self._beside is None:
-            return slot_bytes(pieces, on_host, "device", least=True)
-        held = dict(self._beside)
+    @property
+    def bytes(self) -> int:
+        """`visiting_bytes` if places fit together without a gap, which they do as a rule."""
+        return sum(max(held.values(), default=0) for held in self._held.values())
+
+    def changed(self, pieces: Sequence[Piece], before: frozenset[Name], after: frozenset[Name]) -> _Held:
+        """With these pieces as they are where those of `after` rest on the host, instead of those of `before`."""
+        other = copy(self)
+        other._held = {slot: dict(held) for slot, held in self._held.items()}
+        other._add(pieces, before, -1)
+        other._add(pieces, after, 1)
+        return other
+
+    def _add(self, pieces: Iterable[Piece], on_host: frozenset[Name], times: int) -> None:
         for slot, sizes in _sizes(pieces, on_host, "device").items():
-            for chunk, size in sizes.items():
-                if (moments := self._moments.get((slot, chunk))) is None:
-                    (stay,) = slot.in_step({chunk: size})
-                    moments = self._moments[slot, chunk] = range(stay.start, stay.stop + 1)
-                for moment in moments:
-                    held[moment] = held.get(moment, 0) + aligned(size)
-        return max(held.values(), default=0)
+            assert slot.form != "buffers in a row", slot
+            held = self._held.setdefault(None if self._is_shared else slot, {})
+            for stay in slot.in_step(sizes) if self._is_shared else slot.stays(sizes):
+                size = times * (aligned(stay.bytes) if self._is_shared else stay.bytes)
+                for moment in range(stay.start, stay.stop + 1):
+                    held[moment] = held.get(moment, 0) + size
 
 
 def place(
@@ -346,22 +360,26 @@ def place(
 
     if budget is None or at(()).device_bytes <= budget:
         return at(())
-    on_host, least = frozenset[Name](), _Least(beside)
+    on_host, of_chunk = frozenset[Name](), _by_chunk(pieces)
     for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
-        on_host |= frozenset(_fewest(pieces, kind, on_host, least, alone=beside is None))
+        on_host |= frozenset(_fewest(pieces, kind, on_host, beside))
     held = at(on_host).device_bytes
-    visiting = least(pieces, on_host)
+    visiting = _Held(pieces, on_host, beside)
     tried = [on_host]
-    of_chunk = _by_chunk(pieces)
     for group in _by_worth(of_chunk, on_host):
         # All of a kind or the rest of it first: with the last of them go its slots.
         for some in (group, *([step] for step in group)):
             names = frozenset(piece.name for step in some for piece in step) & on_host
-            less = least(pieces, on_host - names) if names else visiting
-            after = held + sum(p.bytes for step in some for p in step if p.name in names) + less - visiting
-            mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
-            if names and after <= budget and _moved(mine, on_host - names) <= _moved(mine, on_host):
-                on_host, held, visiting = on_host - names, after, less
+            if not names:
+                continue
+            mine, left = (
+                [p for chunk in {name.chunk for name in names} for p in of_chunk[chunk]],
+                on_host - names,
+            )
+            less = visiting.changed(mine, on_host, left)
+            after = held + sum(p.bytes for p in mine if p.name in names) + less.bytes - visiting.bytes
+            if after <= budget and _moved(mine, left) <= _moved(mine, on_host):
+                on_host, held, visiting = left, after, less
                 tried.append(on_host)
     # Where places have gaps: of those that went before, the last that fits.
     last = bisect_left(tried, True, 1, key=lambda some: at(some).device_bytes > budget) - 1
@@ -465,21 +483,22 @@ def divide(
 
 
 def _fewest(
-    pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least: _Least, *, alone: bool
+    pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], beside: Sequence[Stay] | None
 ) -> list[Name]:
     """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
-    that rest there: a few large ones may take less than the slots for them. `alone`: these share nothing with those of
-    other kinds."""
-    mine = sorted(
-        (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
-    )
-
-    def on_device(count: int) -> int:
-        """Bytes if the `count` smallest are on the host."""
-        away = frozenset(piece.name for piece in mine[:count])
-        return least(mine if alone else pieces, others | away) + sum(piece.bytes for piece in mine[count:])
-
-    return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
+    that rest there: a few large ones may take less than the slots for them. With nothing `beside` them they share
+    nothing with those of other kinds."""
+    mine = sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda piece: piece.bytes)
+    there = mine if beside is None else pieces
+    of_chunk, on_host, held = _by_chunk(there), others, _Held(there, others, beside)
+    on_device = sum(piece.bytes for piece in mine)
+    sizes = [held.bytes + on_device]  # if none is on the host, if the smallest is, ...
+    for piece in mine:
+        before, on_host = on_host, on_host | {piece.name}
+        held = held.changed(of_chunk[piece.name.chunk], before, on_host)
+        on_device -= piece.bytes
+        sizes.append(held.bytes + on_device)
+    return [piece.name for piece in mine[: sizes.index(min(sizes))]]
 
 
 def _moved(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
