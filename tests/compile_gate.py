@@ -20,10 +20,11 @@ import functools
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024}
+INSTRUCTION_BYTES = 16
 TRITON_TYPE = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.bool: "i1",
@@ -66,6 +68,16 @@ class Row:
     loads: int = 0
     tensor_core: int = 0
     faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the compiler made of one launch; `code`: instructions that have not been read yet."""
+
+    row: Row
+    ttir: str = ""
+    ptx: str = ""
+    code: bytes = b""
 
 
 # -------------------------------------------------------------------------------------------- noting launches
@@ -122,8 +134,8 @@ def noted(cases: dict[str, Callable[[], None]], arch: str) -> list[Launch]:
 # -------------------------------------------------------------------------------------------------- compiling
 
 
-def compiled(task: tuple[Launch, str]) -> Row:
-    """Compile one launch for one architecture and read its code."""
+def compiled(task: tuple[Launch, str]) -> Made:
+    """Compile one launch for one architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -142,36 +154,78 @@ def compiled(task: tuple[Launch, str]) -> Row:
     try:
         made = triton.compile(source, target=target, options=dict(launch.options))
     except Exception as error:  # any failure of the compiler is this row's fault
-        return Row(launch, arch, faults=(f"does not compile: {type(error).__name__} {error}"[:300],))
-    return amd_row(launch, arch, made) if amd else nvidia_row(launch, arch, made)
+        return Made(Row(launch, arch, faults=(f"does not compile: {type(error).__name__} {error}"[:300],)))
+    return Made(amd_row(launch, arch, made)) if amd else nvidia_made(launch, arch, made)
 
 
-def nvidia_row(launch: Launch, arch: str, made: Any) -> Row:
-    import triton.backends.nvidia as nvidia
-
-    tools = os.path.join(os.path.dirname(nvidia.__file__), "bin")
+def nvidia_made(launch: Launch, arch: str, made: Any) -> Made:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [f"{tools}/cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True
-        )
-        code = subprocess.run([f"{tools}/nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
+    row = Row(
+        launch, arch,
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        warps=made.metadata.num_warps,
+        shared_bytes=made.metadata.shared,
+    )  # fmt: skip
+    return Made(row, made.asm["ttir"], made.asm["ptx"], instructions(made.asm["cubin"]))
 
+
+def tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia as nvidia
+
+    path = os.path.join(os.path.dirname(nvidia.__file__), "bin", name)
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def instructions(cubin: bytes) -> bytes:
+    """The sections of code of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
+    texts = sections[names][4]
+    found = b""
+    for name, _, _, _, start, length in sections:
+        if cubin[texts + name :].startswith(b".text."):
+            found += cubin[start : start + length]
+    return found
+
+
+def read(found: Sequence[Made]) -> list[Row]:
+    """The rows of what has been made for one architecture, with what its code holds. The disassembler takes 0.4 s to
+    start, so it is given the code of all of them in one piece."""
+    codes = [made.code for made in found]
+    if not any(codes):
+        return [made.row for made in found]
+    raw = {"sm_90": "SM90a"}.get(found[0].row.arch, found[0].row.arch.upper().replace("_", ""))
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        lines = re.findall(
+            r"^\s*/\*[0-9a-f]+\*/ .*", tool("nvdisasm", "--binary", raw, file.name), re.MULTILINE
+        )
+    sizes = [len(code) // INSTRUCTION_BYTES for code in codes]
+    assert len(lines) == sum(sizes), "the disassembler has not read every instruction"
+    rows = []
+    for made, size in zip(found, sizes, strict=True):
+        code, lines = lines[:size], lines[size:]
+        rows.append(counted(made, "\n".join(code)) if code else made.row)
+    return rows
+
+
+def counted(made: Made, code: str) -> Row:
     def count(*words: str) -> int:
         return len(re.findall("|".join(words), code))
 
-    row = Row(
-        launch, arch,
-        registers=int(re.search(r"REG:(\d+)", usage.stdout)[1]),  # type: ignore[index]
-        warps=made.metadata.num_warps,
+    row = replace(
+        made.row,
         spills=count(r"\bSTL", r"\bLDL"),
-        shared_bytes=made.metadata.shared,
         loads_128=count(r"\bLDG\.E\S*\.128", r"\bLDGSTS\.E\S*\.128", r"\bUTMALDG"),
         loads=count(r"\bLDG\.", r"\bLDGSTS\.", r"\bUTMALDG"),
         tensor_core=count(r"\bHGMMA", r"\bHMMA", r"\bIMMA"),
-    )  # fmt: skip
-    return replace(row, faults=tuple(faults(row, made.asm["ttir"], made.asm["ptx"])))
+    )
+    return replace(row, faults=tuple(faults(row, made.ttir, made.ptx)))
 
 
 def faults(row: Row, ttir: str, ptx: str) -> list[str]:
@@ -406,10 +460,16 @@ def main() -> int:
 
     load()
     cases = {name: case for name, case in production_cases().items() if arguments.only in name}
-    tasks = [(launch, arch) for arch in arguments.architectures for launch in noted(cases, arch)]
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache):
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
-            rows = pool.map(compiled, tasks, chunksize=1)
+        # Forks of a process that has loaded torch and triton, and has no thread yet (backward makes them).
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            tasks = [(launch, arch) for arch in arguments.architectures for launch in noted(cases, arch)]
+            found = pool.map(compiled, tasks, chunksize=1)
+    rows = [
+        row
+        for arch in arguments.architectures
+        for row in read([made for made in found if made.row.arch == arch])
+    ]
     print(table(rows))
     return int(any(row.faults for row in rows))
 
