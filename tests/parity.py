@@ -167,8 +167,26 @@ def initial_values(case: Case) -> dict[str, Tensor]:
     }
 
 
+READ_BY_ONE = ("precision", "optimizer", "seed", "clip_grad_norm")
+"""What of a config the plain loop reads."""
+_SERIAL: dict[str, tuple[Case, tuple[Step, ...]]] = {}
+"""By the text of a case, which is kept: then no other function has the address that stands there for one of its own."""
+
+
 def serial_run(case: Case) -> list[Step]:
-    """The plain loop on one process, whole batches; 16-bit models beside float32 master weights."""
+    """The plain loop on one process, whole batches; 16-bit models beside float32 master weights. It is run once for all
+    cases that differ in what only several ranks, or chunks, know."""
+    config = {key: case.config[key] for key in READ_BY_ONE if key in case.config}
+    alone = replace(
+        case, config=config, world_size=1, tensor=1, sequence_parallel=True, regather=True, depth=1, sequence=1,
+        sequence_mode="ring", ulysses=1, pipeline=1, chunk_bytes=None, shows=False,
+    )  # fmt: skip
+    if repr(alone) not in _SERIAL:
+        _SERIAL[repr(alone)] = alone, tuple(_serial_run(alone))
+    return list(_SERIAL[repr(alone)][1])
+
+
+def _serial_run(case: Case) -> list[Step]:
     config = case.full_config
     model = case.model().to(DTYPE[case.precision]).train()
     named = dict(model.named_parameters())
