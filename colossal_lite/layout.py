@@ -11,9 +11,10 @@ ranks: it asks a layout for coordinates and groups.  Everything here is integers
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
+from functools import cached_property
+from itertools import combinations
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 # Groups that some part of a step reduces over, besides the axes themselves (parallel.md 5.5): gradients of replicated
@@ -105,21 +106,27 @@ class MeshLayout:
             )
         )
 
-    @property
+    @cached_property
     def leaves(self) -> tuple[Axis, ...]:
         return tuple(leaf for axis in self.axes for leaf in axis.leaves)
 
-    @property
+    @cached_property
+    def _spanned(self) -> dict[str, frozenset[str]]:
+        """The leaf axes of each axis and of each leaf, by name."""
+        legal = {axis.name: axis.leaves for axis in self.axes} | {leaf.name: (leaf,) for leaf in self.leaves}
+        return {name: frozenset(leaf.name for leaf in leaves) for name, leaves in legal.items()}
+
+    @cached_property
     def world_size(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 
     def leaf_names(self, *names: str) -> tuple[str, ...]:
         """The leaf axes that the named axes span, in layout order."""
-        legal = {axis.name: axis.leaves for axis in self.axes} | {leaf.name: (leaf,) for leaf in self.leaves}
+        legal = self._spanned
         for name in names:
             if name not in legal:
                 raise ValueError(f"axis {name!r} is not in this mesh; it has {', '.join(legal)}")
-        wanted = {leaf.name for name in names for leaf in legal[name]}
+        wanted = frozenset[str]().union(*(legal[name] for name in names))
         return tuple(leaf.name for leaf in self.leaves if leaf.name in wanted)
 
     def size(self, *names: str) -> int:
@@ -153,19 +160,26 @@ class MeshLayout:
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` on the named axes only, in the order of their coordinate there."""
-        coords, wanted = self.coords(rank), self.leaf_names(*names)
-        spans = [range(leaf.size) if leaf.name in wanted else (coords[leaf.name],) for leaf in self.leaves]
-        leaves = [leaf.name for leaf in self.leaves]
-        return tuple(self.rank(dict(zip(leaves, choice, strict=True))) for choice in product(*spans))
+        wanted = self.leaf_names(*names)
+        coords = self.coords(rank)
+        first = self.rank({name: 0 if name in wanted else coord for name, coord in coords.items()})
+        return tuple(first + step for step in self._steps(wanted))
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
         """All groups along the named axes, by their lowest rank: a partition of the world."""
         wanted = self.leaf_names(*names)
-        spans = [(0,) if leaf.name in wanted else range(leaf.size) for leaf in self.leaves]
-        leaves = [leaf.name for leaf in self.leaves]
-        return tuple(
-            self.group(self.rank(dict(zip(leaves, start, strict=True))), *names) for start in product(*spans)
-        )
+        others = tuple(leaf.name for leaf in self.leaves if leaf.name not in wanted)
+        steps = self._steps(wanted)
+        return tuple(tuple(first + step for step in steps) for first in self._steps(others))
+
+    def _steps(self, names: Collection[str]) -> tuple[int, ...]:
+        """Of all coordinates on these leaf axes, in their order: how much higher a rank is there than at the first."""
+        steps, width = (0,), 1
+        for leaf in reversed(self.leaves):
+            if leaf.name in names:
+                steps = tuple(outer * width + step for outer in range(leaf.size) for step in steps)
+            width *= leaf.size
+        return steps
 
     def communicating_groups(self) -> tuple[tuple[str, ...], ...]:
         """The leaf sets whose groups are created at launch: each axis, each sub-axis, each derived set, once each."""
