@@ -174,7 +174,8 @@ class MeshLayout:
 
     def _steps(self, names: Collection[str]) -> tuple[int, ...]:
         """Of all coordinates on these leaf axes, in their order: how much higher a rank is there than at the first."""
-        steps, width = (0,), 1
+        steps: tuple[int, ...] = (0,)
+        width = 1
         for leaf in reversed(self.leaves):
             if leaf.name in names:
                 steps = tuple(outer * width + step for outer in range(leaf.size) for step in steps)
