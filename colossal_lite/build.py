@@ -24,7 +24,8 @@ from colossal_lite.config import Config
 from colossal_lite.config_rules import device_problems
 from colossal_lite.context import Context
 from colossal_lite.data import check_batch
-from colossal_lite.engine import Built, Criterion, Engine
+from colossal_lite.engine import Built, Engine
+from colossal_lite.loss import Criterion, Loss
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.mover import buffers_to_device, to_device, to_host
 from colossal_lite.memory.pack import ChunkSpec, stages_of, trains
@@ -214,7 +215,14 @@ def _measure(
         return None
     dtype = Precision.of(given).compute
     profiler = Profiler(
-        module, parallelized, streams, context.mesh, context.device, dtype, example, criterion
+        module,
+        parallelized,
+        streams,
+        context.mesh,
+        context.device,
+        dtype,
+        example,
+        Loss(parallelized, None if example is None else criterion),
     )
     return partial(profiler.costs, facts=facts)
 

@@ -18,8 +18,9 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import wraps
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from colossal_lite import data
 
@@ -159,6 +160,34 @@ def reason_of(error: BaseException) -> str:
     """An error in one line for other ranks."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
+
+
+class _OfMesh(Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+Owner = TypeVar("Owner", bound=_OfMesh)
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def noting_faults(
+    call: Callable[Concatenate[Owner, Given], Found],
+) -> Callable[Concatenate[Owner, Given], Found]:
+    """Other ranks that wait for this one are told what the call has raised, if they ask or it leaves them."""
+
+    @wraps(call)
+    def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        try:
+            found = call(self, *args, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            self.mesh.progress.fault = reason_of(error)
+            raise
+        self.mesh.progress.fault = ""
+        return found
+
+    return noting
 
 
 @dataclass

@@ -22,6 +22,7 @@ from colossal_lite.batch import Batch
 from colossal_lite.config import Config
 from colossal_lite.deferral import Later, Root, WeightQueue, defer_weights, restore_weights
 from colossal_lite.layout import MeshLayout
+from colossal_lite.loss import logits_of
 from colossal_lite.memory.forms import Forms
 from colossal_lite.memory.pack import ChunkSpec
 from colossal_lite.memory.tracer import LiveBytes
@@ -323,12 +324,6 @@ class DryRun:
             peaks[Kind.W] = meter.window()
         peaks[Kind.B] = peaks[Kind.I]
         return replace(cost, waiting=waiting, peaks=peaks), given.requires_grad_()
-
-
-def logits_of(outputs: Any) -> Tensor:
-    outputs = getattr(outputs, "logits", outputs)
-    logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return logits
 
 
 def measured(dry: DryRun, model: GPTConfig | Builder, samples: int) -> tuple[Whole, Cost]:

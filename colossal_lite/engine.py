@@ -27,9 +27,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +37,10 @@ from colossal_lite.agreement import Sums, Totals, agree
 from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
-from colossal_lite.context import Context, reason_of
+from colossal_lite.context import Context, noting_faults, reason_of
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.handover import Handover
+from colossal_lite.loss import Criterion, Loss, logits_of, refuse_means
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk import DiskError
 from colossal_lite.memory.pack import ChunkSpec, stages_of
@@ -71,28 +71,7 @@ from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Foretell, Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
 
-Criterion = Callable[[Tensor, Tensor], Any]
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
-
-
-def _noting_faults(
-    call: Callable[Concatenate[Engine, Given], Found],
-) -> Callable[Concatenate[Engine, Given], Found]:
-    """Other ranks that wait for this one are told what the call has raised, if they ask or it leaves them."""
-
-    @wraps(call)
-    def noting(self: Engine, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        try:
-            found = call(self, *args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            self.mesh.progress.fault = reason_of(error)
-            raise
-        self.mesh.progress.fault = ""
-        return found
-
-    return noting
 
 
 @dataclass(frozen=True)
@@ -144,7 +123,7 @@ class Engine:
         self._parallelized, self._streams = parallelized, built.streams
         self._stages, self._packed, self._chunks = built.stages, built.packed, chunks
         self._frozen = built.frozen
-        self._criterion = criterion
+        self._loss = Loss(parallelized, criterion)
         self._facts = facts_of(model)
         vocabulary = self._facts.vocabulary if self._facts else None
         self._micro_batches = MicroBatches(context, parallelized, vocabulary)
@@ -235,7 +214,7 @@ class Engine:
         self.forward_backward(batch)
         return self.step()
 
-    @_noting_faults
+    @noting_faults
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
         with self._measured():
@@ -251,7 +230,7 @@ class Engine:
         self._settle()
         return self._totals.mean_loss
 
-    @_noting_faults
+    @noting_faults
     def step(self) -> StepResult:
         """Update the parameters from the gradients gathered since the last step.
 
@@ -298,7 +277,7 @@ class Engine:
         return result
 
     @torch.no_grad()
-    @_noting_faults
+    @noting_faults
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         self._updates.refuse_within("eval_step")
@@ -317,7 +296,7 @@ class Engine:
 
     # ---- the Colossal-AI manner: the user's own loop ----
 
-    @_noting_faults
+    @noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
         self._refuse_with_pipeline("engine(x)")
@@ -341,7 +320,7 @@ class Engine:
         outputs.logits = whole
         return outputs
 
-    @_noting_faults
+    @noting_faults
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
         its forward or backward that was caught."""
@@ -355,7 +334,7 @@ class Engine:
         if mixed:
             self._spoil("zero_grad: the gradients of this step have updated weights")
 
-    @_noting_faults
+    @noting_faults
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
         """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
         calls.
@@ -736,14 +715,9 @@ class Engine:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
-        if getattr(outputs, "aux_loss", None) is not None:
-            raise ValueError(
-                f"model: the outputs of {type(self.model).__name__} carry an aux_loss, a mean to which the parts of a "
-                f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "
-                f"by colossal_lite.AuxiliaryLoss"
-            )
-        outputs = getattr(outputs, "logits", outputs)
-        loss, count = self._loss(outputs[0] if isinstance(outputs, tuple) else outputs, local.labels)
+        refuse_means(outputs, type(self.model).__name__)
+        outputs = logits_of(outputs)
+        loss, count = self._loss.of(outputs, local.labels)
         sums.add(loss.detach(), count)
         seed = self._seed(part)
         # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy
@@ -772,22 +746,6 @@ class Engine:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
-
-    def _loss(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
-        """(sum, count) of one micro-batch."""
-        if self._criterion is None:
-            return self._parallelized.strategy.cross_entropy(self._parallelized.ops, outputs, labels)
-        valid = int((labels != -100).sum())
-        if valid == 0:
-            return outputs.sum() * 0.0, 0
-        result = self._criterion(self._parallelized.strategy.whole_vocabulary(outputs), labels)
-        if isinstance(result, tuple) and len(result) == 2:
-            return result
-        if isinstance(result, Tensor) and result.dim() == 0:
-            return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
-        raise ValueError(
-            f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
-        )
 
     def _agree(self) -> Totals:
         """Every rank knows the same sums afterwards. The ranks that hold one sum of a chunk add the squares of a share
@@ -858,7 +816,7 @@ class Engine:
         fit is refused. Models and losses that `plan` does not know, and the kernels of a GPU, are measured."""
         if self._residence is None:
             return
-        known = self._facts is not None and self._criterion is None and self.context.device.type == "cpu"
+        known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
         samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
         self._residence.foresee(
             samples, tokens, self._foretell if known else None, trains=torch.is_grad_enabled()

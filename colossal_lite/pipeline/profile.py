@@ -14,7 +14,7 @@ model on one micro-batch, once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from colossal_lite.batch import Batch
 from colossal_lite.deferral import Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.loss import Loss, logits_of
 from colossal_lite.memory.mover import to_device
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.parallelize import Parallelized
@@ -48,10 +49,9 @@ class Profiler:
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
-    example: Batch | None = None
+    example: Batch | None
     """A micro-batch as the run has them, on this data rank."""
-    criterion: Callable[[Tensor, Tensor], Any] | None = None
-    """The loss of an example; cross-entropy by default."""
+    loss: Loss
 
     def costs(self, sections: Sections, units: Sequence[Unit], facts: ModelFacts | None) -> tuple[Unit, ...]:
         """`units` with measured seconds of F, I and W. Collective. Raises ValueError for a model without sizes and
@@ -116,7 +116,7 @@ class Profiler:
         begun_s = self._now_s()
         outputs = sections.run(index, index + 1, came, part)
         if is_last:
-            outputs = self._loss(outputs, part.labels)
+            outputs, _ = self.loss.of(logits_of(outputs), part.labels)
         giver = f"unit {sections.parts[index].name!r}"
         grown = [tensor for tensor in flat(outputs, giver)[1] if tensor.requires_grad]
         forward_s = self._now_s()
@@ -132,16 +132,6 @@ class Profiler:
                 each.work()
         weight_s = self._now_s()
         return (forward_s - begun_s, input_s - forward_s, weight_s - input_s), outputs
-
-    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        strategy = self.parallelized.strategy
-        logits = getattr(outputs, "logits", outputs)
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        if self.example is None or self.criterion is None:
-            return strategy.cross_entropy(self.parallelized.ops, logits, labels)[0]
-        found = self.criterion(strategy.whole_vocabulary(logits), labels)
-        loss: Tensor = found[0] if isinstance(found, tuple) else found
-        return loss
 
     def _now_s(self) -> float:
         if self.device.type == "cuda":

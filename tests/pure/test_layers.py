@@ -69,7 +69,7 @@ LEVELS: tuple[set[str], ...] = (
         "tokens",
     },
     {"agreement", "compiled", "parallel", "pipeline.runtime", "recompute", "zero"},
-    {"micro_batches", "pipeline.units"},
+    {"loss", "micro_batches", "pipeline.units"},
     {"dry_run", "handover", "pipeline.profile", "pipeline.step_plans", "report", "run_plan", "whole"},
     {"planned_step", "updates"},
     {"checkpoint_tools", "compare", "doctor", "engine", "multi.trainer", "planner", "staged_plan"},

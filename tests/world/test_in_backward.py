@@ -325,7 +325,7 @@ def spoilt(env: RankEnv, directory: str) -> list[str]:
         engine = cl.initialize(case.model, context=context, criterion=infinite_gradient(0.0))
         engine.save(directory)
         batch = tuple(t[context.local_batch(6)] for t in case.batch(0))
-        engine._criterion = infinite_gradient(1.0)
+        engine._loss.criterion = infinite_gradient(1.0)
         for call in (
             lambda: engine.train_step(batch), lambda: engine.train_step(batch), lambda: engine.save(directory)
         ):  # fmt: skip
@@ -334,7 +334,7 @@ def spoilt(env: RankEnv, directory: str) -> list[str]:
             told.append(str(caught.value))
         engine.load(directory)
         assert engine.steps == 0 and engine.full_state_dict().keys() == before.keys()
-        engine._criterion = None
+        engine._loss.criterion = None
         assert not engine.train_step(batch).skipped
         return told
 

@@ -1,0 +1,62 @@
+"""The loss of one micro-batch: from what a model gives, and labels, to a sum over tokens and their count.
+
+Note: the sum, not the mean, is what backward is seeded with (engine.py).  The built-in cross-entropy reads logits as
+they lie, cut over the vocabulary or not; a criterion of the user's own gets them whole, and is weighed by its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossal_lite.parallel.parallelize import Parallelized
+
+Criterion = Callable[[Tensor, Tensor], Any]
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Of what a model gives: a tensor, a tuple that begins with one, or an object that has them by name."""
+    outputs = getattr(outputs, "logits", outputs)
+    logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return logits
+
+
+@dataclass
+class Loss:
+    """`criterion`: None for cross-entropy."""
+
+    parallelized: Parallelized
+    criterion: Criterion | None
+
+    def of(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
+        """(sum, count) of a micro-batch, of which the last stage gives these `logits`. Raises ValueError for a
+        criterion that returns neither that nor a mean."""
+        strategy = self.parallelized.strategy
+        if self.criterion is None:
+            return strategy.cross_entropy(self.parallelized.ops, logits, labels)
+        valid = int((labels != -100).sum())
+        if valid == 0:
+            return logits.sum() * 0.0, 0
+        result = self.criterion(strategy.whole_vocabulary(logits), labels)
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
+        if isinstance(result, Tensor) and result.dim() == 0:
+            return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
+        raise ValueError(
+            f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
+        )
+
+
+def refuse_means(outputs: Any, model: str) -> None:
+    """Raises ValueError for outputs of a `model` that carry a loss of their own to which parts of a batch do not add
+    up."""
+    if getattr(outputs, "aux_loss", None) is not None:
+        raise ValueError(
+            f"model: the outputs of {model} carry an aux_loss, a mean to which the parts of a "
+            f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "
+            f"by colossal_lite.AuxiliaryLoss"
+        )
