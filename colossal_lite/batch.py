@@ -37,6 +37,13 @@ class Batch:
     def inputs(self) -> Tensor:
         return self.args[0] if self.args else self.kwargs["input_ids"]
 
+    @property
+    def token_positions(self) -> Tensor:
+        """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.inputs.shape[1] if self.inputs.dim() > 1 else 1, device=self.inputs.device)
+
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""
 

@@ -102,34 +102,13 @@ def _initialize(
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
-    facts = facts_of(module)
-    if facts is not None:
-        config.check_model(facts)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError("model: no parameter requires a gradient; there is nothing to train")
-    check_batchwide(module, _cuts(config, context))
-    if context.mesh.size("pipeline") > 1:
-        check_hooks(module)
+    facts = _check_model(module, context)
     streams = DropoutStreams(config.seed)
     foretell = _foretell(model, context, plan)
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
-    parallelized = parallelize(
-        module,
-        context.mesh,
-        plan,
-        sequence_parallel=config.parallel.tensor.sequence_parallel,
-        regather=config.parallel.tensor.regather,
-        sequence_mode=config.parallel.sequence.mode,
-        kernels=config.kernels,
-        compiled=config.compile == "block",
-        device_type=context.device.type,
-        streams=streams,
-    )
-    recompute(module, config.activation_checkpoint, streams)
-    if config.compile == "block":
-        compile_blocks(blocks_of(module), context.device)
+    parallelized = _swap_layers(module, context, plan, streams)
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
@@ -150,34 +129,53 @@ def _initialize(
     packed = tuple(spec for spec in all_packed if trains(spec))
     keep_own(module, stages)
     chunks, frozen = _build_chunks(
-        module,
-        names,
-        originals,
-        recipes,
-        parallelized.specs,
-        all_packed,
-        stages,
-        context,
-        tuple(numels),
-        records,
-    )
+        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
+    )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
         notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
     buffers_to_device(module, context.device)
     built = Built(
-        module,
-        names,
-        stages,
-        parallelized,
-        streams,
-        packed,
-        chunks,
-        frozen,
-        trainable,
-        records,
-        outlives=outlives,
-    )
+        module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
+    )  # fmt: skip
     return Engine(built, context, criterion, optimizer, foretell)
+
+
+def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
+    """The sizes of a model, where it states them. Raises ConfigError for those that the config cannot cut, ValueError
+    for what cannot be trained, or not in parts."""
+    facts = facts_of(module)
+    if facts is not None:
+        context.config.check_model(facts)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    check_batchwide(module, _cuts(context.config, context))
+    if context.mesh.size("pipeline") > 1:
+        check_hooks(module)
+    return facts
+
+
+def _swap_layers(
+    module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams
+) -> Parallelized:
+    """Every layer of the model becomes this rank's part of it, run again in backward and compiled as the config says;
+    parameters have no values afterwards."""
+    config = context.config
+    parallelized = parallelize(
+        module,
+        context.mesh,
+        plan,
+        sequence_parallel=config.parallel.tensor.sequence_parallel,
+        regather=config.parallel.tensor.regather,
+        sequence_mode=config.parallel.sequence.mode,
+        kernels=config.kernels,
+        compiled=config.compile == "block",
+        device_type=context.device.type,
+        streams=streams,
+    )
+    recompute(module, config.activation_checkpoint, streams)
+    if config.compile == "block":
+        compile_blocks(blocks_of(module), context.device)
+    return parallelized
 
 
 def _cuts(config: Config, context: Context) -> tuple[str, ...]:

@@ -189,10 +189,14 @@ class Config(Section):
         """One line for each key of Colossal-AI that was translated or ignored."""
         return self._notices
 
+    def values(self) -> dict[str, Any]:
+        """Every value by its path: what a checkpoint states, and ranks compare."""
+        return {row.path: row.value for row in self.resolved()}
+
     def warnings(self) -> tuple[str, ...]:
         """One line for each setting that differs from its default and has no effect in this combination."""
         lines = {}
-        defaults = {row.path: row.value for row in Config().resolved()}
+        defaults = Config().values()
         values = {row.path: row.value for row in self.resolved() if row.origin != "default"}
         unread = [(f"{section}.{u.name}", u.why) for section, part in self._sections() for u in part.unread()]
         for path, why in (*unread, *unread_across(self)):

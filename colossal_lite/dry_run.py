@@ -161,8 +161,7 @@ class DryRun:
         ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
         numbers = torch.arange(samples, device=META)
         part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
-        here = torch.arange(self.sequence, device=META) if part.positions is None else part.positions
-        streams.begin(0, part.samples, here)
+        streams.begin(0, part.samples, part.token_positions)
         return part
 
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:

@@ -22,11 +22,10 @@ case, so that all data ranks cut into as many micro-batches.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +36,7 @@ from colossal_lite.agreement import Sums, Totals, agree
 from colossal_lite.auxiliary import unbind
 from colossal_lite.batch import Batch
 from colossal_lite.checkpoint import Checkpointer, Facts, Loaded, Saving
+from colossal_lite.config import Config
 from colossal_lite.context import Context, noting_faults, reason_of
 from colossal_lite.deferral import Later, WeightQueue, defer_weights, restore_weights
 from colossal_lite.handover import Handover
@@ -59,10 +59,10 @@ from colossal_lite.plan import Action, Kind
 from colossal_lite.precision import LossScale
 from colossal_lite.recompute import restore
 from colossal_lite.report import LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
-from colossal_lite.rng import DropoutStreams
+from colossal_lite.rng import CountedOnly, DropoutStreams
 from colossal_lite.simulate import ScheduleReport, Timeline
 from colossal_lite.updates import Updates, refuse_second_backward, spoilt
-from colossal_lite.whole import Names, WholeState
+from colossal_lite.whole import Names, WholeState, own_config
 from colossal_lite.zero.build import chunk_optimizer, sharding_of
 from colossal_lite.zero.hooks import StageHooks
 from colossal_lite.zero.norm import fast_squares, in_order, ordered_squares
@@ -70,6 +70,7 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import Factory, OwnOptimizer
 from colossal_lite.zero.reside import Foretell, Residence
 from colossal_lite.zero.sharded import ShardedWeights, weights_of
+from colossal_lite.zero.weights import Weights
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
 
@@ -108,6 +109,12 @@ class Built:
     outlives: bool
     """Whether that is to be there for another engine."""
 
+    def apart(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        """Those of this rank that are in no chunk: frozen and whole."""
+        chunks: tuple[WeightChunk, ...] = (*self.chunks, *self.frozen)
+        in_chunks = {entry.name for chunk in chunks for entry in chunk.spec.entries}
+        return [parameter for name, parameter in parameters.items() if name not in in_chunks]
+
 
 class Engine:
     """A model in training. Made by `initialize`; see DESIGN 2 for the two ways to drive it."""
@@ -116,92 +123,49 @@ class Engine:
         self, built: Built, context: Context, criterion: Criterion | None, optimizer: Factory | None = None,
         foretell: Foretell | None = None,
     ) -> None:  # fmt: skip
-        config, model, chunks, parallelized = context.config, built.model, built.chunks, built.parallelized
-        self.model, self.context, self.mesh = model, context, context.mesh
-        self.steps = 0
-        self.stop_agreed = False
-        self._parallelized, self._streams = parallelized, built.streams
-        self._stages, self._packed, self._chunks = built.stages, built.packed, chunks
-        self._frozen = built.frozen
-        self._loss = Loss(parallelized, criterion)
-        self._facts = facts_of(model)
-        vocabulary = self._facts.vocabulary if self._facts else None
-        self._micro_batches = MicroBatches(context, parallelized, vocabulary)
-        self._parameters = built.names.parameters(model)
-        self._sharding = sharding_of(config)
+        config, mesh, done = context.config, context.mesh, built.parallelized
+        model, chunks = built.model, built.chunks
+        self.model, self.context, self.mesh = model, context, mesh
+        self.steps, self.stop_agreed = 0, False
+        self._parallelized, self._streams, self._auxiliary = done, built.streams, done.auxiliary
+        self._stages, self._packed = built.stages, built.packed
+        self._chunks, self._frozen = chunks, built.frozen
+        self._facts, self._sharding = facts_of(model), sharding_of(config)
+        self._parameters = named = built.names.parameters(model)
+        self._apart = built.apart(named)
         self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
-        self._hooks = StageHooks(chunks, self._parameters, by_micro_batch=self._sharding.by_micro_batch)
-        self._weights = weights_of(
-            model, self._parameters, chunks, self._hooks, self.mesh.world, config.zero, built.frozen
-        )
+        # gradients, weights, and state of the optimizer
+        self._hooks = hooks = StageHooks(chunks, named, by_micro_batch=self._sharding.by_micro_batch)
+        weights = weights_of(model, named, chunks, hooks, mesh.world, config.zero, built.frozen)
+        self._weights, self._queue = weights, _queue_of(model, config)
+        self._optimizer = state = _optimizer_of(built, context, optimizer, named)
+        if isinstance(weights, ShardedWeights) and state.tiers:
+            weights.up = state.tiers.up
+        self._residence = _residence_of(built, context, weights, state, self._apart)
+        self._foretell, self._metering, self._marks = foretell, Metering(), LinkMarks(state.links)
+        self._updates = Updates(chunks, state, weights, hooks, self._metering, mesh, config)
+        # forward and backward
+        self._micro_batches = MicroBatches(context, done, self._facts.vocabulary if self._facts else None)
+        self._plans = StepPlans(config, built.stages, built.packed)
+        self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
+        self._randomness = CountedOnly()
+        self._loss, self._loss_scale = Loss(done, criterion), LossScale.of(config.precision)
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
-        self._tells_loss = parallelized.strategy.tells_loss and self._stages.last in self._stages.here
-        self._runtime = Runtime(
-            self.mesh.axis("pipeline"), self._stages.placement, context.device, self.mesh.progress
-        )
-        self._queue = WeightQueue()
-        if splits_backward(config.parallel.pipeline):
-            defer_weights(model, self._queue)
-        self._plans = StepPlans(config, self._stages, built.packed)
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._optimizer: ChunkOptimizer | OwnOptimizer
-        if optimizer is None:
-            self._optimizer = chunk_optimizer(
-                chunks, config, parallelized.ops, shapes, self.mesh, built.records, built.frozen
-            )
-        else:
-            scheduled = config.lr_scheduler.type != "constant"
-            self._optimizer = OwnOptimizer(chunks, built.trainable, optimizer, scheduled=scheduled)
-        if isinstance(self._weights, ShardedWeights) and self._optimizer.tiers:
-            self._weights.up = self._optimizer.tiers.up
-        in_chunks = {entry.name for chunk in (*chunks, *built.frozen) for entry in chunk.spec.entries}
-        self._apart = [p for name, p in self._parameters.items() if name not in in_chunks]  # frozen and whole
-        self._residence = None
-        memory = config.memory
-        if memory.moves or memory.device_budget is not None or memory.host_budget is not None:
-            try:
-                self._residence = Residence(
-                    config, chunks, self._weights, self._optimizer, self.mesh.world, device=context.device,
-                    frozen=built.frozen, apart_bytes=sum(p.nbytes for p in self._apart),
-                )  # fmt: skip
-            except BaseException:
-                self._optimizer.close()  # it may have a file
-                raise
-        self._whole = WholeState(
-            model,
-            self.mesh,
-            built.names,
-            self._stages,
-            parallelized.specs,
-            chunks,
-            self._weights,
-            self._optimizer,
-            built.frozen,
-        )
-        self._loss_scale = LossScale.of(config.precision)
+        self._tells_loss = done.strategy.tells_loss and built.stages.last in built.stages.here
+        self._sums = Sums(context.device)  # since the last step
+        self._totals: Totals | None = None
+        self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
-        self._auxiliary = parallelized.auxiliary
-        self._sums = Sums(self.context.device)  # since the last step
-        self._by_count: bool | None = None  # manual mode: whether backward was given counts
-        self._totals: Totals | None = None
-        self._has_checked_generator = False
-        self._foretell, self._metering = foretell, Metering()
-        self._updates = Updates(
-            chunks, self._optimizer, self._weights, self._hooks, self._metering, self.mesh, config
+        # what goes in and out
+        self._whole = WholeState(
+            model, mesh, built.names, built.stages, done.specs, chunks, weights, state, built.frozen
         )
-        self._marks = LinkMarks(self._optimizer.links)
         self._checkpoints = Checkpointer(
-            self.mesh.layout, self.mesh.rank, context.store, keep=config.checkpoint.keep,
+            mesh.layout, mesh.rank, context.store, keep=config.checkpoint.keep,
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
-        self._handover = Handover(
-            built.records,
-            outlives=built.outlives,
-            model=model,
-            optimizer=self._optimizer,
-            world=self.mesh.world,
-        )
+        self._handover = Handover(built.records, built.outlives, model, state, mesh.world)
         context.on_close(self._end)
         context.on_close(self._checkpoints.settle)
         self._take_up()
@@ -299,15 +263,14 @@ class Engine:
     @noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
-        self._refuse_with_pipeline("engine(x)")
-        self._refuse_with_auxiliary("engine(x)")
+        self._refuse_own_loop("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
         first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
-        self._streams.begin(self.steps, local.samples, _positions(local))
+        self._streams.begin(self.steps, local.samples, local.token_positions)
         self._foresee([inputs] * self.context.config.gradient_accumulation)
         with self._measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
@@ -343,8 +306,7 @@ class Engine:
         the global number; None: every data rank weighs the same, and the losses of several calls add up.
         With `optimizer.update="backward"` the weights are updated when this returns, up to those that `step` updates;
         there is one call a step."""
-        self._refuse_with_pipeline("backward")
-        self._refuse_with_auxiliary("backward")
+        self._refuse_own_loop("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
@@ -428,7 +390,7 @@ class Engine:
             self._rest()
         config = self.context.config
         facts = Facts(
-            self.steps, samples, config.seed, self._settings(), _own_config(self.model), self._optimizer.updates(),
+            self.steps, samples, config.seed, config.values(), own_config(self.model), self._optimizer.updates(),
             extra or {}, self._loss_scale.state,
         )  # fmt: skip
         with self._phase("save"):
@@ -457,11 +419,12 @@ class Engine:
         with suppress(DiskError):  # as in `save`
             self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
+        settings = self.context.config.values()
         self._optimizer.changing(self._frozen)
         try:
             with self._phase("load"):
                 loaded = self._checkpoints.load(
-                    Path(directory), held, self._settings(), complete=complete, missing_ok=missing_ok
+                    Path(directory), held, settings, complete=complete, missing_ok=missing_ok
                 )
         except BaseException:
             if not self._checkpoints.is_mixed:
@@ -491,9 +454,6 @@ class Engine:
         before, self.mesh.progress.phase = self.mesh.progress.phase, name
         yield
         self.mesh.progress.phase = before
-
-    def _settings(self) -> dict[str, Any]:
-        return {row.path: row.value for row in self.context.config.resolved()}
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
         """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
@@ -709,9 +669,9 @@ class Engine:
     def _forward(self, stage: int, part: Batch, carried: Any, sums: Sums) -> Any:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
         local = self._parallelized.strategy.local_part(part)
-        self._streams.begin(self.steps, local.samples, _positions(local))
+        self._streams.begin(self.steps, local.samples, local.token_positions)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        with self._weights.forward(), self._only_counted_randomness(), heard:
+        with self._weights.forward(), self._randomness.held(self.model.training), heard:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
@@ -733,14 +693,13 @@ class Engine:
         holders = self._stages.holders(stages_of(chunk.spec))
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
-    def _refuse_with_pipeline(self, what: str) -> None:
+    def _refuse_own_loop(self, what: str) -> None:
+        """Raises ValueError where the engine alone can go through a step."""
         if self._runtime.comm.size > 1:
             raise ValueError(
                 f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
                 f"forward_backward and step, eval_step, or parallel.pipeline=1"
             )
-
-    def _refuse_with_auxiliary(self, what: str) -> None:
         if self._auxiliary.names:
             raise ValueError(
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
@@ -838,35 +797,44 @@ class Engine:
         self._totals, self._by_count = None, None
         self._sums.clear()
 
-    @contextmanager
-    def _only_counted_randomness(self) -> Iterator[None]:
-        """The first training forward must not draw from torch's generator: such numbers differ between meshes."""
-        if self._has_checked_generator or not self.model.training:
-            yield
-            return
-        before = torch.get_rng_state()
-        yield
-        self._has_checked_generator = True
-        if not torch.equal(torch.get_rng_state(), before):
-            raise ValueError(
-                "model: its forward draws from torch's own generator (a functional dropout?), so that masks would "
-                "depend on the number of ranks; use nn.Dropout, which is replaced, or set its probability to 0"
-            )
+
+def _queue_of(model: nn.Module, config: Config) -> WeightQueue:
+    """Where layers put off the gradients of their weights, if the schedule computes them apart."""
+    queue = WeightQueue()
+    if splits_backward(config.parallel.pipeline):
+        defer_weights(model, queue)
+    return queue
 
 
-def _own_config(model: nn.Module) -> dict[str, Any] | None:
-    """What a model says of itself, as JSON has it: a dataclass, or Hugging Face's configuration."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        return dict(json.loads(json.dumps(config.to_dict(), default=str)))
-    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+def _optimizer_of(
+    built: Built, context: Context, factory: Factory | None, parameters: Mapping[str, nn.Parameter]
+) -> ChunkOptimizer | OwnOptimizer:
+    """That of the config, or what the user's own `factory` makes. Collective, and refuses, as `chunk_optimizer`."""
+    config = context.config
+    if factory is not None:
+        scheduled = config.lr_scheduler.type != "constant"
+        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    ops = built.parallelized.ops
+    return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)
 
 
-def _positions(part: Batch) -> Tensor:
-    """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
-    if part.positions is not None:
-        return part.positions
-    return torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=part.inputs.device)
+def _residence_of(
+    built: Built, context: Context, weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+    apart: Sequence[nn.Parameter],
+) -> Residence | None:  # fmt: skip
+    """Where everything rests, if not all of it on the device for good. Raises ConfigError as `Residence`."""
+    memory = context.config.memory
+    if not (memory.moves or memory.device_budget is not None or memory.host_budget is not None):
+        return None
+    try:
+        return Residence(
+            context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
+            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart),
+        )  # fmt: skip
+    except BaseException:
+        optimizer.close()  # it may have a file
+        raise
 
 
 def _chunk_of(action: Action) -> int:

@@ -23,7 +23,7 @@ class Handover:
     """The two ends of one engine's use of the records of its task."""
 
     def __init__(
-        self, records: TaskRecords, *, outlives: bool, model: nn.Module, optimizer: ChunkOptimizer | OwnOptimizer,
+        self, records: TaskRecords, outlives: bool, model: nn.Module, optimizer: ChunkOptimizer | OwnOptimizer,
         world: AxisComm,
     ) -> None:  # fmt: skip
         """`outlives`: whether the records are to be there for another engine."""

@@ -88,6 +88,29 @@ class DropoutStreams:
         return Rows(key(self._seed, name, call), self._step, self._sample, position)
 
 
+class CountedOnly:
+    """Holds the first forward that trains to random numbers of the streams above: those of torch's own generator would
+    differ between meshes."""
+
+    def __init__(self) -> None:
+        self._has_held = False
+
+    @contextmanager
+    def held(self, trains: bool) -> Iterator[None]:
+        """Around a forward. Raises ValueError if it has drawn others."""
+        if self._has_held or not trains:
+            yield
+            return
+        before = torch.get_rng_state()
+        yield
+        self._has_held = True
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ValueError(
+                "model: its forward draws from torch's own generator (a functional dropout?), so that masks would "
+                "depend on the number of ranks; use nn.Dropout, which is replaced, or set its probability to 0"
+            )
+
+
 # ---- recording initialisers on meta, replaying them on shards ----
 
 

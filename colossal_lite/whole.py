@@ -9,11 +9,12 @@ whole copy of what it returns and the ranks one all-gather and one broadcast a t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -232,3 +233,11 @@ def _misfits(own: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) ->
 def _reader(value: Tensor) -> Callable[[int, int], Tensor]:
     flat = value.reshape(-1)
     return lambda start, stop: flat[start:stop]
+
+
+def own_config(model: nn.Module) -> dict[str, Any] | None:
+    """What a model says of itself, as JSON has it: a dataclass, or Hugging Face's configuration."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return dict(json.loads(json.dumps(config.to_dict(), default=str)))
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None

@@ -255,7 +255,7 @@ def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
 
 def _roll_call(store: dist.Store, place: Launch, config: Config, timeout: timedelta) -> None:
     """Return when all ranks are here with one configuration. Raises CommError, ConfigError."""
-    settings = json.loads(json.dumps({row.path: row.value for row in config.resolved()}))
+    settings = json.loads(json.dumps(config.values()))
     store.set(f"here/{place.rank}", "")
     if place.rank == 0:
         store.set("config", json.dumps(settings))

@@ -109,8 +109,7 @@ class Profiler:
         self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightQueue
     ) -> tuple[tuple[float, float, float], Any]:
         """One unit forward and backward: its times, and what it gives to the next."""
-        here = torch.arange(part.inputs.shape[1] if part.inputs.dim() > 1 else 1, device=self.device)
-        self.streams.begin(0, part.samples, here if part.positions is None else part.positions)
+        self.streams.begin(0, part.samples, part.token_positions)
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
