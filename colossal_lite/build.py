@@ -158,7 +158,7 @@ def _swap_layers(
     module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams
 ) -> Parallelized:
     """Every layer of the model becomes this rank's part of it, run again in backward and compiled as the config says;
-    parameters have no values afterwards."""
+    parameters that are cut have no values afterwards."""
     config = context.config
     parallelized = parallelize(
         module,

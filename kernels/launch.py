@@ -219,15 +219,19 @@ def check_alike(op: str, **tensors: Tensor | None) -> None:
 def matrix(op: str, name: str, x: Tensor) -> Tensor:
     """x [..., D] as rows [N, D] without a copy; a ValueError if its strides have no row stride or D is not
     dense."""
-    if x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1):
-        try:
-            return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
-        except RuntimeError:
-            pass
-    raise ValueError(
-        f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; "
-        "legal are rows of one stride, dense in the last dimension"
-    )
+
+    def refused() -> ValueError:
+        return ValueError(
+            f"{op}: {name} {tuple(x.shape)} has strides {x.stride()}; "
+            "legal are rows of one stride, dense in the last dimension"
+        )
+
+    if not x.dim() or (x.stride(-1) != 1 and x.shape[-1] != 1):
+        raise refused()
+    try:
+        return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
+    except RuntimeError as error:
+        raise refused() from error
 
 
 def power_of_2(n: int) -> int:

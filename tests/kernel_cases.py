@@ -42,7 +42,7 @@ def against_torch(name: str, call: Callable[..., Any], *shapes: tuple[int, ...])
     return Case(name, call, lambda *inputs: call(TORCH, *inputs), shapes)
 
 
-def agree(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+def assert_agree(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     """Raises AssertionError beyond the tolerance."""
     got = got.detach().double().cpu()
     want = want.detach().double().cpu()
@@ -72,7 +72,7 @@ def check(case: Case, ops: Ops, dtype: torch.dtype, device: str = "cpu") -> None
     got, want = outputs(case.call(ops, *inputs)), outputs(case.reference(*exact))
     assert len(got) == len(want)
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        agree(f"{case.name}, output {index}", a, b, TOLERANCE[dtype])
+        assert_agree(f"{case.name}, output {index}", a, b, TOLERANCE[dtype])
     if not case.backward:
         return
     directions = [torch.randn(g.shape, generator=generator).to(g.dtype) for g in got]
@@ -80,7 +80,7 @@ def check(case: Case, ops: Ops, dtype: torch.dtype, device: str = "cpu") -> None
     d_want = torch.autograd.grad(want, exact, [d.double() for d in directions], allow_unused=True)
     for index, (a, b, x) in enumerate(zip(d_got, d_want, base, strict=True)):
         assert a is not None and b is not None and a.dtype == x.dtype
-        agree(f"{case.name}, gradient {index}", a, b, TOLERANCE[dtype])
+        assert_agree(f"{case.name}, gradient {index}", a, b, TOLERANCE[dtype])
 
 
 def rows(samples: int = 2, positions: int = 3, feature: int = 0) -> Rows:

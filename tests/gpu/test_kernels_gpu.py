@@ -5,7 +5,8 @@ pytest -m gpu tests/gpu        (skipped, with the reason, where there is no CUDA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from colossal_lite.kernels import TORCH, Ops, Rows, select
 from tests.kernel_cases import (
     TOLERANCE,
     Case,
-    agree,
+    assert_agree,
     cases,
     check,
     check_narrow,
@@ -185,12 +186,23 @@ def test_primary_attention_has_finite_gradients_where_cudnn_with_a_mask_has_none
     )
     exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
     out, want = auto.attend(q, k, v), TORCH.attend(*exact)
-    agree("out", out, want, TOLERANCE[torch.bfloat16])
+    assert_agree("out", out, want, TOLERANCE[torch.bfloat16])
     direction = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), direction)
     expected = torch.autograd.grad(want, exact, direction.double().cpu())
     for a, b in zip(got, expected, strict=True):
-        agree("gradient", a, b, 2 * TOLERANCE[torch.bfloat16])
+        assert_agree("gradient", a, b, 2 * TOLERANCE[torch.bfloat16])
+
+
+@contextmanager
+def assert_never_waits() -> Iterator[None]:
+    """Torch raises RuntimeError for an operation within that waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_no_op_waits_for_the_device(ops: Ops) -> None:
@@ -200,14 +212,10 @@ def test_no_op_waits_for_the_device(ops: Ops) -> None:
     )
     labels = torch.randint(256, (64,), device=CUDA)
     ops.cross_entropy(ops.rms_norm(x, w, 1e-5), labels)[0].backward()  # compiled now
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with assert_never_waits():
         ops.cross_entropy(ops.rms_norm(x, w, 1e-5), labels)[0].backward()
         total = ops.square_sum([x.detach()])
         ops.adamw_(
             x.detach().view(-1), x.grad.view(-1), torch.zeros_like(x).view(-1), torch.zeros_like(x).view(-1),  # type: ignore[union-attr]
             step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_scale=total[0].sqrt(),
         )  # fmt: skip
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

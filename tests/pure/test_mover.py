@@ -247,7 +247,7 @@ def graphs(draw: st.DrawFn) -> list[Asked]:
     return made
 
 
-def played(graph: list[Asked], timeout_s: float) -> None:
+def assert_runs_by_the_rules(graph: list[Asked], timeout_s: float) -> None:
     """Ask for all copies of a graph, act on them by other threads meanwhile, and hold what ran against the rules."""
     links = [Link(str(number), ThreadLane(), timeout_s=timeout_s) for number in range(3)]
     lock, began, ended_ = threading.Lock(), list[int](), set[int]()
@@ -309,7 +309,7 @@ def played(graph: list[Asked], timeout_s: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_random_graphs_of_copies_over_three_links_come_to_their_end_by_the_rules(graph: list[Asked]) -> None:
-    played(graph, 10.0)
+    assert_runs_by_the_rules(graph, 10.0)
 
 
 @pytest.mark.parametrize("is_planted", [False, True])

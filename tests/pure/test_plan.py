@@ -285,7 +285,7 @@ def lines(*rows: str) -> Plan:
     return Plan.parse("\n".join(rows))
 
 
-def refused(plan: Plan, words: str, **how: object) -> PlanError:
+def assert_refused(plan: Plan, words: str, **how: object) -> PlanError:
     with pytest.raises(PlanError, match=words) as caught:
         check(plan, **how)  # type: ignore[arg-type]
     return caught.value
@@ -317,12 +317,12 @@ def refused(plan: Plan, words: str, **how: object) -> PlanError:
     ],
 )
 def test_a_broken_rule_is_named(rows: tuple[str, ...], words: str) -> None:
-    refused(lines(*rows), words)
+    assert_refused(lines(*rows), words)
 
 
 def test_work_outside_the_shape_is_refused() -> None:
-    refused(lines("0F0 0B0 0F1 0B1"), "outside 1 stages, 1 micro-batches", shapes={0: Shape(1, 1)})
-    refused(lines("0F0 1F0 1B0 0B0"), "outside 1 stages", shapes={0: Shape(1, 1)})
+    assert_refused(lines("0F0 0B0 0F1 0B1"), "outside 1 stages, 1 micro-batches", shapes={0: Shape(1, 1)})
+    assert_refused(lines("0F0 1F0 1B0 0B0"), "outside 1 stages", shapes={0: Shape(1, 1)})
 
 
 def test_slices_ascend_forward_and_descend_backward() -> None:
@@ -334,7 +334,7 @@ def test_sends_that_wait_for_each_other_are_a_deadlock_and_are_drawn() -> None:
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
     )
-    error = refused(plan, "rank 0 0SEND_F1: waits for ever for rank 1 1SEND_B0")
+    error = assert_refused(plan, "rank 0 0SEND_F1: waits for ever for rank 1 1SEND_B0")
     assert "rank 0 | 0F0      0SEND_F0 0F1 [0SEND_F1] 0RECV_B0" in str(error)
     assert "rank 1 | 1RECV_F0 1F0      1B0 [1SEND_B0] 1RECV_F1" in str(error)
     posted = lines(str(plan).split("\n")[0], "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1")
@@ -344,37 +344,37 @@ def test_sends_that_wait_for_each_other_are_a_deadlock_and_are_drawn() -> None:
 def test_a_receive_posted_ahead_blocks_only_where_receives_block() -> None:
     plan = lines("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     check(plan)
-    refused(plan, "waits for ever", strict=True)
+    assert_refused(plan, "waits for ever", strict=True)
 
 
 def test_both_ends_of_a_message_must_say_the_same_shape_and_dtype() -> None:
     plan = lines("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     check(plan, describe=lambda rank, action: ((2, 8), "float32"))
-    wrong = refused(plan, "expected", describe=lambda rank, action: ((2, 8 + rank), "float32"))
+    wrong = assert_refused(plan, "expected", describe=lambda rank, action: ((2, 8 + rank), "float32"))
     assert "sends ((2, 8), 'float32') where ((2, 9), 'float32') is expected" in str(wrong)
 
 
 def test_activations_over_the_cap_are_refused() -> None:
     plan = generate("1f1b", 4, 8)
     assert check(plan, cap=4).live == (4, 3, 2, 1)
-    refused(plan, "rank 0 holds 4 activations where 3 are allowed", cap=3)
+    assert_refused(plan, "rank 0 holds 4 activations where 3 are allowed", cap=3)
 
 
 def test_a_frozen_stage_owes_no_weight_gradient_and_nothing_before_the_first_trainable_one() -> None:
     shape = Shape(3, 1, trainable=(False, True, False))
     plan = lines("0F0", "1F0 1B0", "2F0 2I0")
     assert check(plan, shapes={0: shape}).live == (0, 1, 1)
-    refused(plan, "0I0 is never done")
-    refused(lines("0F0", "1F0 1B0", "2F0 2B0"), "2W0 is not needed", shapes={0: shape})
+    assert_refused(plan, "0I0 is never done")
+    assert_refused(lines("0F0", "1F0 1B0", "2F0 2B0"), "2W0 is not needed", shapes={0: shape})
 
 
 def test_a_long_plan_is_drawn_around_the_fault() -> None:
-    error = refused(
+    error = assert_refused(
         Plan((*generate("gpipe", 1, 40).only(Kind.F), ())), "is never done", shapes={0: Shape(1, 41)}
     )
     assert "actions 0 to 15 of at most 40" in str(error)
     late = [a for a in generate("gpipe", 1, 40)[0] if str(a) != "0B38"]
-    assert "0B37" not in str(refused(Plan((tuple(late),)), "never done"))
+    assert "0B37" not in str(assert_refused(Plan((tuple(late),)), "never done"))
 
 
 # Gathers, sums, updates ---------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_a_long_plan_is_drawn_around_the_fault() -> None:
     ],
 )
 def test_a_broken_step_is_named(row: str, words: str) -> None:
-    refused(lines(row), words)
+    assert_refused(lines(row), words)
 
 
 def test_a_step_in_one_list() -> None:
@@ -415,20 +415,20 @@ def test_an_update_before_the_first_use_belongs_to_the_step_before() -> None:
 def test_a_tie_is_summed_on_every_rank_before_it_is_cut() -> None:
     end = "0TIED_REDUCE#7 0REDUCE#7"
     check(lines(f"0F0 0B0 {end}", f"1F0 1B0 {end.replace('0', '1')}"))
-    refused(lines(f"0F0 0B0 {end}"), "meets once on each of two or more ranks")
+    assert_refused(lines(f"0F0 0B0 {end}"), "meets once on each of two or more ranks")
     three = [f"{r}F0 {r}B0 {r}TIED_REDUCE#7 {r}REDUCE#7" for r in range(3)]
     check(lines(*three))
-    refused(
+    assert_refused(
         lines(*three[:2], three[2].replace("2TIED_REDUCE#7 ", "")), "2REDUCE#7: has no TIED_REDUCE before it"
     )
-    refused(
+    assert_refused(
         lines("0F0 0B0 0REDUCE#7 0TIED_REDUCE#7", "1F0 1B0 1TIED_REDUCE#7 1REDUCE#7"), "before its REDUCE"
     )
     crossed = lines(
         "0F0 0B0 0TIED_REDUCE#1 0TIED_REDUCE#2 0REDUCE#1 0REDUCE#2",
         "1F0 1B0 1TIED_REDUCE#2 1TIED_REDUCE#1 1REDUCE#1 1REDUCE#2",
     )
-    refused(crossed, "waits for ever")
+    assert_refused(crossed, "waits for ever")
 
 
 # Chunks and tiers ---------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def test_every_subgroup_is_updated_once_and_flushed_for_any_stride(
 
 
 def test_an_update_on_the_device_must_be_written_back() -> None:
-    refused(
+    assert_refused(
         lines("FETCH#0 UPDATE#0"),
         r"ends on device, host \(stale\) and must end on host",
         memory=optimizer_memory(1),
@@ -522,8 +522,8 @@ def test_an_update_on_the_device_must_be_written_back() -> None:
 
 
 def test_an_update_needs_its_chunk_on_the_tier_where_it_runs() -> None:
-    refused(lines("UPDATE#0"), "chunk 0 is not on the device", memory=optimizer_memory(1))
-    refused(
+    assert_refused(lines("UPDATE#0"), "chunk 0 is not on the device", memory=optimizer_memory(1))
+    assert_refused(
         lines("FETCH#0 UPDATE#0 EVICT#0 FETCH#1 UPDATE#1@cpu"), "ends on device", memory=optimizer_memory(2)
     )
 
@@ -531,7 +531,7 @@ def test_an_update_needs_its_chunk_on_the_tier_where_it_runs() -> None:
 def test_two_subgroups_do_not_fit_in_one_slot() -> None:
     row = "FETCH#0 FETCH#1 UPDATE#0 UPDATE#1 EVICT#0 EVICT#1"
     check(lines(row), memory=optimizer_memory(2, 24))
-    refused(lines(row), "24 bytes on the device, which has 12", memory=optimizer_memory(2))
+    assert_refused(lines(row), "24 bytes on the device, which has 12", memory=optimizer_memory(2))
 
 
 def test_weights_written_on_the_host_are_stale_on_the_device_until_fetched() -> None:
@@ -544,38 +544,38 @@ def test_weights_written_on_the_host_are_stale_on_the_device_until_fetched() -> 
     )
     deferred = "0EVICT#2 0UPDATE#0@cpu 0FETCH#2 0FETCH#1"
     check(lines(f"{deferred} 0F0 0B0"), memory=memory)
-    refused(
+    assert_refused(
         lines(f"{deferred} 0F0 0B0".replace(" 0FETCH#1", "")), "chunk 1 is stale on the device", memory=memory
     )
-    refused(lines("0UPDATE#0@cpu 0FETCH#1 0F0 0B0"), "chunk 2 is not on the host", memory=memory)
+    assert_refused(lines("0UPDATE#0@cpu 0FETCH#1 0F0 0B0"), "chunk 2 is not on the host", memory=memory)
 
 
 def test_a_chunk_passes_through_the_host_on_its_way_from_the_disk() -> None:
     memory = Memory({(0, 4): "disk"}, {(0, 0): ((0, 4),)}, {(0, 4): 8}, budget_bytes={"host": 8, "device": 8})
     row = "0FETCH#4@disk 0FETCH#4 0F0 0B0 0UPDATE#4 0EVICT#4 0EVICT#4@disk"
     assert check(lines(row), memory=memory).bytes[0] == {"disk": 8, "host": 8, "device": 8}
-    refused(lines(row.replace("0FETCH#4@disk ", "")), "chunk 4 is not on the host", memory=memory)
-    refused(lines(row.replace(" 0EVICT#4@disk", "")), "must end on disk", memory=memory)
+    assert_refused(lines(row.replace("0FETCH#4@disk ", "")), "chunk 4 is not on the host", memory=memory)
+    assert_refused(lines(row.replace(" 0EVICT#4@disk", "")), "must end on disk", memory=memory)
 
 
 def test_activations_can_wait_on_the_host() -> None:
     row = "0F0 0EVICT0 0F1 0EVICT1 0FETCH0 0B0 0FETCH1 0B1"
     memory = Memory({}, {}, activation_bytes={(0, 0): 5}, budget_bytes={"device": 5})
     assert check(lines(row), memory=memory, cap=1).live == (1,)
-    refused(
+    assert_refused(
         lines(row.replace(" 0FETCH1", "")),
         "activations of stage 0 micro-batch 1 slice 0 is not on the device",
     )
-    refused(lines("0F0 0F1 0B0 0B1"), "10 bytes on the device, which has 5", memory=memory)
+    assert_refused(lines("0F0 0F1 0B0 0B1"), "10 bytes on the device, which has 5", memory=memory)
 
 
 def test_several_models_share_a_list() -> None:
     row = "0F0 t1:0F0 t1:0F1 0B0 t1:0B0 0F1 0B1 t1:0B1"
     assert check(lines(row)).live == (3,)
-    refused(lines(row.replace("t1:0B0 0F1 0B1 t1:0B1", "t1:0B1 0F1 0B1 t1:0B0")), "out of order")
+    assert_refused(lines(row.replace("t1:0B0 0F1 0B1 t1:0B1", "t1:0B1 0F1 0B1 t1:0B0")), "out of order")
     with pytest.raises(PlanError, match="t1:0B1|t1:0W1 is never done"):
         check(lines(row.replace(" t1:0B1", "")))
-    refused(lines(row), "no such task", shapes={0: Shape(1, 2)})
+    assert_refused(lines(row), "no such task", shapes={0: Shape(1, 2)})
 
 
 # Task 0 stays on device 0, task 2 on device 1; task 1 runs a mini-batch on each, and its update lies between.
@@ -592,15 +592,15 @@ def test_a_model_moves_between_devices_with_its_update_between() -> None:
     ).spans
     start = {str(s.action): s.start_s for s in spans}
     assert start["t1:0F0"] == 7 and start["t1:0F1"] == 10
-    refused(
+    assert_refused(
         lines(WRAPPED[0].replace(" t1:0UPDATE0#0", ""), WRAPPED[1]), "moves here from rank 0 with no UPDATE"
     )
-    refused(lines(WRAPPED[0], WRAPPED[1].replace(" t1:0UPDATE1#0", "")), "has no UPDATE")
-    refused(
+    assert_refused(lines(WRAPPED[0], WRAPPED[1].replace(" t1:0UPDATE1#0", "")), "has no UPDATE")
+    assert_refused(
         lines("0F0 0B0 0F1 0B1 0REDUCE0#0 0UPDATE0#0 0REDUCE1#0 0UPDATE1#0"),
         "before the update that it needs",
     )
-    refused(lines("0F0 0B0 0UPDATE0#0 0REDUCE0#0"), "comes before its REDUCE")
+    assert_refused(lines("0F0 0B0 0UPDATE0#0 0REDUCE0#0"), "comes before its REDUCE")
 
 
 def test_two_models_with_one_device_take_turns_in_its_memory() -> None:
@@ -613,13 +613,13 @@ def test_two_models_with_one_device_take_turns_in_its_memory() -> None:
     row = "0FETCH#0 0F0 0B0 0EVICT#0 t1:0FETCH#0 t1:0F0 t1:0B0 t1:0EVICT#0"
     assert check(lines(row), memory=memory).bytes[0]["device"] == 8
     early = "0FETCH#0 t1:0FETCH#0 0F0 0B0 0EVICT#0 t1:0F0 t1:0B0 t1:0EVICT#0"
-    refused(lines(early), "task 1 chunk 0: 14 bytes on the device, which has 8", memory=memory)
+    assert_refused(lines(early), "task 1 chunk 0: 14 bytes on the device, which has 8", memory=memory)
 
 
 def test_a_copy_beside_the_one_at_home_must_be_refreshed_before_the_next_step() -> None:
     memory = Memory({(0, 0): "host"}, {(0, 0): ((0, 0),)}, also=frozenset({((0, 0), "device")}))
     check(lines("0F0 0B0 0EVICT#0 0UPDATE#0@cpu 0FETCH#0"), memory=memory)
-    refused(
+    assert_refused(
         lines("0F0 0B0 0UPDATE#0@cpu"),
         r"ends on device \(stale\), host and must end on device, host",
         memory=memory,

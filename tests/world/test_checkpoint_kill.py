@@ -69,18 +69,20 @@ def kill_and_check(folder: Path, chance: random.Random, world_size: int) -> str:
 
 
 def campaign(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """How many of so many killed runs met what, each checked."""
     chance, met = random.Random(seed), {"between": 0, "files": 0, "end": 0}
     for number in range(kills):
         met[kill_and_check(folder, chance, 1 if number % 4 else 2)] += 1
-    assert met["files"] + met["end"] >= kills // 4, f"the kills missed the saves: {met}"
     return met
 
 
 def test_20_kills_lose_nothing(tmp_path: Path) -> None:
-    print(campaign(tmp_path, 20, seed=1))
+    met = campaign(tmp_path, 20, seed=1)
+    assert met["files"] + met["end"] >= 5, f"the kills missed the saves: {met}"
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_300_kills_lose_nothing(tmp_path: Path) -> None:
-    print(campaign(tmp_path, 300, seed=2))
+    met = campaign(tmp_path, 300, seed=2)
+    assert met["files"] + met["end"] >= 75, f"the kills missed the saves: {met}"

@@ -42,3 +42,4 @@ def test_the_matrix_is_measured_and_written() -> None:
         reason = refusal(*pair)
         found[pair] = f"refused {reason}" if reason else f"exact {measure(*pair):.0e}"
     PAGE.write_text(write(found))
+    assert read(PAGE.read_text()) == found
