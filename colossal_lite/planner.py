@@ -11,7 +11,7 @@ backward or update.  Cost: some milliseconds a block of a model, at any size of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -79,11 +79,7 @@ def plan(
     mesh.ledger.clear()
     memory, placed = memory_rows(config, chunks, gathers, whole, cost, frozen)
     record_step(chunks, gathers, config, mesh, whole, frozen)
-    traffic = Counter({(r.operation, r.axis): r.payload_bytes for r in mesh.ledger.rows()})
-    calls = Counter({(r.operation, r.axis): r.calls for r in mesh.ledger.rows()})
-    for samples in filter(None, pieces):
-        traffic.update(costs[samples].payload)
-        calls.update(costs[samples].calls)
+    traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
     memory += exchange_rows(mesh)
     return RunPlan(
         layout=mesh.layout.describe(),
@@ -92,12 +88,22 @@ def plan(
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
         memory=memory,
-        traffic=tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic)),
+        traffic=traffic,
         batch=batch_terms(config, batch, sequence, mesh, pieces),
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         residence=str(placed) if placed else "",
     )
+
+
+def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[LedgerRow, ...]:
+    """What a step sends: `rows`, and what its micro-batches do."""
+    traffic = Counter({(row.operation, row.axis): row.payload_bytes for row in rows})
+    calls = Counter({(row.operation, row.axis): row.calls for row in rows})
+    for cost in micro_batches:
+        traffic.update(cost.payload)
+        calls.update(cost.calls)
+    return tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic))
 
 
 def _facts(model: GPTConfig | Builder) -> ModelFacts | None:

@@ -71,12 +71,14 @@ def staged_plan(
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
-    unread = 0
-    if mesh.shares_memory:
-        unread = max(
+    unread = (
+        max(
             _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
             _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
         )
+        if mesh.shares_memory
+        else 0
+    )
     mesh.ledger.clear()
     _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
     local = Whole(

@@ -350,46 +350,56 @@ def check(
         raise ValueError(f"{op}: window={window}; legal is 1 or more, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap={softcap}; legal is a number > 0, or None")
-    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None:
-        fits = bias.dim() in (3, 4) and all(
-            n in (1, m) for n, m in zip(bias.shape[-3:], scores[1:], strict=True)
+        _check_bias(op, q, k, bias)
+    if kv_prefix is not None:
+        _check_prefix(op, q, k, kv_prefix)
+    if (pair := mask.document_pair()) is not None:
+        _check_documents(op, "queries", pair[0], q)
+        _check_documents(op, "keys", pair[1], k)
+
+
+def _check_bias(op: str, q: Tensor, k: Tensor, bias: Tensor) -> None:
+    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    fits = bias.dim() in (3, 4) and all(n in (1, m) for n, m in zip(bias.shape[-3:], scores[1:], strict=True))
+    if (
+        not fits
+        or bias.shape[-2:] != scores[-2:]
+        or (bias.dim() == 4 and bias.shape[0] not in (1, scores[0]))
+    ):
+        raise ValueError(
+            f"{op}: bias has shape {tuple(bias.shape)}; legal is {scores}, with 1 for samples or heads alike"
         )
-        if (
-            not fits
-            or bias.shape[-2:] != scores[-2:]
-            or (bias.dim() == 4 and bias.shape[0] not in (1, scores[0]))
-        ):
-            raise ValueError(
-                f"{op}: bias has shape {tuple(bias.shape)}; legal is {scores}, with 1 for samples or heads alike"
-            )
-        if not bias.is_floating_point() or bias.device != q.device:
-            raise ValueError(
-                f"{op}: bias is {bias.dtype} on {bias.device}; legal is floating on {q.device}, as q"
-            )
-    for name, x in zip(("keys", "values"), kv_prefix or (), strict=False):
+    if not bias.is_floating_point() or bias.device != q.device:
+        raise ValueError(
+            f"{op}: bias is {bias.dtype} on {bias.device}; legal is floating on {q.device}, as q"
+        )
+
+
+def _check_prefix(op: str, q: Tensor, k: Tensor, kv_prefix: tuple[Tensor, Tensor]) -> None:
+    for name, x in zip(("keys", "values"), kv_prefix, strict=True):
         if x.dim() != 4 or x.shape[:1] + x.shape[2:] != k.shape[:1] + k.shape[2:] or not x.shape[1]:
             legal = f"({k.shape[0]}, P >= 1, {k.shape[2]}, {k.shape[3]})"
             raise ValueError(f"{op}: {name} of kv_prefix have shape {tuple(x.shape)}; legal is {legal}")
-        if x.dtype != q.dtype or x.device != q.device or x.shape != kv_prefix[0].shape:  # type: ignore[index]
+        if x.dtype != q.dtype or x.device != q.device or x.shape != kv_prefix[0].shape:
             raise ValueError(
                 f"{op}: {name} of kv_prefix are {x.dtype} {tuple(x.shape)} on {x.device}; "
                 f"legal is {q.dtype} on {q.device}, as q, and one shape for both"
             )
-    pair = mask.document_pair()
-    if pair is None:
-        return
-    for name, documents, x in (("queries", pair[0], q), ("keys", pair[1], k)):
-        if documents.is_floating_point() or documents.is_complex() or documents.device != x.device:
-            raise ValueError(
-                f"{op}: documents of the {name} are {documents.dtype} on {documents.device}; "
-                f"legal are integers on {x.device}, as q"
-            )
-        if documents.shape != x.shape[:2]:
-            raise ValueError(
-                f"{op}: documents of the {name} have shape {tuple(documents.shape)}; "
-                f"legal is {tuple(x.shape[:2])}"
-            )
+
+
+def _check_documents(op: str, name: str, documents: Tensor, x: Tensor) -> None:
+    """Those of queries or keys `x`."""
+    if documents.is_floating_point() or documents.is_complex() or documents.device != x.device:
+        raise ValueError(
+            f"{op}: documents of the {name} are {documents.dtype} on {documents.device}; "
+            f"legal are integers on {x.device}, as q"
+        )
+    if documents.shape != x.shape[:2]:
+        raise ValueError(
+            f"{op}: documents of the {name} have shape {tuple(documents.shape)}; "
+            f"legal is {tuple(x.shape[:2])}"
+        )
 
 
 def _check_backward(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
