@@ -111,6 +111,14 @@ def test_narrow_moments_take_four_bytes_beside_a_parameter_and_the_plan_says_so(
 # ---- checkpoints ----
 
 
+def assert_nearest(found: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
+    """What was saved, in the dtypes that it was loaded in."""
+    for name, values in saved.items():
+        assert all(
+            torch.equal(found[name][kind], v.to(found[name][kind].dtype)) for kind, v in values.items()
+        )
+
+
 def test_checkpoints_go_from_narrow_moments_to_wide_ones_exactly_and_back_to_the_nearest(
     tmp_path: Path,
 ) -> None:
@@ -118,16 +126,10 @@ def test_checkpoints_go_from_narrow_moments_to_wide_ones_exactly_and_back_to_the
     _, state = run_world(saves, 2, narrow, str(tmp_path / "narrow"))[0]
     _, of_wide = run_world(saves, 1, wide, str(tmp_path / "wide"))[0]
     for _, found in run_world(loads, 1, replace(wide, world_size=1), str(tmp_path / "narrow")):
-        assert all(
-            torch.equal(found[n][k], v.to(found[n][k].dtype)) for n, s in state.items() for k, v in s.items()
-        )
+        assert_nearest(found, state)
         assert found["token.weight"]["exp_avg"].dtype == torch.float32
     for _, found in run_world(loads, 2, narrow, str(tmp_path / "wide")):
-        assert all(
-            torch.equal(found[n][k], v.to(found[n][k].dtype))
-            for n, s in of_wide.items()
-            for k, v in s.items()
-        )
+        assert_nearest(found, of_wide)
         assert found["token.weight"]["exp_avg"].dtype == torch.bfloat16
 
 

@@ -22,6 +22,7 @@ from colossal_lite.zero.homes import HostHome
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
+from tests.world.test_owed import assert_same
 from tests.world.test_tiers import ADAMW, on_disk
 from tests.world.test_zero import SMALL, VOCABULARY
 
@@ -103,13 +104,7 @@ def test_an_engine_that_takes_up_a_task_goes_on_with_the_bits_of_one_engine(
 ) -> None:
     case = placed(name, tmp_path)
     expected = run_world(trained, case.world_size, case, ())
-    for (losses, weights, state), (true_losses, true_weights, true_state) in zip(
-        run_world(trained, case.world_size, case, (1, 3)), expected, strict=True
-    ):
-        assert losses == true_losses
-        assert all(torch.equal(weights[name], value) for name, value in true_weights.items())
-        for name, values in true_state.items():
-            assert all(torch.equal(state[name][kind], value) for kind, value in values.items()), name
+    assert_same(run_world(trained, case.world_size, case, (1, 3)), expected)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {

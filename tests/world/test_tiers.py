@@ -25,7 +25,7 @@ from colossal_lite.precision import ChunkTypes
 from colossal_lite.zero import tiers
 from tests.parity import Case, chunk_numel, initial_values, start
 from tests.pool import RankEnv, run_world
-from tests.world.test_zero import BITS, SMALL, assert_same_bits, bits, loads, saves
+from tests.world.test_zero import BITS, SMALL, assert_same_bits, assert_same_state, bits, loads, saves
 
 CPU = torch.device("cpu")
 HOST = dict(memory=dict(placement="host"))
@@ -217,13 +217,9 @@ def test_a_checkpoint_of_one_placement_is_the_same_on_the_other(away: str, tmp_p
     placement = on_disk(tmp_path) if away == "disk" else HOST
     other = replace(device, config=device.config | placement | dict(zero=dict(stage=3)))
     for number, (here, there) in enumerate(((device, other), (other, device), (other, other))):
-        weights, state = run_world(saves, 2, here, str(tmp_path / str(number)))[0]
-        for other_weights, other_state in run_world(loads, 2, there, str(tmp_path / str(number))):
-            assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
-            for name, values in state.items():
-                assert all(torch.equal(value, other_state[name][kind]) for kind, value in values.items()), (
-                    name
-                )
+        saved = run_world(saves, 2, here, str(tmp_path / str(number)))[0]
+        for loaded in run_world(loads, 2, there, str(tmp_path / str(number))):
+            assert_same_state(loaded, saved)
 
 
 def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:

@@ -121,9 +121,7 @@ def assert_same_bits(left: Any, right: Any) -> None:
             for one, other in ((a.gradients, b.gradients), (a.parameters, b.parameters)):
                 assert one.keys() == other.keys()
                 assert [name for name in one if not torch.equal(one[name], other[name])] == []
-        assert our_state.keys() == their_state.keys()
-        for name, state in our_state.items():
-            assert all(torch.equal(value, their_state[name][kind]) for kind, value in state.items()), name
+        assert_same_moments(our_state, their_state)
 
 
 BITS = Case(
@@ -368,6 +366,26 @@ def test_a_users_own_loop_is_the_same_at_every_stage(kind: str) -> None:
 # ---- checkpoints ----
 
 
+Moments = dict[str, dict[str, Tensor]]
+
+
+def assert_same_moments(found: Moments, expected: Moments) -> None:
+    """State of an optimizer, of every parameter, to the bit."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].keys() == values.keys()
+        assert all(torch.equal(value, found[name][kind]) for kind, value in values.items()), name
+
+
+def assert_same_state(
+    found: tuple[dict[str, Tensor], Moments], expected: tuple[dict[str, Tensor], Moments]
+) -> None:
+    """`full_state_dict` and `full_optimizer_state`, to the bit."""
+    assert found[0].keys() == expected[0].keys()
+    assert [name for name, value in expected[0].items() if not torch.equal(value, found[0][name])] == []
+    assert_same_moments(found[1], expected[1])
+
+
 def saves(env: RankEnv, case: Case, directory: str) -> Any:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
@@ -418,12 +436,10 @@ def test_p4_a_checkpoint_of_any_stage_and_mesh_is_the_same_on_any_other(
     here: str, there: str, tmp_path: Path
 ) -> None:
     ranks, case = MESHES[here]
-    weights, state = run_world(saves, ranks, case, str(tmp_path))[0]
+    saved = run_world(saves, ranks, case, str(tmp_path))[0]
     ranks, case = MESHES[there]
-    for other_weights, other_state in run_world(loads, ranks, case, str(tmp_path)):
-        assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
-        for name, values in state.items():
-            assert all(torch.equal(value, other_state[name][kind]) for kind, value in values.items()), name
+    for loaded in run_world(loads, ranks, case, str(tmp_path)):
+        assert_same_state(loaded, saved)
 
 
 # ---- what is refused ----

@@ -22,7 +22,7 @@ from colossal_lite.zero.unshard import GatherPlan, Step
 from tests.parity import Case, assert_no_further, assert_parity, parallel_run, serial_run, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_engine import SGD, Branches, batch_of
-from tests.world.test_zero import SMALL, VOCABULARY, start_module
+from tests.world.test_zero import SMALL, VOCABULARY, Odd, start_module
 
 
 def zero3(**more: Any) -> dict[str, Any]:
@@ -372,18 +372,6 @@ def turned(env: RankEnv, prefetch: int) -> str:
 def test_p8_a_model_that_changes_its_order_is_told_so(prefetch: int) -> None:
     for text in run_world(turned, 2, prefetch):
         assert "layers.c" in text and "order of its first step" in text and "zero.stage=2" in text
-
-
-class Odd(nn.Module):
-    """Reads its child's weight without calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.embedding(x), self.head.weight)
 
 
 def past_the_gate(engine: cl.Engine) -> None:
