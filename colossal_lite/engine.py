@@ -3,17 +3,20 @@
 Note: a step.
 `train_step` executes a plan: F and B of each micro-batch, REDUCE of each chunk (begun by hooks while B runs), then one
 small all-reduce in which the ranks agree on the sums of loss, tokens and squares, on which parameters were used, and on
-whether to stop, then UPDATE of each chunk.  Backward is seeded with the *sum* of the token losses, so that no count is
-needed before it; the division by the global number of valid tokens is done together with the clip factor inside the
-optimizer.  Hence the loss is the mean over all valid tokens of the global batch whatever the cut, with what a model
-emits beside it (auxiliary.py), and gradients are those of that loss.  A step whose loss or gradient is not finite, or
-that has no valid token, is skipped and says so.
+whether to stop, then UPDATE of each chunk, at once or beside the next forward (updates.py).  Backward is seeded with
+the *sum* of the token losses, so that no count is needed before it; the division by the global number of valid tokens
+is done together with the clip factor inside the optimizer.  Hence the loss is the mean over all valid tokens of the
+global batch whatever the cut, with what a model emits beside it (auxiliary.py), and gradients are those of that loss.
+A step whose loss or gradient is not finite, or that has no valid token, is skipped and says so.
 
-Cost of data parallelism per step: one all-reduce of each gradient chunk, one of `5 + parameters` float64, and, where
-the model has dropout, one all-gather of the ranks' batch sizes.
+Cost of data parallelism per step: what zero/stages.py says of each gradient chunk (at stage 0 one all-reduce), one
+all-reduce of `5 + parameters` float64, and, where the model has dropout or auxiliary losses, one all-gather of the
+ranks' batch sizes.
 
 With `optimizer.update="backward"` the UPDATE of each chunk stands right behind its REDUCE, while backward runs, and
-loss and tokens are agreed on before it too (zero/in_backward.py).
+loss and tokens are agreed on before it too (zero/in_backward.py).  There a gradient that is not finite cannot be
+skipped: the step raises, and nothing goes on but from a checkpoint.  Until `step` is over some weights are new and
+others are not, so whatever else would read or change them is refused.
 
 A pipeline is the same step with a longer plan (pipeline/schedule.py `step_plan`): this rank's stages, messages between
 them, TIED_REDUCE of what several stages use.  Its cost beside: the messages, and the all-gather of batch sizes in any
@@ -286,7 +289,8 @@ class Engine:
     @noting_faults
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
-        its forward or backward that was caught."""
+        its forward or backward that was caught. Raises ValueError where they have updated weights already
+        (`optimizer.update="backward"`): a checkpoint has to be loaded."""
         self._forget()
         mixed = self._updates.under_way
         if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
@@ -347,13 +351,15 @@ class Engine:
         return self._whole.gradients(self._totals.weight)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype."""
+        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in
+        their own. Collective."""
         self._updates.refuse_within("full_state_dict")
         self._rest()
         return self._whole.state_dict()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken.
+        Collective."""
         self._updates.refuse_within("full_optimizer_state")
         self._rest()
         return self._whole.optimizer_state()
@@ -403,7 +409,8 @@ class Engine:
         """Continue from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
         Any mesh may have saved it.  Raises CheckpointError, on every rank alike, if there is none, or if it does not
-        fit (and then changes nothing).
+        fit (and then changes nothing). After an error halfway the weights are a mix, and no step begins until another
+        load has gone well.
         """
         loaded = self._load(directory, missing_ok=False)
         assert loaded is not None
@@ -456,10 +463,11 @@ class Engine:
         self.mesh.progress.phase = before
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
-        """Bytes of weights, masters, gradients and optimizer state on this rank, of the slots in which gradients wait
-        to be summed, of those through which state visits the device, of those for messages of a pipeline, and of frozen
-        parameters. All are allocated once, at the start or in the first step; of slots the peak is what steps have
-        used. A model whose backward leaves parameters out may take more of them than were planned. After `metered`
+        """Bytes of weights, masters, gradients and optimizer state on this rank and on which tier (of a kind that rests
+        on several a row each), of the slots in which gradients wait to be summed, of those through which state visits
+        the device, of what these share under a budget, of messages of a pipeline, and of frozen parameters. All are
+        allocated once, at the start, in the first step or when a budget is settled; of slots the peak is what steps
+        have used. A model whose backward leaves parameters out may take more of them than were planned. After `metered`
         steps, what those held beside it."""
         device = self.context.device.type
         rows = rows_of_state(

@@ -265,8 +265,8 @@ class ZeroConfig(Section):
     """What data parallelism shards (1910.02054). Every stage gives the same numbers."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """Sharded over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights.
-    Stage 0 is the default until the sharded optimizer is there; then it will be 1."""
+    """Sharded over the data axis, and a sequence axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    weights."""
     reduction: Literal["fast", "ordered"] = "fast"
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
     reduce: Literal["step", "micro_batch"] = "step"

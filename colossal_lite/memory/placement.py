@@ -82,7 +82,8 @@ class MemoryConfig(Section):
 
     @property
     def moves(self) -> bool:
-        """Whether each weight, gradient and optimizer record may rest on either tier."""
+        """Whether each weight, gradient and optimizer record rests on the device or on the host as a plan says that is
+        made before the first update."""
         return self.placement == "static" or (self.placement == "auto" and self.device_budget is not None)
 
     @property

@@ -405,7 +405,8 @@ class HostStore:
     """Records of many tasks, of this process, for as long as it wants them.
 
     An engine made with `initialize(..., store=, task=)` keeps its model state here when it is closed, and one that is
-    made for the same task later goes on with it, bit for bit."""
+    made for the same task later goes on with it, bit for bit. What rested on the device or on disk is copied here for
+    that time, whatever memory.host_budget says."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskRecords] = {}
