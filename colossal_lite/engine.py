@@ -399,7 +399,7 @@ class Engine:
             self.steps, samples, config.seed, config.values(), own_config(self.model), self._optimizer.updates(),
             extra or {}, self._loss_scale.state,
         )  # fmt: skip
-        with self._phase("save"):
+        with self.mesh.progress.during("save"):
             held = list(self._whole.held())
             return self._checkpoints.save(
                 Path(directory), held, facts, asynchronous=config.checkpoint.asynchronous
@@ -429,7 +429,7 @@ class Engine:
         settings = self.context.config.values()
         self._optimizer.changing(self._frozen)
         try:
-            with self._phase("load"):
+            with self.mesh.progress.during("load"):
                 loaded = self._checkpoints.load(
                     Path(directory), held, settings, complete=complete, missing_ok=missing_ok
                 )
@@ -455,12 +455,6 @@ class Engine:
             self._loss_scale = self._loss_scale.at(loaded.manifest.loss_scale)
             self.steps = loaded.step
         return loaded
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        before, self.mesh.progress.phase = self.mesh.progress.phase, name
-        yield
-        self.mesh.progress.phase = before
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
         """Bytes of weights, masters, gradients and optimizer state on this rank and on which tier (of a kind that rests
@@ -632,6 +626,11 @@ class Engine:
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
+        def forward(stage: int, i: int, carried: Any) -> Any:
+            outputs = self._forward(stage, parts[i], carried, sums)
+            self._metering.forward_ended([part.inputs.shape for part in parts])
+            return outputs
+
         def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
             self._before_backward()
             if self._updates.within_backward:
@@ -646,9 +645,7 @@ class Engine:
             )
 
         work = Work(
-            forward=lambda stage, i, carried: self._noted(
-                self._forward(stage, parts[i], carried, sums), parts
-            ),
+            forward=forward,
             before_backward=before_backward,
             around_backward=self._weights.backward,
             put_off=self._queue.open,
@@ -664,10 +661,6 @@ class Engine:
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
         self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
-
-    def _noted(self, outputs: Any, parts: Sequence[Batch]) -> Any:
-        self._metering.forward_ended([part.inputs.shape for part in parts])
-        return outputs
 
     def _pass_over(self) -> None:
         """The forward of a micro-batch without samples."""

@@ -141,17 +141,16 @@ class Updates:
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """On the host it only sets out."""
         assert action.chunk is not None
-        before, self._mesh.progress.phase = self._mesh.progress.phase, "update"
         chunk = self._chunks[action.chunk]
-        if self._in_backward is not None and any(used[chunk.spec.id]):
-            chunk.count_change()
-        self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
-        if self._in_backward is not None:
-            self._metering.updated(chunk.spec.id)
-            chunk.use_up()
-        elif holds_up(action):
-            self._updated(chunk, used)
-        self._mesh.progress.phase = before
+        with self._mesh.progress.during("update"):
+            if self._in_backward is not None and any(used[chunk.spec.id]):
+                chunk.count_change()
+            self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
+            if self._in_backward is not None:
+                self._metering.updated(chunk.spec.id)
+                chunk.use_up()
+            elif holds_up(action):
+                self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:
         """A chunk's new weights are there."""

@@ -22,7 +22,8 @@ import time
 import traceback
 import zlib
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +53,13 @@ class Progress:
     """What the last call of the engine has raised, in one line; empty if it went well."""
     calls: Counter[str] = field(default_factory=Counter)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Around a phase within another, which goes on unless an error ends it here."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
 
     def called(self, axis: str, description: str) -> None:
         """A collective has begun."""
