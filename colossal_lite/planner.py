@@ -63,11 +63,10 @@ def plan(
     if facts is not None:
         _check_sequence(facts, sequence)
         config.check_model(replace(facts, sequence=sequence))
+    dry = DryRun(config, mesh, sequence, layers, trains)
     if config.parallel.pipeline.size > 1:
-        dry = DryRun(config, mesh, sequence, layers, trains)
         return staged_plan(dry, model, facts, batch, device_bytes)
     pieces = samples_of(config, batch, mesh)
-    dry = DryRun(config, mesh, sequence, layers, trains)
     whole, cost = measured(dry, model, max(pieces) or 1)
     costs = {max(pieces): cost} | {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     if not any(pieces):

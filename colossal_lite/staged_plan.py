@@ -29,7 +29,7 @@ from colossal_lite.pipeline.schedule import (
 from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.pipeline.units import Stages, lay_out
 from colossal_lite.plan import SENDS, Action, Kind, Plan, check
-from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_agreement
+from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_agreement, samples_of
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.run_plan import Held, RunPlan, Term
 from colossal_lite.simulate import grid, simulate
@@ -46,17 +46,8 @@ def staged_plan(
 ) -> RunPlan:
     """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
     config, mesh = dry.config, dry.mesh
-    pipeline, turns, data = config.parallel.pipeline, config.gradient_accumulation, mesh.size("data")
-    bounds = [cut(batch, data, part) for part in range(data)]
-    sizes = [stop - start for start, stop in bounds]
-    try:
-        count = pipeline.parts_of(sizes, turns)
-    except ValueError as error:
-        raise ConfigError(
-            [Problem("parallel.pipeline.micro_batches", pipeline.micro_batches, str(error), "fewer")]
-        ) from error
-    own = [_part(sizes[mesh.coord("data")], turns, turn) for turn in range(turns)]
-    pieces = tuple(_part(size, count, i) for size in own for i in range(count))
+    pipeline = config.parallel.pipeline
+    count, pieces = _pieces(config, batch, mesh)
     module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
     # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
@@ -71,14 +62,12 @@ def staged_plan(
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
-    unread = (
-        max(
+    unread = 0
+    if mesh.shares_memory:
+        unread = max(
             _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
             _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
         )
-        if mesh.shares_memory
-        else 0
-    )
     mesh.ledger.clear()
     _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
     local = Whole(
@@ -106,9 +95,17 @@ def staged_plan(
     )
 
 
-def _part(size: int, parts: int, part: int) -> int:
-    start, stop = cut(size, parts, part)
-    return stop - start
+def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
+    """Micro-batches of each accumulated part, and the samples of each of this rank's. Raises ConfigError."""
+    data = mesh.size("data")
+    sizes = [stop - start for start, stop in (cut(batch, data, part) for part in range(data))]
+    try:
+        count = config.parallel.pipeline.parts_of(sizes, config.gradient_accumulation)
+    except ValueError as error:
+        given = config.parallel.pipeline.micro_batches
+        raise ConfigError([Problem("parallel.pipeline.micro_batches", given, str(error), "fewer")]) from error
+    bounds = [cut(size, count, i) for size in samples_of(config, batch, mesh) for i in range(count)]
+    return count, tuple(stop - start for start, stop in bounds)
 
 
 def _record_pipeline(
