@@ -112,6 +112,11 @@ class Context:
         """Tell the other ranks why this one leaves them, unless one of them was first."""
         self._last_words.say(reason)
 
+    def tell_fault(self) -> None:
+        """As `stops`, where the last call of an engine has raised and its caller has caught that."""
+        if fault := self.mesh.progress.fault:
+            self.stops(fault)
+
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the context is closed, before anything is given back; the last one given is first."""
         self._owned.callback(callback)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -169,8 +169,11 @@ class Engine:
             timeout_s=config.timeout_s, heard=context.heard,
         )  # fmt: skip
         self._handover = Handover(built.records, built.outlives, model, state, mesh.world)
-        context.on_close(self._end)
-        context.on_close(self._checkpoints.settle)
+        self._at_end = ExitStack()  # of the context, unless this is closed before: that may be long after
+        self._at_end.callback(self._end)
+        self._at_end.callback(self._checkpoints.settle)
+        context.on_close(self._at_end.close)
+        context.on_close(context.tell_fault)
         self._take_up()
         built.records.on_flush = self._rest
 
@@ -553,13 +556,12 @@ class Engine:
         self._weights.remove()
         self._optimizer.close()
         self._leave(kept)
+        self._at_end.pop_all()
 
     def _end(self) -> None:
         """The context closes: what is owed and on its way comes while there are links and ranks to come from, unless a
         rank stops by an error. Then what this rank owes is lost, and whoever reads it is told so."""
         fault = self.mesh.progress.fault
-        if fault:
-            self.context.stops(fault)
         kept = None
         try:
             is_whole = not self._weights.has_failed  # that was told when it did

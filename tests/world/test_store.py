@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -336,3 +338,29 @@ def test_after_an_engine_that_was_refused_the_task_can_be_begun_and_nothing_is_l
     assert (descriptors, threads) == (0, 0)
     (((alone, _, _)),) = run_world(trained, 1, case, ())
     assert losses == alone
+
+
+# ---- an engine that was closed ----
+
+
+def left_behind(env: RankEnv, case: Case, stored: bool) -> tuple[int, bool]:
+    """Descriptors that are more, and whether an engine is still there, when it has been closed and its context not."""
+    here, store = Path("/proc/self/fd"), cl.HostStore() if stored else None
+    with env.launch(case.full_config) as context:
+        start(case, context, store=store).close()
+        gc.collect()
+        before = len(list(here.iterdir()))
+        engine = start(case, context, store=store)
+        engine.train_step(case.batch(0))
+        engine.close()
+        seen = weakref.ref(engine)
+        del engine
+        gc.collect()
+        return len(list(here.iterdir())) - before, seen() is not None
+
+
+@pytest.mark.parametrize(("name", "stored"), [("host", True), ("host", False), ("disk", False)])
+def test_of_an_engine_that_was_closed_nothing_is_left_while_its_context_goes_on(
+    name: str, stored: bool, tmp_path: Path
+) -> None:
+    assert run_world(left_behind, 1, placed(name, tmp_path), stored) == [(0, False)]
