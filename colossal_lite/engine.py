@@ -298,8 +298,7 @@ class Engine:
         mixed = self._updates.under_way
         if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
             return
-        if any([self._weights.give_up(), self._hooks.give_up()]):
-            self.mesh.world.barrier()  # a rank that has not given up must not go on with what the others have left
+        self._give_up()
         self._hooks.clear()
         if mixed:
             self._spoil("zero_grad: the gradients of this step have updated weights")
@@ -426,6 +425,8 @@ class Engine:
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
         if self._optimizer.tiers is None and self._weights.forsake():  # else copies are where nobody knows
             self._checkpoints.is_mixed = True
+        if not self._weights.owes:
+            self._give_up()
         with suppress(DiskError):  # as in `save`
             self._rest()
         held, complete = list(self._whole.held()), self.mesh.size("pipeline") == 1
@@ -740,6 +741,11 @@ class Engine:
     def _rate_factor(self) -> float:
         """What the learning rates of this step are multiplied with."""
         return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
+
+    def _give_up(self) -> None:
+        """Of a step that did not come to its end: what other ranks may have begun, this one does too. Collective."""
+        if any([self._weights.give_up(), self._hooks.give_up()]):
+            self.mesh.world.barrier()  # a rank that has not given up must not go on with what the others have left
 
     def _rest(self) -> None:
         """Everything that is owed or on its way is where it rests."""

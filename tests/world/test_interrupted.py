@@ -197,6 +197,28 @@ def test_after_a_step_that_every_rank_gave_up_the_next_has_the_bits_of_a_run_wit
             assert [key for key, value in theirs.items() if not torch.equal(value, ours[key])] == [], bad
 
 
+def loaded_after(env: RankEnv, config: dict[str, Any], breaks: bool, directory: Path) -> Weights:
+    """A step from a checkpoint, which is loaded as soon as another step has been given up in backward."""
+    with env.launch(BASE | config | dict(gradient_accumulation=1)) as context:
+        engine = start_module(Breaking(), context, Case(chunk_bytes=8 * 16))
+        engine.train_step(batch_of(0, env))
+        engine.save(directory)
+        if breaks:
+            assert attempt(engine, ("b", "backward", 1), batch_of(7, env)) == "a fault of the model's own"
+        engine.load(directory)
+        engine.train_step(batch_of(1, env))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("name", ["0", "0, two ranks", "1, host", "3, static"])
+def test_a_checkpoint_is_loaded_after_a_step_that_was_given_up(name: str, tmp_path: Path) -> None:
+    ranks, config, _ = GIVEN_UP[name]
+    expected = run_world(loaded_after, ranks, config, False, tmp_path / "whole")
+    found = run_world(loaded_after, ranks, config, True, tmp_path / "given up")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [key for key, value in theirs.items() if not torch.equal(value, ours[key])] == []
+
+
 def loss_breaks(env: RankEnv, breaks: bool) -> Weights:
     """A step whose loss raises in backward, before any gradient has come, and the next without `zero_grad`."""
     broken = [breaks]
