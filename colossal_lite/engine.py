@@ -144,7 +144,7 @@ class Engine:
         self._optimizer = state = _optimizer_of(built, context, optimizer, named)
         if isinstance(weights, ShardedWeights) and state.tiers:
             weights.up = state.tiers.up
-        self._residence = _residence_of(built, context, weights, state, self._apart)
+        self._residence = _residence_of(built, context, weights, state, hooks, self._apart)
         self._foretell, self._metering, self._marks = foretell, Metering(), LinkMarks(state.links)
         self._updates = Updates(chunks, state, weights, hooks, self._metering, mesh, config)
         # forward and backward
@@ -158,6 +158,7 @@ class Engine:
         self._sums = Sums(context.device)  # since the last step
         self._totals: Totals | None = None
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
+        self._calls = 0  # manual mode: of backward since the last step
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
         # what goes in and out
@@ -229,6 +230,7 @@ class Engine:
         self._forget()
         if owed is None:
             self._hooks.clear()  # of a step that was skipped, or updated in backward
+            self._updates.remake()
         elif self._updates.defers:
             self._weights.owe(owed)
         else:
@@ -300,6 +302,7 @@ class Engine:
             return
         self._give_up()
         self._hooks.clear()
+        self._updates.remake()
         if mixed:
             self._spoil("zero_grad: the gradients of this step have updated weights")
 
@@ -331,7 +334,9 @@ class Engine:
             if count is None:
                 self._sums.weigh_alike()
             self._updates.begin(self._sums.told(self._tells), self._rate_factor)
-        self._hooks.begin(0, is_last=False, seed=seed)
+        self._calls += 1
+        is_last = self._calls == self.context.config.gradient_accumulation
+        self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
         with self._measured(), self._weights.backward():
             (total if seed == 1.0 else total * seed).backward()
         if self._sharding.by_micro_batch:
@@ -423,6 +428,8 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
+        if self._updates.lacks_weights:
+            self.zero_grad()
         if self._optimizer.tiers is None and self._weights.forsake():  # else copies are where nobody knows
             self._checkpoints.is_mixed = True
         if not self._weights.owes:
@@ -549,6 +556,8 @@ class Engine:
         """Take the hooks off the model; its parameters keep their values. A save in flight is waited for.  With a
         store, all state is there from now on, for the next engine of its task."""
         self._checkpoints.settle()
+        if self._updates.lacks_weights:
+            self.zero_grad()
         kept = self._kept()
         self._hooks.remove()
         restore(self.model)
@@ -594,6 +603,8 @@ class Engine:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
         if not self._handover.is_due or self._checkpoints.is_mixed or self._updates.under_way:
             return None
+        if self._updates.lacks_weights:
+            self.zero_grad()
         self._rest()
         return self._handover.kept(self.steps, self._loss_scale.state)
 
@@ -644,6 +655,7 @@ class Engine:
                 is_last=i == len(parts) - 1,
                 seed=self._seed(parts[i]),
                 is_whole=kind is not Kind.I,
+                frees=i == len(parts) - 1,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is Kind.W else None,
             )
 
@@ -803,7 +815,7 @@ class Engine:
             self._hooks.reduce(chunk.spec.id)
 
     def _forget(self) -> None:
-        self._totals, self._by_count = None, None
+        self._totals, self._by_count, self._calls = None, None, 0
         self._sums.clear()
 
 
@@ -830,7 +842,7 @@ def _optimizer_of(
 
 def _residence_of(
     built: Built, context: Context, weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
-    apart: Sequence[nn.Parameter],
+    hooks: StageHooks, apart: Sequence[nn.Parameter],
 ) -> Residence | None:  # fmt: skip
     """Where everything rests, if not all of it on the device for good. Raises ConfigError as `Residence`."""
     memory = context.config.memory
@@ -839,7 +851,7 @@ def _residence_of(
     try:
         return Residence(
             context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
-            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart),
+            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), began=lambda: hooks.began,
         )  # fmt: skip
     except BaseException:
         optimizer.close()  # it may have a file

@@ -140,7 +140,9 @@ def memory_rows(
         }
         pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
         fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
-        placed = placed_by(config.memory, pieces, fixed, META, beside_of(chunks, optimizer))
+        placed = placed_by(
+            config.memory, pieces, fixed, META, beside_of(chunks, optimizer, config.gradient_accumulation)
+        )
         told = {row.kind: row.origin for row in rows} | ORIGINS
         told["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)

@@ -120,11 +120,13 @@ def rows_of_state(
 def _by_tier(
     chunks: Sequence[Chunk], kind: str, optimizer: ChunkOptimizer | OwnOptimizer, device: str
 ) -> Mapping[str, Sequence[Chunk]]:
-    """The chunks by where their state of a kind rests. Weights and gradients have a row on the device in any case, the
-    others where no chunk is."""
+    """The chunks by where their state of a kind rests in memory of its own. Weights and gradients have a row on the
+    device in any case, the others where no chunk is."""
     tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") or not chunks else {}
     for chunk in chunks:
         if kind in ("weights", "gradients"):
+            if chunk.by_turns(kind):
+                continue  # in the arena
             at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
             tier = None if at_rest is None else "host"
         else:

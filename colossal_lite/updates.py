@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -108,8 +109,34 @@ class Updates:
         if self._in_backward is not None:
             self._in_backward.over()
 
+    # ---- where there are none ----
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether some weights that rest on the device by turns are nowhere until their update (memory/chunk.py)."""
+        return any(chunk.lacks_weights for chunk in self._chunks)
+
+    def remake(self) -> None:
+        """Of a step that makes no updates: weights that are nowhere are made of their masters again."""
+        optimizer = self._optimizer
+        if not self.lacks_weights or not isinstance(optimizer, ChunkOptimizer):
+            return
+
+        def remake(action: Action) -> None:
+            assert action.chunk is not None
+            optimizer.remake(self._chunks[action.chunk])
+
+        optimizer.owe()
+        handlers = {Kind.UPDATE: remake, **optimizer.moves}
+        self._weights.update(Owed(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
+
     def refuse_within(self, what: str) -> None:
-        """Raises ValueError while some weights are new and others are not."""
+        """Raises ValueError while some weights are new and others are not, or some are nowhere."""
+        if self.lacks_weights:
+            raise ValueError(
+                f"{what}: between the last backward of a step and its updates the device has gradients in the place of "
+                f"weights (memory.placement={self._config.memory.placement!r}); legal: after step or zero_grad"
+            )
         if self.under_way:
             raise ValueError(
                 f"{what}: backward has updated weights (optimizer.update='backward'), and the step is not over; legal: "
@@ -122,6 +149,12 @@ class Updates:
         """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
         self._optimizer.changed = False
         self._optimizer.owe()
+        # What the last backward has done, unless there were fewer than foreseen.
+        for chunk in self._chunks:
+            chunk.give_weights()
+        for chunk in self._chunks:
+            chunk.bring_sums()
+            chunk.have_sums()
 
         def end() -> None:
             self._optimizer.finish(factor)
@@ -150,6 +183,7 @@ class Updates:
                 self._metering.updated(chunk.spec.id)
                 chunk.use_up()
             elif holds_up(action):
+                chunk.use_up()
                 self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:

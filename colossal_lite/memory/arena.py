@@ -17,7 +17,8 @@ Note: what shares memory, and what does not.
 Where weights or gradients rest on the host, a step is over when its updates are.  There, from the first update on
 (zero/reside.py), what a backward needs (gradients that fill, what comes of other ranks', sums that leave for the host)
 and what an update does (records, weights and gradients that visit) share one arena: it is as large as the larger of the
-two.  Until then those of the backward share one, and no visitor has a place.  For a 124M GPT in bf16 on 2 ranks with
+two; and weights and gradients that rest on the device by turns (zero/stages.py) lie between them.  Until then those of
+the backward share one, and no visitor has a place.  For a 124M GPT in bf16 on 2 ranks with
 everything on the host that is 354 MB in place of 765 at stage 3, and 315 of 724 at stage 2.  Apart stay
 - gathered weights (zero/unshard.py): what the next forward begins with is gathered while visitors are there, so that
   one arena would take 432 MB in place of 433 with them; where state rests on the device, 258 of 322, with moments that
@@ -118,8 +119,8 @@ class Arena:
 
     def _is_beside(self, leaving: Stay, come: Stay) -> bool:
         """Whether it is planned to be there still. One kind alone may come in the reverse order too."""
-        last = come.stop if self._is_of_one_kind else come.start
-        return leaving.start <= last and come.start <= leaving.stop
+        last = come.stop if self._is_of_one_kind else come.comes
+        return leaving.start <= last and come.comes <= leaving.stop
 
     def _meet(self, one: Key, other: Key) -> bool:
         (start, stop), (first, end) = self.span(one), self.span(other)
@@ -147,6 +148,15 @@ class Places:
         self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
         self._spare: list[tuple[Tensor, tuple[Transfer, ...]]] = []
         self._further_bytes = self._most_bytes = 0
+
+    def replan(self, stays: Sequence[Stay]) -> None:
+        """There are such stays from now on, of the same numbers; in an arena of others, from when it is joined."""
+        self.shrink()
+        self._stays = {stay.number: stay for stay in stays}
+        self.planned_held_bytes = held_stays(stays, 1)
+        if self._own is not None:
+            self._own = self._arena = None  # before there is another
+            self._own = self._arena = Arena(pack_stays(stays, 1), self._device)
 
     def join(self, arena: Arena | None) -> None:
         """These places are in `arena` from now on, and in none of their own; None: in none until this is called again.

@@ -9,6 +9,8 @@ Note: chunk tensors.
 `filling`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
 `gradient`  [owned], gradient dtype: the sum over the sync axes, in `filling`'s place where that is kept whole, or where
             a gradient is used up as soon as it is summed (`consumes`): then nowhere after `use_up`.
+Where they rest by turns (zero/stages.py) `own_value` and `gradient` are nowhere, on the meta device, while others are
+in their places.
 Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
 copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
@@ -29,9 +31,9 @@ from colossal_lite.comm import Pending
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import Places
-from colossal_lite.memory.mover import Outbox, copied_to, to_device
+from colossal_lite.memory.mover import Link, Outbox, Priority, Transfer, copied_to, to_device
 from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
-from colossal_lite.memory.store import GRADIENTS, TaskRecords
+from colossal_lite.memory.store import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.precision import ChunkTypes
 
@@ -177,6 +179,12 @@ class Chunk(OwnedPart, WeightChunk):
         """This rank's sum of the gradient, where it rests on the host."""
         self.outbox: Outbox | None = None
         """By which sums go to the host."""
+        self._weight_turns: Places | None = None
+        self._gradient_turns: Places | None = None
+        self._last_sums: tuple[Places, Link] | None = None
+        self._coming: Transfer | None = None
+        self._sent: tuple[Transfer, ...] = ()
+        """The last sum on its way to the host."""
         if consumes:
             self.gradient = zeros_on(device, 0, types.gradient)
         elif by_micro_batch:
@@ -261,6 +269,77 @@ class Chunk(OwnedPart, WeightChunk):
         self.outbox = None
         self._gone(GRADIENTS)
 
+    # ---- turns ----
+
+    def rest_by_turns(
+        self, weights: Places | None, gradients: Places | None, last_sums: tuple[Places, Link] | None
+    ) -> None:  # fmt: skip
+        """From now on what rests on the host rests in such places of the device, for a part of each step; now is
+        between the last backward of a step and the update, when gradients are there and weights are not: these are
+        written before they are read. In the places of `last_sums` a gradient that rests on the host waits for its
+        update, brought by the link when the last of its sums is launched. Nothing may be on its way."""
+        if weights is not None:
+            assert self.weights_at_rest is not None and not self.updates_weights
+            self._weight_turns, self.weights_at_rest = weights, None
+            self.own_value = _nowhere(self.own_value)
+            self._gone(WEIGHTS)
+        if gradients is not None:
+            assert self.gradient_at_rest is not None and self.state is GradientState.REDUCED
+            self._gradient_turns, self.gradient_at_rest, self.outbox = gradients, None, None
+            summed, self.gradient = self.gradient, gradients.take_now(self._slot)
+            self.gradient.copy_(to_device(summed, self.device))
+            self._gone(GRADIENTS)
+        if last_sums is not None:
+            self._last_sums = last_sums
+
+    def by_turns(self, kind: str) -> bool:
+        """Whether its "weights" or its "gradients" rest so."""
+        return (self._weight_turns if kind == "weights" else self._gradient_turns) is not None
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether its weights are nowhere, until their update, or are made of the masters again."""
+        return self._weight_turns is not None and self.own_value.is_meta
+
+    def give_weights(self) -> None:
+        """Nothing reads the weights any more before their update, if they rest by turns."""
+        if self._weight_turns is not None and not self.lacks_weights:
+            self._weight_turns.give(self._slot)
+            self.own_value = _nowhere(self.own_value)
+
+    def take_weights(self, *, is_whole: bool) -> None:
+        """The weights are in their place again, if they rest by turns. `is_whole`: all of them are written next."""
+        if self._weight_turns is not None and self.lacks_weights:
+            self.own_value = self._weight_turns.take_now(self._slot)[: self.own_value.numel()]
+            if not is_whole:
+                self.own_value.copy_(self.master)
+
+    @property
+    def waits_on_device(self) -> bool:
+        """Whether its gradient rests on the host but for the end of a step."""
+        return self._last_sums is not None
+
+    def bring_sums(self) -> None:
+        """The sums before the last one of a step set out for the place where that is added to them, if it has one."""
+        if self._last_sums is None or self.gradient is not self.gradient_at_rest:
+            return
+        places, up = self._last_sums
+        self.gradient, before = places.take(self._slot)
+        if self._sums:
+            after = (*before, *self._sent)
+            self._coming = up.copy(
+                self.gradient, self.gradient_at_rest, after=after, priority=Priority.PREFETCH
+            )
+        else:
+            for transfer in before:
+                transfer.wait()
+
+    def have_sums(self) -> None:
+        """Wait for what `bring_sums` has begun."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming, self._sent = None, ()
+
     # ---- gradients ----
 
     @property
@@ -280,8 +359,7 @@ class Chunk(OwnedPart, WeightChunk):
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
         self._sums, self._squares = 0, ()
-        if self.consumes:
-            self.use_up()
+        self.use_up()
         self._drop()
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
@@ -344,11 +422,14 @@ class Chunk(OwnedPart, WeightChunk):
                 self.gradient = self.gradient[slice(*self.owned)]
         elif self.by_micro_batch:
             assert self.filling is not None
+            if self._gradient_turns is not None and self._sums == 0:
+                self.gradient = self._gradient_turns.take_now(self._slot)
             sums, summed = self._sharded_sums(), self.filling[slice(*self._scattered)]
-            if self.outbox is not None:
+            self.have_sums()
+            if self.outbox is not None and self.gradient is self.gradient_at_rest:
                 first = self.outbox.on_stream and self._sums == 0 and not self._sums_copies
                 self._squares = tuple(self._squares_of(summed)) if first else ()
-                self.outbox.send(self._slot, sums, summed, add=self._sums > 0)
+                self._sent = (self.outbox.send(self._slot, sums, summed, add=self._sums > 0),)
             elif self._sums:
                 sums.add_(summed)
             else:
@@ -393,9 +474,18 @@ class Chunk(OwnedPart, WeightChunk):
         self._squares = tuple(self._squares_of(self.gradient))
 
     def use_up(self) -> None:
-        """Nothing reads the gradient any more: its slot is free."""
-        self.gradient = self.gradient[:0]
-        self._drop()
+        """Nothing reads the gradient any more: if it has a slot, or a place by turns, that is free."""
+        if self.consumes:
+            self.gradient = self.gradient[:0]
+            self._drop()
+        elif self._gradient_turns is not None and not self.gradient.is_meta:
+            self._gradient_turns.give(self._slot)
+            self.gradient = _nowhere(self.gradient)
+        elif self._last_sums is not None and self.gradient is not self.gradient_at_rest:
+            assert self.gradient_at_rest is not None
+            self.have_sums()
+            self._last_sums[0].give(self._slot)
+            self.gradient = self.gradient_at_rest
 
     def _gather_sums(self) -> None:
         """From what each of all ranks has of one sum in rank order to what each owns."""
@@ -478,6 +568,11 @@ class Chunk(OwnedPart, WeightChunk):
             yield end, entry.start
             end = entry.stop
         yield end, self.spec.numel
+
+
+def _nowhere(tensor: Tensor) -> Tensor:
+    """Of that shape and dtype, without memory: whoever reads it stops."""
+    return torch.empty_like(tensor, device="meta")
 
 
 def blocks_of(entry: Entry) -> int:

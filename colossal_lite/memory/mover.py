@@ -402,9 +402,9 @@ class Outbox:
         self._sent: list[Transfer] = []
         self.on_stream = down.lane.on_stream
 
-    def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> None:
+    def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> Transfer:
         """Copy `source` to `target` on the host, or add it there, through place `number`. `source` may be written when
-        this returns, `target` read after `flush`."""
+        this returns, `target` read after the transfer that is returned, or after `flush`."""
         here = self.places.take_now(number)
         here.copy_(source)
         size_bytes = source.numel() * source.element_size()
@@ -420,6 +420,7 @@ class Outbox:
             self._landings.give(landing, sent)
         self.places.give(number, gone)
         self._sent.append(sent)
+        return sent
 
     def flush(self) -> None:
         """All that was sent is there."""

@@ -16,8 +16,9 @@ to 32 ranks at 124 million, up to 128 at 1.3 thousand million; equal shards of w
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -164,20 +165,38 @@ def pack(
 
 @dataclass(frozen=True)
 class Interval:
-    """`numel` elements that are held from moment `start` to moment `stop`, both included."""
+    """`numel` elements that are held from moment `start` to moment `stop`, both included, but for the moments of
+    `gap`: then their place is another's."""
 
     start: int
     stop: int
     numel: int
+    gap: range = range(0)
+
+    def mask(self, begin: int) -> int:
+        """The moments in which it is held, as bits, counted from `begin`."""
+        held = (1 << (self.stop + 1 - begin)) - (1 << (self.start - begin))
+        if self.gap:
+            held -= (1 << (self.gap.stop - begin)) - (1 << (self.gap.start - begin))
+        return held
 
 
-def most_held(intervals: Sequence[Interval]) -> int:
+def most_held(intervals: Iterable[Interval]) -> int:
     """The elements of all that is held at the worst moment: no arena of these intervals is smaller."""
+    changes = changes_of(intervals)
+    return max(accumulate(change for _, change in sorted(changes.items())), default=0)
+
+
+def changes_of(intervals: Iterable[Interval]) -> Counter[int]:
+    """By how much more is held from some moments on than before."""
     changes: Counter[int] = Counter()
     for one in intervals:
         changes[one.start] += one.numel
         changes[one.stop + 1] -= one.numel
-    return max(accumulate(change for _, change in sorted(changes.items())), default=0)
+        if one.gap:
+            changes[one.gap.start] -= one.numel
+            changes[one.gap.stop] += one.numel
+    return changes
 
 
 def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
@@ -203,19 +222,19 @@ def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]
 def _first_fit(
     intervals: Sequence[Interval], order: Callable[[Interval], tuple[int, int]]
 ) -> tuple[tuple[int, ...], int]:
+    begin = min((one.start for one in intervals), default=0)
     offsets = [0] * len(intervals)
-    held: dict[int, list[int]] = {}  # moment -> the intervals that are placed there
+    placed: list[tuple[int, int, int]] = []  # by offset: where each starts and stops, and when it is held
     for i in sorted(range(len(intervals)), key=lambda i: order(intervals[i])):
-        one, offset = intervals[i], 0
-        moments = range(one.start, one.stop + 1)
-        beside = {j for moment in moments for j in held.get(moment, ())}
-        for j in sorted(beside, key=lambda j: offsets[j]):
-            if offset + one.numel <= offsets[j]:
-                break
-            offset = max(offset, offsets[j] + intervals[j].numel)
+        numel, mask, offset = intervals[i].numel, intervals[i].mask(begin), 0
+        for start, stop, held in placed:
+            if mask & held:
+                if offset + numel <= start:
+                    break
+                if stop > offset:
+                    offset = stop
         offsets[i] = offset
-        for moment in moments:
-            held.setdefault(moment, []).append(i)
+        insort(placed, (offset, offset + numel, mask))
     ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
     return tuple(offsets), max(ends, default=0)
 
@@ -225,13 +244,25 @@ ARENA_ALIGN_BYTES = 128  # of what lies beside other kinds: views of any dtype, 
 
 @dataclass(frozen=True)
 class Stay:
-    """What of which number is in an arena from moment `start` to moment `stop`, both included."""
+    """What of which number is in an arena from moment `start` to moment `stop`, both included, but for the moments of
+    `gap`: then its place is another's. `is_kept`: from one step to the next, so that it comes when the gap is over."""
 
     what: str
     number: int
     start: int
     stop: int
     bytes: int
+    gap: range = range(0)
+    is_kept: bool = False
+
+    @property
+    def comes(self) -> int:
+        """The moment in which it does."""
+        return self.gap.stop if self.is_kept else self.start
+
+    def sized(self, align_bytes: int) -> Interval:
+        """With its bytes on a multiple of so many."""
+        return Interval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
 
 
 @dataclass(frozen=True)
@@ -260,7 +291,7 @@ def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> A
     """All stays in one arena, each on a multiple of `align_bytes`; kinds one behind the other, where that takes less
     than what they have together. Stays of no bytes are left out."""
     some = tuple(stay for stay in stays if stay.bytes)
-    sized = [Interval(stay.start, stay.stop, _up(stay.bytes, align_bytes)) for stay in some]
+    sized = [stay.sized(align_bytes) for stay in some]
     offsets, total = pack_intervals(sized)
     held = most_held(sized)
     if total == held:
@@ -277,23 +308,9 @@ def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> A
     return ArenaPlan(some, offsets, total, held, align_bytes)
 
 
-def aligned(size_bytes: int) -> int:
-    """What so many bytes take in an arena of several kinds."""
-    return _up(size_bytes, ARENA_ALIGN_BYTES)
-
-
-def held_by_moment(stays: Sequence[Stay]) -> dict[int, int]:
-    """What of these stays is held at each moment, as `aligned` counts."""
-    held: dict[int, int] = {}
-    for stay in stays:
-        for moment in range(stay.start, stay.stop + 1):
-            held[moment] = held.get(moment, 0) + aligned(stay.bytes)
-    return held
-
-
 def held_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
     """The least that an arena of these stays takes: what is held at the worst moment."""
-    return most_held([Interval(stay.start, stay.stop, _up(stay.bytes, align_bytes)) for stay in stays])
+    return most_held([stay.sized(align_bytes) for stay in stays])
 
 
 def visits(

@@ -216,8 +216,16 @@ class WeightChunk:
         return ranks.all_gather_async(part, whole)
 
     def unshard(self, slot: Tensor) -> None:
-        """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective."""
+        """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective. Raises
+        ValueError where they have left their place for this step."""
         assert self.is_sharded and slot.numel() == self.spec.numel
+        if self.own_value.is_meta and not self.device.type == "meta":
+            names = ", ".join(entry.name for entry in self.spec.entries[:3])
+            raise ValueError(
+                f"model: the weights {names} are read between the last backward of a step and their update, when the "
+                f"device has gradients in their place (memory.placement); legal: after step or zero_grad, as many "
+                f"backwards a step as gradient_accumulation says, and modules used in the order of the first step"
+            )
         self.move_weights(WeightState.GATHERING)
         self._value = slot
         self._gathering = self._gather(self.shards, self.own_value, slot)

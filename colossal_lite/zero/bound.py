@@ -29,6 +29,8 @@ class Use:
     bytes: int
     reads: bool
     writes: bool
+    adds: bool = False
+    """Whether what it writes is to be added to what was there: where that is, or where both come together later."""
 
 
 Phase = Mapping[Name, Use]
@@ -39,10 +41,10 @@ PRICES = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Pattern:
-    """How a byte is used: in each phase read, written, or (None) neither; and the phases at whose ends what was written
-    is still needed."""
+    """How a byte is used: in each phase read, written, added to, or (None) not at all; and the phases at whose ends
+    what was written is still needed."""
 
-    uses: tuple[tuple[bool, bool] | None, ...]
+    uses: tuple[tuple[bool, bool, bool] | None, ...]
     alive: frozenset[int]
 
 
@@ -63,30 +65,32 @@ def patterns_of(phases: Sequence[Phase]) -> Mapping[Pattern, int]:
         uses = [phase.get(name) for phase in phases]
         written = (_ends(phases, number, name) for number, use in enumerate(uses) if use and use.writes)
         pattern = Pattern(
-            tuple((use.reads, use.writes) if use else None for use in uses), frozenset[int]().union(*written)
+            tuple((use.reads, use.writes, use.adds) if use else None for use in uses),
+            frozenset[int]().union(*written),
         )
         found[pattern] += next(use.bytes for use in uses if use)
     return found
 
 
-ABSENT, COPY, NEWER = range(3)
-"""What the device has of a byte: nothing, what the host has too, or what only it has."""
+ABSENT, COPY, NEWER, PART = range(4)
+"""What the device has of a byte: nothing, what the host has too, what only it has, or what is to be added to what only
+the host has."""
 
 
 def _least(pattern: Pattern, prices: Sequence[int]) -> int:
     """What one byte pays in a step at the least, that begins as it ends."""
     best: float = inf
-    for start in (ABSENT, COPY, NEWER):
+    for start in (ABSENT, COPY, NEWER, PART):
         paid: dict[int, float] = {start: 0}
         for number, (use, price) in enumerate(zip(pattern.uses, prices, strict=True)):
             after: dict[int, float] = {}
             for state, cost in paid.items():
-                reads, writes = use or (False, False)
-                if reads and state == ABSENT:
-                    state, cost = COPY, cost + 1
+                reads, writes, adds = use or (False, False, False)
+                if reads and state in (ABSENT, PART):
+                    state, cost = COPY if state == ABSENT else NEWER, cost + 1
                 if writes:
-                    state = NEWER
-                gone = cost + (state == NEWER and number in pattern.alive)
+                    state = PART if adds and state in (ABSENT, PART) else NEWER
+                gone = cost + (state in (NEWER, PART) and number in pattern.alive)
                 after[ABSENT] = min(gone, after.get(ABSENT, inf))
                 if state != ABSENT:
                     after[state] = min(cost + price, after.get(state, inf))

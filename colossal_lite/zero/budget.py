@@ -11,8 +11,8 @@ whatever the policy: that is `link_bound` (zero/bound.py), which Belady's rule (
 forward, so every piece is used once in a phase and each boundary costs the same whoever is kept: keeping the same
 pieces for good meets the bound, with one micro-batch and with several, and leaves nothing to decide in a step.  Which
 pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.  Where
-masters are apart from the weights this is not the bound: between a backward and its update nobody reads weights, and a
-policy that gave their places to gradients for that time would move less.
+masters are apart from the weights, nobody reads these between the last backward and their update: there gradients, or
+the last of their sums, have their places by turns (zero/stages.py).
 
 A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
 over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
@@ -40,17 +40,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from itertools import combinations, groupby
+from functools import cache, cached_property
+from itertools import accumulate, combinations, groupby
 from typing import Literal, NamedTuple
 
-from colossal_lite.memory.pack import ArenaPlan, Stay, aligned, held_by_moment, pack_stays, visits
+from colossal_lite.memory.pack import (
+    ARENA_ALIGN_BYTES,
+    ArenaPlan,
+    Stay,
+    changes_of,
+    pack_stays,
+    visits,
+)
 from colossal_lite.memory.records import PAGE_BYTES
 from colossal_lite.zero import stages
-from colossal_lite.zero.stages import UPDATES, moments_of_step
+from colossal_lite.zero.stages import UPDATES, Backwards, Rest, moments_of_step, rests
 
 
 class Kind(StrEnum):
@@ -59,6 +66,9 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
     FROZEN = "frozen"
     """Weights that do not train."""
+    LAST_SUM = "last sum"
+    """Of a gradient that rests on the host, where a step has several: that of the last micro-batch, to which the others
+    may come, and it need not leave."""
 
 
 # One is updated, one comes, one goes.
@@ -88,11 +98,14 @@ class Slot(NamedTuple):
         """When places are needed, by their own turns, for what of some chunks takes such: chunk -> bytes."""
         return visits(sizes, width or self.width, self.what, last_first=self.form == "places, last first")
 
-    def in_step(self, sizes: Mapping[int, int]) -> tuple[Stay, ...]:
-        """As `stays`, by the moments of a step (zero/stages.py)."""
+    def in_step(
+        self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST
+    ) -> tuple[Stay, ...]:  # fmt: skip
+        """As `stays`, by the moments of a step (zero/stages.py), in these `backwards`; `last`: the chunk of the highest
+        number."""
         stays = self.stays(sizes)
         if self.form == "places, last first":
-            return moments_of_step(stays)
+            return tuple(backwards.of(stay, last) for stay in moments_of_step(stays))
         return tuple(replace(stay, start=stay.start + UPDATES, stop=stay.stop + UPDATES) for stay in stays)
 
     def bytes(self, sizes: Mapping[int, int]) -> int:
@@ -113,6 +126,7 @@ AWAY = {
     Kind.GRADIENTS: (VISITING[Kind.GRADIENTS], LEAVING),
     Kind.OPTIMIZER: (VISITING[Kind.OPTIMIZER],),
     Kind.FROZEN: (),
+    Kind.LAST_SUM: (),
 }
 """What a piece takes that rests on the host and visits the device; what is frozen does not."""
 # For updates on the host. A gradient is used up while another comes; weights that come, and go again, have as many as
@@ -174,13 +188,50 @@ class Piece:
     None: that makes no difference."""
     moves: bool = True
     """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
+    rest: Rest | None = None
+    """Where it rests on the device: in a place of an arena, by turns with others; None: in memory of its own."""
+    sums: int = 1
+    """Of a gradient: micro-batches of a step."""
+    last_sum: bool = False
+    """Of a gradient: whether the sum of the last micro-batch is a piece by itself."""
+
+    @property
+    def resting_bytes(self) -> int:
+        """Where it rests, if that is not fixed."""
+        return self.bytes if self.moves and self.name.kind is not Kind.LAST_SUM else 0
+
+    @property
+    def own_bytes(self) -> int:
+        """As `resting_bytes`, on the device, where it has memory of its own."""
+        return self.resting_bytes if self.rest is None else 0
 
     def way(self, on_host: frozenset[Name]) -> Way:
         """Where these pieces rest on the host."""
-        is_away = self.name in on_host
+        is_away = self._is_away(on_host)
         if self.beside is not None and Name(self.name.chunk, Kind.OPTIMIZER) in on_host:
             return self.beside[not is_away]
-        return Way(self.ups, self.downs, AWAY[self.name.kind]) if is_away else Way()
+        if not is_away:
+            return Way()
+        return Way(self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else AWAY[self.name.kind])
+
+    def has_turns(self, on_host: frozenset[Name]) -> bool:
+        """Whether it is in a place of an arena by turns."""
+        of_host = self.name.kind is not Kind.LAST_SUM or Name(self.name.chunk, Kind.GRADIENTS) in on_host
+        return self.rest is not None and self.name not in on_host and of_host
+
+    def backwards(self, on_host: frozenset[Name]) -> Backwards:
+        """In which its sums leave."""
+        if self._stays_last(on_host):
+            return Backwards.EARLIER
+        return Backwards.EACH if self.sums > 1 else Backwards.LAST
+
+    def _is_away(self, on_host: frozenset[Name]) -> bool:
+        if self.name.kind is Kind.LAST_SUM and Name(self.name.chunk, Kind.GRADIENTS) not in on_host:
+            return False  # as the others are
+        return self.name in on_host
+
+    def _stays_last(self, on_host: frozenset[Name]) -> bool:
+        return self.last_sum and Name(self.name.chunk, Kind.LAST_SUM) not in on_host
 
 
 @dataclass(frozen=True)
@@ -208,8 +259,9 @@ class Placement:
         """(kind, tier, bytes) of all that is not zero."""
         found: dict[tuple[str, str], int] = {(kind, "device"): held for kind, held in self.fixed}
         for piece in self.pieces:
-            where = str(piece.name.kind), self.tier_of(piece.name)
-            found[where] = found.get(where, 0) + piece.bytes * piece.moves
+            where = str(piece.name.kind), (tier := self.tier_of(piece.name))
+            held = piece.own_bytes if tier == "device" else piece.resting_bytes
+            found[where] = found.get(where, 0) + held
         kind = "visiting" if self.beside is None else "arena"
         found[kind, "device"] = found.get((kind, "device"), 0) + self.visiting_bytes
         found["updating", "host"] = slot_bytes(self.pieces, self.away, "host")
@@ -223,7 +275,7 @@ class Placement:
         is in one arena with them."""
         return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.away)
 
-    @property
+    @cached_property
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
         return pack_stays([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
@@ -268,10 +320,15 @@ class Placement:
         if self.host_budget is not None:
             lines.append(f"{'host':<19} {self.host_bytes:>14,} of {self.host_budget:,}")
         for kind in Kind:
-            if kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces):
+            if kind is Kind.LAST_SUM or (
+                kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces)
+            ):
                 continue
             chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
             lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
+        for rest in Rest:
+            turns = sorted(p.name.chunk for p in self.pieces if p.rest is rest and p.has_turns(self.away))
+            lines += [f"{rest} by turns in the arena: {_spans(turns)}"] if turns else []
         if self.on_disk:
             lines.append(f"optimizer on disk: {_spans(sorted(name.chunk for name in self.on_disk))}")
         lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")
@@ -281,7 +338,7 @@ class Placement:
 
 
 def visiting_bytes(
-    pieces: Iterable[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None = None
+    pieces: Sequence[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None = None
 ) -> int:  # fmt: skip
     """What the slots of pieces on the host take on the device, in one arena with what is `beside` them, if anything
     may be."""
@@ -305,46 +362,75 @@ def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict
     return sizes
 
 
-def _stays_of(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[Stay]:
+def _stays_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterator[Stay]:
     """When pieces have places on the device, by the moments of a step."""
-    for slot, sizes in _sizes(pieces, on_host, "device").items():
-        yield from slot.in_step(sizes)
+    last = max((piece.name.chunk for piece in pieces), default=0)
+    return (taker.stay(last) for taker in _takers(pieces, on_host))
 
 
-class _Held:
-    """What pieces that rest on the host hold on the device at each moment; slots of each kind by themselves, if nothing
-    is `beside` them. It is never changed: others are made of it, for what changes by a few pieces."""
+class _Taker(NamedTuple):
+    """What takes a place on the device, of a chunk; sums of gradients leave in these backwards."""
 
-    def __init__(
-        self, pieces: Iterable[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None
-    ) -> None:
-        self._is_shared = beside is not None
-        self._held: dict[Slot | None, dict[int, int]] = {
-            None: {} if beside is None else held_by_moment(beside)
-        }
-        self._add(pieces, on_host, 1)
+    what: Slot | Rest
+    chunk: int
+    bytes: int
+    backwards: Backwards = Backwards.LAST
 
-    @property
-    def bytes(self) -> int:
-        """`visiting_bytes` if places fit together without a gap, which they do as a rule."""
-        return sum(max(held.values(), default=0) for held in self._held.values())
+    def stay(self, last: int) -> Stay:
+        if isinstance(self.what, Rest):
+            return rests(self.what, self.chunk, self.bytes, last)
+        (stay,) = self.what.in_step({self.chunk: self.bytes}, last=last, backwards=self.backwards)
+        return stay
 
-    def changed(self, pieces: Sequence[Piece], before: frozenset[Name], after: frozenset[Name]) -> _Held:
-        """With these pieces as they are where those of `after` rest on the host, instead of those of `before`."""
-        other = copy(self)
-        other._held = {slot: dict(held) for slot, held in self._held.items()}
-        other._add(pieces, before, -1)
-        other._add(pieces, after, 1)
-        return other
 
-    def _add(self, pieces: Iterable[Piece], on_host: frozenset[Name], times: int) -> None:
-        for slot, sizes in _sizes(pieces, on_host, "device").items():
-            assert slot.form != "buffers in a row", slot
-            held = self._held.setdefault(None if self._is_shared else slot, {})
-            for stay in slot.in_step(sizes) if self._is_shared else slot.stays(sizes):
-                size = times * (aligned(stay.bytes) if self._is_shared else stay.bytes)
-                for moment in range(stay.start, stay.stop + 1):
-                    held[moment] = held.get(moment, 0) + size
+def _takers(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[_Taker]:
+    for piece in pieces:
+        way, chunk = piece.way(on_host), piece.name.chunk
+        when = piece.backwards(on_host)
+        yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
+        if piece.rest is not None and piece.has_turns(on_host):
+            yield _Taker(piece.rest, chunk, piece.bytes)
+
+
+class _Least:
+    """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices of the
+    same pieces, each of which differs from the one before in a few."""
+
+    def __init__(self, pieces: Sequence[Piece], beside: Sequence[Stay] | None) -> None:
+        self._of_chunk, self._on_host = _by_chunk(pieces), frozenset(piece.name for piece in pieces)
+        self._last, self._is_shared = max(self._of_chunk, default=0), beside is not None
+        self._known: dict[_Taker, tuple[tuple[int, int], ...]] = {}
+        first = rests(Rest.WEIGHTS, 0, 0, self._last)
+        self._begin, self._end = first.start, first.stop + VISITORS + 2
+        # By how much more is held from a moment on than before: of what shares an arena, or of each kind of slots.
+        self._changes: dict[Slot | Rest | None, list[int]] = {}
+        self._count(None, self._changes_of(beside or ()), 1)
+        for taker in _takers(pieces, self._on_host):
+            self._count(taker.what, self._of(taker), 1)
+
+    def __call__(self, on_host: frozenset[Name]) -> int:
+        for chunk in {name.chunk for name in on_host ^ self._on_host}:
+            for times, away in ((-1, self._on_host), (1, on_host)):
+                for taker in _takers(self._of_chunk[chunk], away):
+                    self._count(taker.what, self._of(taker), times)
+        self._on_host = on_host
+        return sum(max(accumulate(changes)) for changes in self._changes.values())
+
+    def _count(self, what: Slot | Rest | None, changes: Iterable[tuple[int, int]], times: int) -> None:
+        key = None if self._is_shared else what
+        held = self._changes.setdefault(key, [0] * (self._end - self._begin))
+        for moment, change in changes:
+            held[moment] += times * change
+
+    def _of(self, taker: _Taker) -> tuple[tuple[int, int], ...]:
+        if (found := self._known.get(taker)) is None:
+            found = self._known[taker] = self._changes_of([taker.stay(self._last)])
+        return found
+
+    def _changes_of(self, stays: Iterable[Stay]) -> tuple[tuple[int, int], ...]:
+        align = ARENA_ALIGN_BYTES if self._is_shared else 1
+        changes = changes_of(stay.sized(align) for stay in stays)
+        return tuple((moment - self._begin, change) for moment, change in changes.items())
 
 
 def place(
@@ -355,35 +441,47 @@ def place(
 
     If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
 
-    def at(on_host: Iterable[Name]) -> Placement:
-        return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
+    @cache
+    def at(on_host: frozenset[Name]) -> Placement:
+        return Placement(tuple(pieces), on_host, tuple(fixed.items()), budget, beside)
 
-    if budget is None or at(()).device_bytes <= budget:
-        return at(())
-    on_host, of_chunk = frozenset[Name](), _by_chunk(pieces)
+    if budget is None or at(frozenset()).device_bytes <= budget:
+        return at(frozenset())
+    on_host, least = frozenset(piece.name for piece in pieces if piece.moves), _Least(pieces, beside)
     for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
-        on_host |= frozenset(_fewest(pieces, kind, on_host, beside))
-    held = at(on_host).device_bytes
-    visiting = _Held(pieces, on_host, beside)
-    tried = [on_host]
+        others = frozenset(name for name in on_host if name.kind is not kind)
+        on_host = others | frozenset(_fewest(pieces, kind, others, least))
+    room_bytes = budget - at(on_host).device_bytes
+    for _ in range(GAPS_TRIED):
+        tried = _filled(pieces, on_host, least, room_bytes)
+        if (over := at(tried[-1]).device_bytes - budget) <= 0:
+            return at(tried[-1])
+        room_bytes -= over
+    last = bisect_left(tried, True, 1, key=lambda some: at(some).device_bytes > budget) - 1
+    return at(tried[last])
+
+
+GAPS_TRIED = 4
+"""How often a device is filled anew, with so much less as places had gaps; then what comes last stays away."""
+
+
+def _filled(
+    pieces: Sequence[Piece], on_host: frozenset[Name], least: _Least, room_bytes: int
+) -> list[frozenset[Name]]:
+    """What rests on the host, with less and less of it, what moves most per byte first, as far as there is room."""
+    visiting, tried, of_chunk = least(on_host), [on_host], _by_chunk(pieces)
     for group in _by_worth(of_chunk, on_host):
         # All of a kind or the rest of it first: with the last of them go its slots.
         for some in (group, *([step] for step in group)):
             names = frozenset(piece.name for step in some for piece in step) & on_host
-            if not names:
-                continue
-            mine, left = (
-                [p for chunk in {name.chunk for name in names} for p in of_chunk[chunk]],
-                on_host - names,
-            )
-            less = visiting.changed(mine, on_host, left)
-            after = held + sum(p.bytes for p in mine if p.name in names) + less.bytes - visiting.bytes
-            if after <= budget and _moved(mine, left) <= _moved(mine, on_host):
-                on_host, held, visiting = left, after, less
+            less = least(on_host - names) if names else visiting
+            own = sum(p.own_bytes for step in some for p in step if p.name in names)
+            mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
+            fits = own + less - visiting <= room_bytes
+            if names and fits and _moved(mine, on_host - names) <= _moved(mine, on_host):
+                on_host, room_bytes, visiting = on_host - names, room_bytes - own - less + visiting, less
                 tried.append(on_host)
-    # Where places have gaps: of those that went before, the last that fits.
-    last = bisect_left(tried, True, 1, key=lambda some: at(some).device_bytes > budget) - 1
-    return at(tried[-1] if at(tried[-1]).device_bytes <= budget else tried[last])
+    return tried
 
 
 def sink(placed: Placement, host_budget: int, beside_bytes: int = 0) -> Placement:
@@ -471,8 +569,8 @@ def divide(
     """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
     weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
     largest piece off."""
-    on_host = set[Name]()
-    for kind in Kind:
+    on_host = {piece.name for piece in pieces if piece.name.kind is Kind.LAST_SUM}
+    for kind in (kind for kind in Kind if kind is not Kind.LAST_SUM):
         seen = away = 0
         for piece in sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda p: p.name):
             seen += piece.bytes
@@ -482,23 +580,19 @@ def divide(
     return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
 
 
-def _fewest(
-    pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], beside: Sequence[Stay] | None
-) -> list[Name]:
+def _fewest(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least: _Least) -> list[Name]:
     """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
-    that rest there: a few large ones may take less than the slots for them. With nothing `beside` them they share
-    nothing with those of other kinds."""
-    mine = sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda piece: piece.bytes)
-    there = mine if beside is None else pieces
-    of_chunk, on_host, held = _by_chunk(there), others, _Held(there, others, beside)
-    on_device = sum(piece.bytes for piece in mine)
-    sizes = [held.bytes + on_device]  # if none is on the host, if the smallest is, ...
-    for piece in mine:
-        before, on_host = on_host, on_host | {piece.name}
-        held = held.changed(of_chunk[piece.name.chunk], before, on_host)
-        on_device -= piece.bytes
-        sizes.append(held.bytes + on_device)
-    return [piece.name for piece in mine[: sizes.index(min(sizes))]]
+    that rest there: a few large ones may take less than the slots for them."""
+    mine = sorted(
+        (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
+    )
+
+    def on_device(count: int) -> int:
+        """Bytes if the `count` smallest are on the host."""
+        away = frozenset(piece.name for piece in mine[:count])
+        return least(others | away) + sum(piece.own_bytes for piece in mine[count:])
+
+    return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 
 
 def _moved(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:

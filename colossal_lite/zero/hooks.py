@@ -38,6 +38,7 @@ class GradientHooks:
         self._seed = 1.0
         self._reduces = False  # whether this backward's chunks go when they are complete
         self._ends = False  # whether no gradients of this step come after this backward
+        self._frees = False  # whether weights may leave their places
         self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
         self._is_once = False  # whether each gradient comes once in this backward
         self._arrived: set[tuple[int, int]] = set()  # chunk and entry, where it does
@@ -54,6 +55,10 @@ class GradientHooks:
             for number, chunk in enumerate(self._chunks)
             for entry in chunk.spec.entries
         }
+        self.began = [len(self._chunks) - 1 - number for number in range(len(self._chunks))]
+        """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
+        where none has come, or only later, as many as come before it."""
+        self._complete = 0  # of those, in this backward
         self._handles = [
             parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, number, index))
             for number, chunk in enumerate(self._chunks)
@@ -61,20 +66,22 @@ class GradientHooks:
         ]
 
     def begin(
-        self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False
-    ) -> None:
+        self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False,
+        frees: bool = False,
+    ) -> None:  # fmt: skip
         """Before the backward of a micro-batch, which starts with `seed`; `is_last` before the sum over the ranks: it
-        lets complete chunks go; `ends`: it is the last of the step, and what is summed may be summed over copies.
+        lets complete chunks go; `ends`: it is the last of the step, and what is summed may be summed over copies;
+        `frees`: no forward comes before the step, and weights that rest by turns leave with their gradients.
         `to_come`: the parameters whose gradients come now, once for each time; None: all,
         once."""
-        self._reduces, self._ends, self._seed = is_last, is_last and ends, seed
+        self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once = is_last and to_come is None
         self._arrived.clear()
         self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
         for parameter in to_come or ():
             if (number := self._chunk_of.get(id(parameter))) is not None:
                 self._missing[number] += 1
-        self._next = len(self._chunks) - 1
+        self._next, self._complete = len(self._chunks) - 1, 0
 
     def start_ready(self) -> None:
         """Launch complete chunks, in order, as far as they go and may."""
@@ -135,7 +142,7 @@ class GradientHooks:
     def clear(self) -> None:
         for chunk in self._chunks:
             chunk.clear()
-        self._reduces = self._ends = False
+        self._reduces = self._ends = self._frees = False
 
     @property
     def is_clear(self) -> bool:
@@ -148,6 +155,9 @@ class GradientHooks:
     def _launch(self) -> None:
         chunk = self._chunks[self._next]
         self._next -= 1
+        if self._frees:
+            chunk.give_weights()
+            chunk.bring_sums()
         while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
             self._finish_first()
         ended = self._ended_by.get(self._next + 1)
@@ -177,6 +187,8 @@ class GradientHooks:
                 f"activation_checkpoint of the config"
             )
         self._arrived.add((number, index))
+        if self._reduces:
+            self.began[number] = min(self.began[number], self._complete)
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
@@ -187,6 +199,8 @@ class GradientHooks:
         parameter.grad = None
         if self._reduces:
             self._missing[number] -= 1
+            while self._complete < len(self._chunks) and self._missing[-1 - self._complete] == 0:
+                self._complete += 1
             self.start_ready()
 
 
@@ -218,6 +232,11 @@ class StageHooks:
         (hooks,) = self._hooks.values()
         return hooks
 
+    @property
+    def began(self) -> Sequence[int] | None:
+        """As `GradientHooks.began`; None where several stages take turns."""
+        return self.only.began if len(self._hooks) == 1 else None
+
     def hand_on(self, summed: Callable[[Chunk], None]) -> None:
         """What is done with a gradient that is used up as soon as it is whole."""
         for hooks in self._hooks.values():
@@ -228,15 +247,16 @@ class StageHooks:
 
     def begin(
         self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
-        to_come: Sequence[Tensor] | None = None,
+        to_come: Sequence[Tensor] | None = None, frees: bool = False,
     ) -> None:  # fmt: skip
         """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
-        of this micro-batch come, and complete chunks may go where the time has come; `to_come` as `GradientHooks`."""
+        of this micro-batch come, and complete chunks may go where the time has come; `to_come` and `frees` as
+        `GradientHooks`."""
         goes = is_whole and (is_last or self._by_micro_batch)
         for stages, hooks in self._hooks.items():
             if stage in stages:
                 own = goes and len(stages) == 1
-                hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last)
+                hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last, frees=frees)
 
     def reduce(self, number: int) -> None:
         """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""

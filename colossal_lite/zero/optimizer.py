@@ -82,7 +82,7 @@ def ranges_to_update(
 ORIGINS = {
     "passing": "slots of state from and to the disk",
     "unused": "ends of pages",
-    "arena": "gradients in a backward, and what visits for an update",
+    "arena": "gradients in a backward, what visits for an update, and what rests there by turns",
 }
 """What is held beside the state that rests off the device."""
 
@@ -191,7 +191,18 @@ class ChunkOptimizer:
         here = self._state[index] if self.tiers is None or index in self._stays else self.tiers.here(index)
         if self.shards:
             self.shards.here(index, is_whole=all(used))
+        chunk.take_weights(is_whole=all(used))
         apply(chunk, here, self._ops)
+
+    def remake(self, chunk: Chunk) -> None:
+        """In the place of an update that a step has not made: weights that others have had the place of are made of
+        their masters again."""
+        index = self._index[chunk.spec.id]
+        if self.tiers is not None and index not in self._stays:
+            self.tiers.here(index)
+        if self.shards:
+            self.shards.here(index, is_whole=False)
+        chunk.take_weights(is_whole=False)
 
     def _set_out(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
         assert self.tiers is not None and self.below is not None

@@ -8,7 +8,9 @@ measured alone, and goes beyond the budget before it is refused.  Its micro-batc
 tensor that the model makes is counted while it lives (memory/tracer.py).  Before the first update the ranks agree on
 the worst peak, measured or foretold, the plan is made (zero/budget.py), and what has room goes to the device, once;
 from then on nothing is decided in a step.  Fractions of a user's (`static`) are a plan that is known before, and are
-put in force at the same moment.  What cannot fit whatever the batch is refused when the engine is made; `plan` says all
+put in force at the same moment.  Gradients that come sooner than foreseen, behind parameters that no backward reaches,
+are planned as they came (`_learn_fills`); where parameters are left out only later, what that takes beyond the budget
+is told.  What cannot fit whatever the batch is refused when the engine is made; `plan` says all
 of it without a run.  With one rank a shard that rests on the device is copied to its slot for a use, as with several.
 
 A later batch with more samples or longer ones than any before, to train on or to evaluate, is foretold in the same way
@@ -26,6 +28,7 @@ beyond them (`torch.cuda.memory_reserved`) is not counted.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +39,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from colossal_lite.comm import AxisComm
-from colossal_lite.memory.arena import Arena
+from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import Stay, pack_stays
 from colossal_lite.memory.placement import MemoryConfig
@@ -64,7 +67,7 @@ from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.own import OwnOptimizer
 from colossal_lite.zero.sharded import ShardedWeights, units_of
-from colossal_lite.zero.stages import moments_of_step
+from colossal_lite.zero.stages import Backwards, Rest, moments_of_step
 from colossal_lite.zero.unshard import GatherPlan
 from colossal_lite.zero.visits import landing_bytes
 from colossal_lite.zero.weights import Weights
@@ -85,6 +88,7 @@ def pieces_of(
     from the slots of the update before, if they are updated."""
     stays = gathers.stays() if gathers else {}
     begins = gathers.forward[0].resident if gathers and gathers.forward else {}
+    turns = _by_turns(chunks, gathers)
     out: list[Piece] = []
     for index, chunk in enumerate(chunks):
         if optimizer.is_updated_on_host(chunk):
@@ -94,9 +98,10 @@ def pieces_of(
         if chunk.weights_at_rest is not None:
             comes = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
             ups = comes + chunk.updates_weights
-            out.append(Piece(Name(index, Kind.WEIGHTS), chunk.resting_bytes, ups, 1))
+            rest = Rest.WEIGHTS if index in turns else None
+            out.append(Piece(Name(index, Kind.WEIGHTS), chunk.resting_bytes, ups, 1, rest=rest))
         if chunk.gradient_at_rest is not None:
-            out.append(Piece(Name(index, Kind.GRADIENTS), chunk.gradient.nbytes, 1, accumulation))
+            out += gradients_of(index, chunk.gradient.nbytes, accumulation, by_turns=bool(turns))
         record_bytes = optimizer.record_bytes(index)
         if record_bytes:
             out.append(Piece(Name(index, Kind.OPTIMIZER), record_bytes, 1, 1))
@@ -105,6 +110,28 @@ def pieces_of(
             ups = accumulation * stays.get(kept.spec.id, 0)
             out.append(Piece(Name(kept.spec.id, Kind.FROZEN), kept.resting_bytes, ups, 0))
     return tuple(out)
+
+
+def gradients_of(index: int, size_bytes: int, sums: int, *, by_turns: bool) -> Iterator[Piece]:
+    """What of a chunk's gradient, the sum of so many, may rest on either tier; `by_turns`: beside weights that do."""
+    apart = by_turns and sums > 1
+    rest = Rest.GRADIENTS if by_turns and sums == 1 else None
+    yield Piece(
+        Name(index, Kind.GRADIENTS), size_bytes, 1, sums - apart, rest=rest, sums=sums, last_sum=apart
+    )
+    if apart:
+        yield Piece(Name(index, Kind.LAST_SUM), size_bytes, 0, 1, rest=Rest.LAST_SUMS)
+
+
+def _by_turns(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozenset[int]:
+    """The chunks whose weights, while they rest on the device, need be there for a part of a step only: no update reads
+    them, and no backward that has their gradients."""
+    late = gathers.read_late(len(chunks)) if gathers else ()
+    return frozenset(
+        index
+        for index, chunk in enumerate(chunks)
+        if chunk.weights_at_rest is not None and not chunk.updates_weights and chunk.spec.id not in late
+    )
 
 
 def _updated_on_host(
@@ -126,7 +153,9 @@ def _updated_on_host(
     }
     for kind, (size_bytes, ups, downs, moves) in held.items():
         if size_bytes:
-            yield Piece(Name(index, kind), size_bytes, ups, downs, beside=ways[kind], moves=moves)
+            yield Piece(
+                Name(index, kind), size_bytes, ups, downs, beside=ways[kind], moves=moves, sums=accumulation
+            )
 
 
 def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> dict[str, int]:
@@ -149,12 +178,19 @@ def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
     return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
 
 
-def beside_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> tuple[Stay, ...] | None:
-    """What is in one arena with pieces that visit the device; None: nothing may be."""
+def beside_of(
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int
+) -> tuple[Stay, ...] | None:  # fmt: skip
+    """What is in one arena with pieces that visit the device, or rest there by turns; None: nothing may be."""
     if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
         return None
     backward = (stay for slots in slots_of(chunks) for stay in slots.stays)
-    return moments_of_step(backward, len(chunks))
+    stays = moments_of_step(backward, len(chunks))
+    return tuple(_backwards(accumulation).of(stay, len(chunks) - 1) for stay in stays)
+
+
+def _backwards(accumulation: int) -> Backwards:
+    return Backwards.EACH if accumulation > 1 else Backwards.LAST
 
 
 def update_bytes_of(
@@ -194,10 +230,11 @@ class Residence:
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: Weights,
         optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device,
-        frozen: Sequence[WeightChunk], apart_bytes: int,
+        frozen: Sequence[WeightChunk], apart_bytes: int, began: Callable[[], Sequence[int] | None],
     ) -> None:  # fmt: skip
-        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none. Raises
-        ConfigError for a budget that is too small for any batch."""
+        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `began` tells
+        of a backward as `StageHooks.began`. Raises ConfigError for a budget that is too small for any batch."""
+        self._began, self._has_told = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
@@ -226,7 +263,9 @@ class Residence:
             return
         self._let_go()
         sizes = {i: c.gradient.nbytes for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None}
-        stays = (*(beside_of(self._chunks, self._optimizer) or ()), *LEAVING.in_step(sizes))
+        beside = beside_of(self._chunks, self._optimizer, self._accumulation) or ()
+        last = len(self._chunks) - 1
+        stays = (*beside, *LEAVING.in_step(sizes, last=last, backwards=_backwards(self._accumulation)))
         self._optimizer.begin_in(Arena(pack_stays(stays), self._device))
         self._join()
 
@@ -341,10 +380,12 @@ class Residence:
     def settle(self) -> None:
         """Before the first update: where everything rests from now on. Collective; raises ConfigError on every rank."""
         if self.placement is not None:
+            self._tell_further(self.placement)
             return
         self._weights.flush()
         for slots in slots_of(self._chunks):  # what a step without a plan took beyond it
             slots.shrink()
+        self._learn_fills()
         with self._world.ledger.paused():
             measured = max(self._world.gather_json(self._meter.peak_bytes if self._meter else 0))
         self._measured_by = max(1.0, measured / self.activations_bytes) if self.activations_bytes else None
@@ -357,9 +398,36 @@ class Residence:
         if self._memory.moves:
             self._move(placed)
 
+    def _tell_further(self, placed: Placement) -> None:
+        """Warn, once, where gradients that came otherwise than in the first step took more than there is."""
+        budget = self._memory.device_budget
+        if budget is None or self._has_told:
+            return
+        further = sum(slots.bytes - slots.planned_bytes for slots in slots_of(self._chunks))
+        if further and placed.device_bytes + further > budget:
+            self._has_told = True
+            warnings.warn(
+                f"memory.device_budget = {budget:,}: parameters that the first step used have had no gradient, so that "
+                f"those behind them took {further:,} bytes beyond the {placed.device_bytes:,} that were planned",
+                stacklevel=2,
+            )
+
+    def _learn_fills(self) -> None:
+        """Gradients that have come sooner than was foreseen, on any rank, will come so again: behind a chunk that lacks
+        one, which is open until backward is over, the others are too."""
+        staging = self._chunks[0].staging if self._chunks else None
+        with self._world.ledger.paused():
+            rows = self._world.gather_json(self._began())
+        if staging is None or any(row is None for row in rows):
+            return
+        began = [min(row[stay.number] for row in rows) for stay in staging.stays]
+        stays = [replace(s, start=min(s.start, start)) for s, start in zip(staging.stays, began, strict=True)]
+        if stays != [*staging.stays]:
+            staging.replan(stays)
+
     def _move(self, placed: Placement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
-        stays = {piece.name for piece in placed.pieces if piece.moves} - placed.away
+        stays = {piece.name for piece in placed.pieces if piece.moves and piece.rest is None} - placed.away
         for link in self._optimizer.links:
             link.drain()
         if self._optimizer.shards is not None:
@@ -374,12 +442,29 @@ class Residence:
                 kept.keep_weights_on_device()
         away = {name.chunk for name in placed.away if name.kind is Kind.OPTIMIZER}
         on_disk = {name.chunk for name in placed.on_disk}
-        arena = None if placed.beside is None else lambda: Arena(placed.arena, self._device)
+        arena = None if placed.beside is None else partial(self._arena_of, placed)
         self._optimizer.settle_tiers({*range(len(self._chunks))} - away, on_disk, arena)
         if self._optimizer.shards is not None:
             self._join()
         if isinstance(self._weights, ShardedWeights):
             self._weights.replan()
+
+    def _arena_of(self, placed: Placement) -> Arena:
+        """With what rests there by turns in it."""
+        assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.tiers is not None
+        arena, types = Arena(placed.arena, self._device), self._chunks[0].types
+        places: dict[Rest, dict[int, Places]] = {}
+        for rest in Rest:
+            stays = [stay for stay in arena.plan.stays if stay.what is rest]
+            dtype = types.compute if rest is Rest.WEIGHTS else types.gradient
+            some = Places(stays, dtype, self._device, arena)
+            places[rest] = dict.fromkeys((stay.number for stay in stays), some)
+        for index, chunk in enumerate(self._chunks):
+            weights, gradients, last = (places[rest].get(index) for rest in Rest)
+            chunk.rest_by_turns(
+                weights, gradients, None if last is None else (last, self._optimizer.tiers.up)
+            )
+        return arena
 
     def _placed(self, gathered: int, activations: int, plan: GatherPlan | None = None) -> Placement:
         update = update_bytes_of(self._memory, self._chunks, self._optimizer)
@@ -391,7 +476,11 @@ class Residence:
         if not self._memory.moves and self._optimizer.tiers is not None:
             fixed["visiting"] = self._optimizer.tiers.device_bytes
         return placed_by(
-            self._memory, self._pieces(plan), fixed, self._device, beside_of(self._chunks, self._optimizer)
+            self._memory,
+            self._pieces(plan),
+            fixed,
+            self._device,
+            beside_of(self._chunks, self._optimizer, self._accumulation),
         )
 
     def _pieces(self, plan: GatherPlan | None) -> tuple[Piece, ...]:

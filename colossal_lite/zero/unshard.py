@@ -123,6 +123,16 @@ class GatherPlan:
             before = step.resident
         return times
 
+    def read_late(self, num_chunks: int) -> frozenset[int]:
+        """Of so many chunks that train, those whose shard a backward reads when their gradients may be complete."""
+        return frozenset(
+            action.chunk
+            for step in self.backward
+            for action in step.actions
+            if action.kind in (Kind.FETCH, Kind.UNSHARD) and action.resource != FROM_NEAR
+            if action.chunk is not None and num_chunks - step.launched <= action.chunk < num_chunks
+        )
+
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
 

@@ -62,7 +62,7 @@ class HostShards:
         if not is_first:
             visit = self._visitors
             weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
-            gradients = {i: resting[i] for i, _ in visit if i in resting}
+            gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
             self._weight_slots = self._places(VISITING[Kind.WEIGHTS], weights, arena)
             self._gradient_slots = self._places(VISITING[Kind.GRADIENTS], gradients, arena)
         rest = tuple(resting.values())
@@ -136,7 +136,7 @@ class HostShards:
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
                 self._bring(index, slot, weights, before)
-        if (gradient := chunk.gradient_at_rest) is not None:
+        if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
             self._bring(index, slot, gradient, before)
@@ -161,7 +161,7 @@ class HostShards:
                 if not is_whole:
                     slot.copy_(chunk.master)
             chunk.own_value = slot
-        if (gradient := chunk.gradient_at_rest) is not None:
+        if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
     def evict(self, index: int) -> None:
@@ -175,7 +175,7 @@ class HostShards:
             self._outgoing.append(transfer)
             chunk.master = weights if chunk.master is chunk.own_value else chunk.master
             chunk.own_value = weights
-        if chunk.gradient_at_rest is not None:
+        if chunk.gradient_at_rest is not None and not chunk.waits_on_device:
             del self._gradients_here[index]
             self._gradient_slots.give(index)
             chunk.gradient = chunk.gradient_at_rest

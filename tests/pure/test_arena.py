@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.memory.arena import Arena, Places, slots
-from colossal_lite.memory.pack import ARENA_ALIGN_BYTES, Stay, held_by_moment, held_stays, pack_stays
+from colossal_lite.memory.pack import ARENA_ALIGN_BYTES, Stay, held_stays, pack_stays
 from colossal_lite.zero.budget import LEAVING, VISITING, Kind
 from colossal_lite.zero.stages import (
     FILLING,
@@ -25,9 +25,21 @@ from colossal_lite.zero.stages import (
 
 CPU = torch.device("cpu")
 some_stays = st.lists(
-    st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.integers(0, 4), st.integers(0, 2000)),
+    st.tuples(
+        st.sampled_from("abc"), st.integers(0, 12), st.integers(0, 4), st.integers(0, 2000), st.integers(0, 3)
+    ),
     max_size=20,
-).map(lambda rows: [Stay(what, i, at, at + more, size) for i, (what, at, more, size) in enumerate(rows)])
+).map(lambda rows: [_stay(number, *row) for number, row in enumerate(rows)])
+
+
+def _stay(number: int, what: str, start: int, more: int, size: int, away: int) -> Stay:
+    """With a gap behind its first moment, if there is a moment behind that."""
+    gap = range(start + 1, start + 1 + away) if away < more else range(0)
+    return Stay(what, number, start, start + more, size, gap)
+
+
+def moments(stay: Stay) -> set[int]:
+    return {*range(stay.start, stay.stop + 1)} - {*stay.gap}
 
 
 @given(some_stays)
@@ -39,10 +51,14 @@ def test_whoever_is_there_at_once_is_apart_in_no_more_than_kinds_take_by_themsel
     for i, (one, (start, stop)) in enumerate(zip(plan.stays, spans, strict=True)):
         assert start % ARENA_ALIGN_BYTES == 0 and stop <= plan.bytes
         for other, (first, end) in zip(plan.stays[:i], spans[:i], strict=True):
-            at_once = one.start <= other.stop and other.start <= one.stop
+            at_once = moments(one) & moments(other)
             assert not (at_once and start < end and first < stop)
     kinds = [[stay for stay in stays if stay.what == what] for what in "abc"]
-    assert plan.held_bytes == held_stays(stays) == max(held_by_moment(stays).values(), default=0)
+    sizes = {
+        number: -(-stay.bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES for number, stay in enumerate(stays)
+    }
+    held = [sum(sizes[n] for n, stay in enumerate(stays) if moment in moments(stay)) for moment in range(20)]
+    assert plan.held_bytes == held_stays(stays) == max(held)
     assert plan.held_bytes <= plan.bytes <= sum(pack_stays(kind).bytes for kind in kinds)
     assert [stay for stay in stays if stay.bytes] == [*plan.stays]
     assert str(plan).count("\n") == len(plan.stays)

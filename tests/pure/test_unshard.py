@@ -162,3 +162,13 @@ def test_i2_any_trace_makes_a_plan_that_drops_nothing_while_it_is_used(
     covered = trace.covering(alone, alone)
     assert set().union(*(m.needs for m in covered.forward)) == set(range(7))
     assert_sound(gather_plan(covered, numels, num_chunks=7, prefetch=prefetch), numels)
+
+
+def test_a_chunk_that_backward_reads_again_when_its_gradients_are_complete_is_told() -> None:
+    """Its weights may not leave their place then."""
+    forward = tuple(Moment(frozenset({c})) for c in range(4))
+    once = [(3, 0), (2, 1), (1, 2), (0, 3)]
+    for backward, late in ((once, frozenset()), ([*once[:3], (3, 3), once[3]], {3}), ([*once, (2, 4)], {2})):
+        moments = tuple(Moment(frozenset({chunk}), launched) for chunk, launched in backward)
+        plan = gather_plan(Trace(forward, moments), dict.fromkeys(range(4), BLOCK), num_chunks=4, prefetch=0)
+        assert plan.read_late(4) == late

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from colossal_lite.memory.arena import Places
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pack import Interval, Stay
 from colossal_lite.report import MemoryRow
 from colossal_lite.zero import budget, build, homes, tiers
 from colossal_lite.zero.build import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded import ShardedWeights
+from colossal_lite.zero.stages import Rest
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
@@ -96,6 +99,14 @@ class Found:
         return [*rows, *(pair for pair in self.held if pair[0] != pair[1])]
 
 
+def by_turns(chunks: Sequence[Chunk]) -> tuple[Places, ...]:
+    """The places of what rests so."""
+    found = [
+        p for c in chunks for p in (c._weight_turns, c._gradient_turns, c._last_sums and c._last_sums[0]) if p
+    ]
+    return tuple(dict.fromkeys(found))
+
+
 def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple[str, ...] = ()) -> Found:
     """After three steps."""
     with ExitStack() as planted:
@@ -114,7 +125,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
             engine._rest()
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
-            kinds = (*slots_of(engine._chunks), *optimizer.visited)
+            kinds = (*slots_of(engine._chunks), *optimizer.visited, *by_turns(engine._chunks))
             held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
             if (arena := optimizer.arena) is not None:
                 held.append((arena.most_held_bytes, arena.plan.held_bytes))
@@ -134,6 +145,32 @@ def test_every_slot_that_is_planned_is_used_no_longer_than_planned_and_a_step_al
     row = dict(row)
     ranks, placement, chunks = row.pop("ranks"), row.pop("placement"), row.pop("chunks")
     case = replace(DEEP, world_size=ranks, chunk_bytes=CHUNKS[chunks], config=config_of(**row))
+    for found in run_world(used, ranks, case, placement, str(tmp_path)):
+        assert not found.unequal, found.unequal
+        assert not [line for line in found.made if "_copies" not in line], found.made
+
+
+BY_TURNS = covering_array(
+    dict(
+        ranks=[1, 2],
+        placement=["static", "auto, least", "auto, some", "auto, three tiers"],
+        chunks=["many", "two"],
+        prefetch=[0, 1, 2],
+        accumulation=[1, 2, 3],
+        reduction=["fast", "ordered"],
+        reshard=[True, False],
+        backend=["auto", "gloo"],
+    )
+)
+
+
+@pytest.mark.parametrize("row", BY_TURNS, ids=name_of)
+def test_so_it_is_where_weights_and_gradients_rest_by_turns(row: dict[str, Any], tmp_path: Path) -> None:
+    """As they do where masters are apart."""
+    row = dict(row)
+    ranks, placement, chunks = row.pop("ranks"), row.pop("placement"), row.pop("chunks")
+    config = config_of(3, precision="bf16", **row)
+    case = replace(DEEP, world_size=ranks, chunk_bytes=CHUNKS[chunks], config=config)
     for found in run_world(used, ranks, case, placement, str(tmp_path)):
         assert not found.unequal, found.unequal
         assert not [line for line in found.made if "_copies" not in line], found.made
@@ -198,7 +235,31 @@ def _wider(what: str) -> Callable[[], tuple[Any, str, Any]]:
     return planted
 
 
+def _rests_longer(what: Rest) -> Callable[[], tuple[Any, str, Any]]:
+    """What rests by turns in this way is there for nearly all of a step."""
+
+    def planted() -> tuple[Any, str, Any]:
+        original = budget.rests
+
+        def longer(kind: Rest, *args: Any) -> Stay:
+            stay = original(kind, *args)
+            if kind is not what:
+                return stay
+            gap = range(stay.gap.stop - 1, stay.gap.stop)
+            return replace(stay, gap=gap) if stay.gap else replace(stay, start=-2 * args[-1])
+
+        return budget, "rests", longer
+
+    return planted
+
+
 FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
+    "weights that rest by turns stay": (_rests_longer(Rest.WEIGHTS), 3, "auto, some"),
+    "gradients that rest by turns are there before they come": (
+        _rests_longer(Rest.GRADIENTS),
+        3,
+        "auto, some",
+    ),
     "a slot more for records": (lambda: (tiers, "SLOTS", tiers.SLOTS + 1), 1, "host"),
     "a slot more for records on disk": (lambda: (homes, "HOST_SLOTS", homes.HOST_SLOTS + 1), 1, "disk"),
     "a place more for weights": (_wider("weights"), 3, "all away"),
