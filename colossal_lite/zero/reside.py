@@ -615,7 +615,7 @@ def _device_problems(
     what = "at the least " if is_least else ""
     change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
     largest = "; or begin with the largest batch, beside which state is then placed" if whose else ""
-    others = "" if is_least else ", or memory.placement='auto', or a higher zero.stage"
+    others = "" if is_least else ", or, if that is enough, memory.placement='auto' or a higher zero.stage"
     legal = f"{need:,} or more{f'; or {change}' if change else others}{largest}"
     yield Problem(
         "memory.device_budget", budget, f"{whose}the device needs {need:,} bytes {what}({rows})", legal
