@@ -18,7 +18,9 @@ before it runs: it is let in where it fits beside what has been settled, and els
 Where nobody can foretell it, it is taken to need no more than in proportion to the largest that was measured, by the
 square of the length. So ranks tell each other the shape of every batch. Evaluations before the first step are measured,
 and refused, if they held more than fits, when they are over. What is advised where nothing fits has been planned as it
-is told. Cost: the run without tensors, one exchange of two numbers a batch; counting makes the first step slower.
+is told. Cost: the run without tensors, for which torch loads some
+150 MB of its own code (torch._dynamo, sympy) into the process, which `plan` does not count; one exchange of two numbers
+a batch; counting makes the first step slower.
 
 A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
 of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
