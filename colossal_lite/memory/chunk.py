@@ -122,6 +122,14 @@ class PartOnHost(OwnedPart):
 class Chunk(OwnedPart, WeightChunk):
     """The buffers of one `ChunkSpec` on this rank."""
 
+    # What `rest_by_turns` gives.
+    _weight_turns: Places | None = None
+    _gradient_turns: Places | None = None
+    _last_sums: tuple[Places, Link] | None = None
+    # The sums before the last one on their way back to the device, and a sum on its way to the host.
+    _coming: Transfer | None = None
+    _sent: tuple[Transfer, ...] = ()
+
     def __init__(
         self,
         spec: ChunkSpec,
@@ -179,12 +187,6 @@ class Chunk(OwnedPart, WeightChunk):
         """This rank's sum of the gradient, where it rests on the host."""
         self.outbox: Outbox | None = None
         """By which sums go to the host."""
-        self._weight_turns: Places | None = None
-        self._gradient_turns: Places | None = None
-        self._last_sums: tuple[Places, Link] | None = None
-        self._coming: Transfer | None = None
-        self._sent: tuple[Transfer, ...] = ()
-        """The last sum on its way to the host."""
         if consumes:
             self.gradient = zeros_on(device, 0, types.gradient)
         elif by_micro_batch:
