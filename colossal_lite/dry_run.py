@@ -142,7 +142,7 @@ class DryRun:
         recompute(module, config.activation_checkpoint, streams)
         dtype = Precision.of(config.precision).compute
         for parameter in module.parameters():
-            parameter.data = torch.empty_like(parameter, dtype=dtype)
+            parameter.data = _new(parameter, dtype)
         return module.train(), replace(done, specs=by_order(done.specs, tuple(order))), streams
 
     def whole(self, module: nn.Module, done: Parallelized) -> Whole:
@@ -230,7 +230,7 @@ class DryRun:
         chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
         frozen = build_frozen(packed, self.config, self.mesh, META)
         for chunk in (*chunks, *frozen):
-            chunk.adopt(named, {e.name: torch.empty_like(named[e.name]) for e in chunk.spec.entries})
+            chunk.adopt(named, {e.name: _new(named[e.name], named[e.name].dtype) for e in chunk.spec.entries})
         hooks = GradientHooks(chunks, named)
         weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention(), self.forms:
@@ -248,7 +248,9 @@ class DryRun:
         self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
     ) -> dict[int, StageCost]:
         """What one micro-batch costs on each stage."""
-        part, found = self.batch(done, streams, samples), dict[int, StageCost]()
+        with self.forms:
+            part = self.batch(done, streams, samples)
+        found: dict[int, StageCost] = {}
         carried: Tensor | None = None
         queue, splits = WeightQueue(), splits_backward(self.config.parallel.pipeline)
         if splits:
@@ -418,6 +420,10 @@ def _flash(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return out
+
+
+def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=META)
 
 
 def bytes_of(tensor: Tensor) -> int:

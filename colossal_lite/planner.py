@@ -28,7 +28,7 @@ from colossal_lite.parallel.roles import ModelFacts
 from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_step, samples_of
 from colossal_lite.problems import ConfigError, Problem
 from colossal_lite.rng import on_meta
-from colossal_lite.run_plan import RunPlan
+from colossal_lite.run_plan import RunPlan, libraries_bytes
 from colossal_lite.staged_plan import staged_plan
 from colossal_lite.zero.build import build_chunks, build_frozen
 
@@ -92,6 +92,7 @@ def plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         residence=str(placed) if placed else "",
+        libraries_bytes=libraries_bytes(config),
     )
 
 

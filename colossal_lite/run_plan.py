@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossal_lite.comm import LedgerRow
+from colossal_lite.config import Config
 
 # Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
 # resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: what glibc keeps of the
 # memory that is freed within a step, 14 to 26 % of it over five models of 260 to 620 MB; with its threshold for mapping
 # held at 128 KiB (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
 LIBRARIES_BYTES = 40 * 2**20
+COMPILER_BYTES = 140 * 2**20
+"""Of torch's compiler, which torch loads the first time that a block is computed again or compiled."""
 ALLOCATOR_SHARE = 0.2
 
 STATE = (
@@ -63,6 +66,8 @@ class RunPlan:
     """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
     residence: str = ""
     """What rests where under a budget, chunk by chunk, and what a step moves; empty without one."""
+    libraries_bytes: int = LIBRARIES_BYTES
+    """That a process on a CPU loads beside torch's import."""
 
     @property
     def peak_bytes(self) -> int:
@@ -89,7 +94,7 @@ class RunPlan:
         """What a process on a CPU holds at the most, less what importing torch takes. Where ranks read what others
         have posted, they read about as much as they post, and have it resident too."""
         kept = round(ALLOCATOR_SHARE * (self.peak_bytes - self.state_bytes))
-        return self.peak_bytes + self.host_bytes + self.bytes_of("exchange") + LIBRARIES_BYTES + kept
+        return self.peak_bytes + self.host_bytes + self.bytes_of("exchange") + self.libraries_bytes + kept
 
     @property
     def payload_bytes(self) -> int:
@@ -126,6 +131,12 @@ class RunPlan:
         if self.device_bytes is None:
             return "the device's memory is not known"
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
+
+
+def libraries_bytes(config: Config) -> int:
+    """What a process that trains so loads beside torch's import; what compiling itself takes is not known."""
+    compiler = config.activation_checkpoint != "none" or config.compile != "none"
+    return LIBRARIES_BYTES + COMPILER_BYTES * compiler
 
 
 def table(made: RunPlan) -> Any:

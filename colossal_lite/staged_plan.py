@@ -31,7 +31,7 @@ from colossal_lite.pipeline.units import Stages, lay_out
 from colossal_lite.plan import SENDS, Action, Kind, Plan, check
 from colossal_lite.planned_step import batch_terms, exchange_rows, memory_rows, record_agreement, samples_of
 from colossal_lite.problems import ConfigError, Problem
-from colossal_lite.run_plan import Held, RunPlan, Term
+from colossal_lite.run_plan import Held, RunPlan, Term, libraries_bytes
 from colossal_lite.simulate import grid, simulate
 from colossal_lite.zero.build import build_chunks, sharding_of
 from colossal_lite.zero.unshard import Trace, gather_plan
@@ -92,6 +92,7 @@ def staged_plan(
         micro_batches=pieces,
         device_bytes=device_bytes,
         schedule=_drawn(pipeline, shape, stages),
+        libraries_bytes=libraries_bytes(config),
     )
 
 

@@ -1,11 +1,12 @@
-"""What forms an operation on meta tensors gives: asked of torch once, and remembered.
+"""What forms an operation on meta tensors gives: by a rule, or asked of torch; once, and remembered.
 
 Note: a form is shape, strides and dtype.
-On the meta device an operation only works out the forms of what it gives, and torch does much of that in Python: 1 to
-6 ms for a norm, its backward or a GELU.  A run without tensors does the same operations again in every block, with
-arguments of the same forms.  What is remembered gives empty tensors of its own: so only operations are remembered whose
-schema says that nothing they take is changed or given back, and which kept to it when they were asked.
-Cost: 20 us an operation; a plan takes a third of the time.
+On the meta device an operation only works out the forms of what it gives.  Torch does much of that in Python, which
+takes 1 to 6 ms for a norm, its backward or a GELU, and loads its compiler: so a transformer's operations have rules of
+their own (memory/rules.py), and torch is asked for the others.  A run without tensors does the same operations again in
+every block, with arguments of the same forms.  What is remembered gives empty tensors of its own: so only operations
+are remembered whose schema says that nothing they take is changed or given back, and which kept to it when they were
+asked.  Cost: 20 us an operation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.memory.rules import GIVEN_OUT, IN_PLACE, RULES, Form
 
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
@@ -38,13 +41,18 @@ class Forms(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`func(*args, **kwargs)`, or something of the same forms."""
+        written = _written(func, args, kwargs)
+        if written is not None:
+            return written
         pure = self._is_pure.get(func)
         if pure is None:
             pure = self._is_pure[func] = _is_pure(func)
         key = (func, _key(args), _key(tuple(kwargs.items()))) if pure else None
         if key is None or None in key:
             return func(*args, **kwargs)
-        if key not in self._given:
+        if key not in self._given and (form := _by_rule(func, args, kwargs)) is not None:
+            self._given[key] = form
+        elif key not in self._given:
             out = func(*args, **kwargs)
             self._given[key] = _forms(out, (args, tuple(kwargs.values())))
             return out
@@ -55,7 +63,29 @@ class Forms(TorchDispatchMode):
         return made if len(func._schema.returns) > 1 else made[0]
 
 
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that it writes, and gives, as it is; None if that is for torch to say."""
+    if func in IN_PLACE and _is_here(args, kwargs):
+        return args[0]  # type: ignore[no-any-return]
+    if func not in GIVEN_OUT or not _is_here((args, kwargs), {}):
+        return None
+    out: Tensor = kwargs["out"]
+    forms = GIVEN_OUT[func](*args)
+    return out if forms is not None and forms[0] and forms[0][0::2] == (tuple(out.shape), out.dtype) else None
+
+
+def _by_rule(func: Any, args: Any, kwargs: Any) -> tuple[Form | None, ...] | None:
+    """What our own rules say that it gives; None if that is for torch to say."""
+    rule = RULES.get(func)
+    return rule(*args, **kwargs) if rule is not None and _is_here(args, kwargs) else None
+
+
+def _is_here(args: Any, kwargs: Any) -> bool:
+    """Whether what an operation takes is on meta, and what it gives is to be there."""
+    tensors, device = list(tensors_in(args)), kwargs.get("device")
+    if not all(x.is_meta for x in tensors):
+        return False
+    return bool(tensors) if device is None else device.type == "meta"
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +14,13 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.forms import Forms
+from colossal_lite.memory.rules import IN_PLACE, RULES
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.planner import plan
 from tests.covering import covering_array, name_of
+from tests.pure.test_rules import form, meant
 
+ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
 aten = torch.ops.aten
 
@@ -130,6 +136,17 @@ FAMILIES: dict[str, Any] = dict(
 )
 
 
+def asked_too(forms: Forms, func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch says, which our rule must say too."""
+    told = RULES[func](*args, **kwargs) if func in RULES else None
+    out = func(*args, **kwargs)
+    assert told is None or meant(told) == meant(
+        tuple(map(form, out if isinstance(out, tuple) else (out,)))
+    ), func
+    assert func not in IN_PLACE or out is args[0]
+    return out
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_plan_is_the_same_where_every_operation_is_asked(row: dict[str, Any]) -> None:
     model = GPTConfig(
@@ -148,5 +165,31 @@ def test_a_plan_is_the_same_where_every_operation_is_asked(row: dict[str, Any]) 
         world_size=world_size, trains=row["trains"],
     )  # fmt: skip
     found = made()
-    with patch.object(Forms, "run", lambda self, func, args, kwargs: func(*args, **kwargs)):
+    with patch.object(Forms, "run", asked_too):
         assert made() == found
+
+
+LIGHT = """
+import sys
+from functools import partial
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.planner import plan
+from tests.pure.test_forms import FAMILIES, GRIDS
+
+for family in FAMILIES.values():
+    model = GPTConfig(layers=2, width=32, heads=4, vocabulary=64, sequence=16, dropout=0.1, **family)
+    for size, parallel in [*GRIDS.values(), (2, dict(sequence=dict(size=2, mode="ulysses")))]:
+        for precision in ("bf16", "fp32"):
+            stage = 0 if "pipeline" in parallel else 3
+            config = dict(parallel=parallel, precision=precision, zero=dict(stage=stage))
+            plan(config, partial(GPT, model), batch=8, sequence=16, world_size=size)
+print([name for name in ("torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes") if name in sys.modules])
+"""
+
+
+def test_a_run_without_tensors_loads_nothing_of_torch_s_compiler() -> None:
+    """145 MB of each rank that trains under a budget, and 1.4 s of every plan."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.strip() == "[]", ended

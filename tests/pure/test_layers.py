@@ -37,13 +37,14 @@ PURE = {
     ),
 }
 LEVELS: tuple[set[str], ...] = (
-    {"exchange", "kernels", "memory.forms", "memory.lane", "watch", *PURE},
+    {"exchange", "kernels", "memory.lane", "memory.rules", "watch", *PURE},
     {
         "comm",
         "host_wire",
         "keep",
         "memory.arena",
         "memory.disk",
+        "memory.forms",
         "memory.host",
         "memory.mover",
         "memory.store",

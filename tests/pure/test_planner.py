@@ -87,7 +87,7 @@ def test_state_is_the_formula_and_tensor_parallelism_cuts_it() -> None:
 def test_a_world_of_4096_takes_at_most_3_s_of_cpu() -> None:
     """A whole process, torch's import left out."""
     code = (
-        "import time, torch, torch._dynamo; start = time.process_time(); "
+        "import time, torch; start = time.process_time(); "
         "from colossal_lite.planner import parse_model, plan; "
         "made = plan(dict(parallel=dict(tensor=8)), parse_model('llama-70B'), batch=4096, sequence=4096, "
         "world_size=4096, rank=4095); print(time.process_time() - start, made.parameters)"
