@@ -9,6 +9,8 @@ says so.  Beside a device that is emulated, memory of the host is memory.
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import warnings
 import weakref
 from contextlib import suppress
@@ -18,6 +20,12 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.records import PAGE_BYTES
+
+
+def give_back_freed() -> None:
+    """What this process has freed goes back to the system, which the C library may keep: glibc can be told to."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:

@@ -248,6 +248,8 @@ class Placement:
     on_disk: frozenset[Name] = frozenset()
     """Optimizer records, none of which is in `on_host`."""
     host_budget: int | None = None
+    first_host_bytes: int = 0
+    """On the host before the first update, if that has a budget."""
 
     @property
     def away(self) -> frozenset[Name]:
@@ -315,10 +317,11 @@ class Placement:
 
     def __str__(self) -> str:
         lines = [f"{kind:<12} {tier:<6} {held:>14,}" for kind, tier, held in self.rows]
-        of = "" if self.budget is None else f" of {self.budget:,}"
-        lines.append(f"{'device':<19} {self.device_bytes:>14,}{of}")
+        lines.append(_held("device", self.device_bytes, self.budget))
         if self.host_budget is not None:
-            lines.append(f"{'host':<19} {self.host_bytes:>14,} of {self.host_budget:,}")
+            lines.append(_held("host", self.host_bytes, self.host_budget))
+            if self.first_host_bytes > self.host_bytes:
+                lines.append(_held("host at first", self.first_host_bytes, self.host_budget))
         for kind in Kind:
             if kind is Kind.LAST_SUM or (
                 kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces)
@@ -335,6 +338,11 @@ class Placement:
         if self.on_disk:
             lines.append(f"disk in a step: {self.read_bytes:,} read, {self.read_bytes:,} written")
         return "\n".join(lines)
+
+
+def _held(tier: str, held_bytes: int, budget: int | None) -> str:
+    of = "" if budget is None else f" of {budget:,}{': does not fit' if held_bytes > budget else ''}"
+    return f"{tier:<19} {held_bytes:>14,}{of}"
 
 
 def visiting_bytes(

@@ -18,9 +18,8 @@ before it runs: it is let in where it fits beside what has been settled, and els
 Where nobody can foretell it, it is taken to need no more than in proportion to the largest that was measured, by the
 square of the length. So ranks tell each other the shape of every batch. Evaluations before the first step are measured,
 and refused, if they held more than fits, when they are over. What is advised where nothing fits has been planned as it
-is told. Cost: the run without tensors, for which torch loads some
-150 MB of its own code (torch._dynamo, sympy) into the process, which `plan` does not count; one exchange of two numbers
-a batch; counting makes the first step slower.
+is told. Cost: the run without tensors, some milliseconds a block; one exchange of two numbers a batch; counting makes
+the first step slower.
 
 A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
 of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
@@ -43,6 +42,7 @@ import torch
 from colossal_lite.comm import AxisComm
 from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.host import give_back_freed
 from colossal_lite.memory.pack import Stay, pack_stays
 from colossal_lite.memory.placement import MemoryConfig
 from colossal_lite.memory.tracer import AllocatedBytes, LiveBytes
@@ -210,8 +210,12 @@ def placed_by(
 ) -> Placement:  # fmt: skip
     """Where these pieces rest by a config under which they move; `beside` as `Placement` has it."""
     if memory.placement == "static":
-        return divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget, beside)
-    return _sunk_by(memory, place(pieces, fixed, memory.device_budget, beside), device)
+        placed = divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget, beside)
+    else:
+        placed = _sunk_by(memory, place(pieces, fixed, memory.device_budget, beside), device)
+    budget = memory.host_budget
+    first_bytes = 0 if budget is None else _first_host_bytes(memory, placed, device)
+    return replace(placed, host_budget=budget, first_host_bytes=first_bytes)
 
 
 def _sunk_by(memory: MemoryConfig, placed: Placement, device: torch.device) -> Placement:
@@ -220,6 +224,16 @@ def _sunk_by(memory: MemoryConfig, placed: Placement, device: torch.device) -> P
         return placed
     assert memory.host_budget is not None
     return sink(placed, memory.host_budget, landing_bytes(_gradients_on_host(placed), device))
+
+
+def _first_host_bytes(memory: MemoryConfig, placed: Placement, device: torch.device) -> int:
+    """On the host before the first update, when all that may rest off the device does."""
+    every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+    return _host_bytes(_sunk_by(memory, replace(placed, on_host=every, on_disk=frozenset()), device), device)
+
+
+def _host_bytes(placed: Placement, device: torch.device) -> int:
+    return placed.host_bytes + landing_bytes(_gradients_on_host(placed), device)
 
 
 def _gradients_on_host(placed: Placement) -> list[int]:
@@ -398,6 +412,8 @@ class Residence:
         self._refuse(placed)
         self.placement = placed
         if self._memory.moves:
+            if self._device.type == "cpu":
+                give_back_freed()  # the first step's activations lie where state is to come
             self._move(placed)
 
     def _tell_further(self, placed: Placement) -> None:
@@ -506,9 +522,7 @@ class Residence:
         memory, budget = self._memory, self._memory.host_budget
         if budget is None:
             return
-        held, first = self._host_bytes(placed), 0
-        if memory.spills and memory.moves:
-            first = self._host_bytes(self._at_first(placed))
+        held, first = self._host_bytes(placed), placed.first_host_bytes
         if max(held, first) > budget:
             least = " at the least" if memory.spills else ""
             when = ", before the device takes any" if first > held else ""
@@ -522,16 +536,11 @@ class Residence:
 
     def _host_bytes(self, placed: Placement) -> int:
         if self._memory.moves:
-            return placed.host_bytes + landing_bytes(_gradients_on_host(placed), self._device)
+            return _host_bytes(placed, self._device)
         found = self._optimizer.tiers.host_bytes if self._optimizer.tiers else 0
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below:
             found += self._optimizer.below.host_bytes
         return found
-
-    def _at_first(self, placed: Placement) -> Placement:
-        """Before the first update: all that may rest off the device does."""
-        every = frozenset(piece.name for piece in placed.pieces if piece.moves)
-        return _sunk_by(self._memory, replace(placed, on_host=every, on_disk=frozenset()), self._device)
 
     def _on_disk_instead(self, placed: Placement) -> int | None:
         """Bytes that would rest on disk, at the most, if there were one; None if that would not help."""

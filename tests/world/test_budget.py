@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite import planner
-from colossal_lite.config import ConfigError
+from colossal_lite.config import Config, ConfigError
 from colossal_lite.engine import Engine
 from colossal_lite.memory.arena import Places
 from colossal_lite.memory.lane import LinkSpeed
@@ -904,6 +904,41 @@ def test_a_host_budget_is_held_too() -> None:
     memory = dict(placement="auto", device_budget=380_000, host_budget=1000)
     for text in run_world(refused, 2, replace(DEEP, config=config_of(3, precision="bf16")), memory, 1):
         assert "memory.host_budget = 1000" in text and "memory.device_budget = " not in text
+
+
+def first_on_host(env: RankEnv, case: Case, memory: dict[str, Any]) -> tuple[int, int, list[str]]:
+    """Bytes on the host when the engine has been made, and after a step; what `plan` says under this host's budget, and
+    one that is a byte smaller."""
+    with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
+        engine = start(case, context)
+        first = on_tier(engine, "host")
+        list(steps_of(engine, context, case, [0]))
+        told = [
+            planner.plan(
+                Config.load(context.config, ["--memory.host_budget", str(budget)]), case.model,
+                batch=case.global_batch, sequence=case.tokens, world_size=env.world_size,
+            ).residence
+            for budget in (memory["host_budget"], memory["host_budget"] - 1)
+        ]  # fmt: skip
+        return first, on_tier(engine, "host"), told
+
+
+@pytest.mark.parametrize("placement", ["auto", "static"])
+def test_a_host_budget_holds_before_the_device_takes_any_too(placement: str) -> None:
+    """Until the first update all that may move rests on the host, however large the device; `plan` tells it."""
+    case = replace(DEEP, config=config_of(3, precision="bf16"))
+    memory: dict[str, Any] = dict(placement=placement, device_budget=2**30)
+    if placement == "static":
+        memory["host_fraction"] = dict(optimizer=0.3)
+    text = run_world(refused, 2, case, memory | dict(host_budget=1000), 0)[0]
+    found = re.search(r"host_budget = 1000: ([\d,]+) bytes .*, before the device takes any", text)
+    assert found, text
+    need = int(found[1].replace(",", ""))
+    assert "the device takes any" in run_world(refused, 2, case, memory | dict(host_budget=need - 1), 0)[0]
+    for first, then, (fits, does_not) in run_world(first_on_host, 2, case, memory | dict(host_budget=need)):
+        assert first == need > then
+        assert re.search(rf"host at first +{need:,} of {need:,}$", fits, re.M), fits
+        assert re.search(rf"host at first +{need:,} of {need - 1:,}: does not fit$", does_not, re.M), does_not
 
 
 # ---- three tiers ----

@@ -430,21 +430,39 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": dict(precision="bf16", memory=dict(placement="host")),
     "disk": dict(precision="bf16"),
     "auto": dict(precision="fp32", zero=dict(stage=3), memory=dict(placement="auto", device_budget="320MiB")),
+    "auto, by turns": dict(
+        precision="bf16", zero=dict(stage=3), memory=dict(placement="auto", device_budget="260MiB")
+    ),
+    "static": dict(
+        precision="bf16",
+        zero=dict(stage=3),
+        memory=dict(placement="static", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.5)),
+    ),
+    "disk, beside host and device": dict(
+        precision="bf16",
+        zero=dict(stage=3),
+        memory=dict(placement="auto", device_budget="190MiB", host_budget="150MiB"),
+    ),
+    "updated on the host": dict(precision="bf16", memory=dict(placement="host", update="host")),
+    "updated in backward": dict(precision="fp32", optimizer=dict(type="adamw", update="backward")),
 }
+IN_SUITE = ("device", "disk", "auto, by turns")
 
 
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="resident memory is glibc's and Linux's to tell"
 )
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n in ("host", "auto"))) for n in PLACEMENTS]
+    "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n not in IN_SUITE)) for n in PLACEMENTS]
 )
 def test_a_whole_process_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     """DESIGN 9: within 10 %, on the model of its table, with AdamW; and wherever its state rests."""
     model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
     config = PLACEMENTS[name]
     if name.startswith("disk"):
-        config = config | dict(memory=dict(placement="disk", disk_dir=str(tmp_path)))
+        config = config | dict(
+            memory=config.get("memory", dict(placement="disk")) | dict(disk_dir=str(tmp_path))
+        )
     foretold = plan(config, GPTConfig(**model), batch=4, sequence=256, world_size=1)
     assert resident_bytes(model, 4, config) == pytest.approx([foretold.process_bytes], rel=0.10)
 
