@@ -156,8 +156,7 @@ def most_at_once(chunks: Collection[int], width: int) -> int:
     return max((sum(c + n in chunks for n in range(width)) for c in chunks), default=0)
 
 
-@dataclass(frozen=True, order=True)
-class Name:
+class Name(NamedTuple):
     """What of which chunk."""
 
     chunk: int
@@ -459,9 +458,9 @@ def place(
     for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
         others = frozenset(name for name in on_host if name.kind is not kind)
         on_host = others | frozenset(_fewest(pieces, kind, others, least))
-    room_bytes = budget - at(on_host).device_bytes
+    room_bytes, groups = budget - at(on_host).device_bytes, _by_worth(_by_chunk(pieces), on_host)
     for _ in range(GAPS_TRIED):
-        tried = _filled(pieces, on_host, least, room_bytes)
+        tried = _filled(pieces, groups, on_host, least, room_bytes)
         if (over := at(tried[-1]).device_bytes - budget) <= 0:
             return at(tried[-1])
         room_bytes -= over
@@ -474,11 +473,15 @@ GAPS_TRIED = 4
 
 
 def _filled(
-    pieces: Sequence[Piece], on_host: frozenset[Name], least: _Least, room_bytes: int
+    pieces: Sequence[Piece],
+    groups: Iterable[list[Step]],
+    on_host: frozenset[Name],
+    least: _Least,
+    room_bytes: int,
 ) -> list[frozenset[Name]]:
-    """What rests on the host, with less and less of it, what moves most per byte first, as far as there is room."""
+    """What rests on the host, with less and less of it, the first of `groups` first, as far as there is room."""
     visiting, tried, of_chunk = least(on_host), [on_host], _by_chunk(pieces)
-    for group in _by_worth(of_chunk, on_host):
+    for group in groups:
         # All of a kind or the rest of it first: with the last of them go its slots.
         for some in (group, *([step] for step in group)):
             names = frozenset(piece.name for step in some for piece in step) & on_host

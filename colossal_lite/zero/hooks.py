@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -59,8 +60,13 @@ class GradientHooks:
         """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
         where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
+        # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that
+        # it hangs on too, and no model would ever be freed after an engine that was not closed.
+        arrive = WeakMethod(self._arrive)
         self._handles = [
-            parameters[entry.name].register_post_accumulate_grad_hook(partial(self._arrive, number, index))
+            parameters[entry.name].register_post_accumulate_grad_hook(
+                partial(_hand_on, arrive, number, index)
+            )
             for number, chunk in enumerate(self._chunks)
             for index, entry in enumerate(chunk.spec.entries)
         ]
@@ -202,6 +208,13 @@ class GradientHooks:
             while self._complete < len(self._chunks) and self._missing[-1 - self._complete] == 0:
                 self._complete += 1
             self.start_ready()
+
+
+def _hand_on(arrive: WeakMethod[Callable[..., None]], number: int, index: int, parameter: Tensor) -> None:
+    """A gradient has come; where the hooks are gone with their engine, it stays with its parameter."""
+    method = arrive()
+    if method is not None:
+        method(number, index, parameter)
 
 
 def nothing(chunk: Chunk) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from tests.parity import Case, initial_values, relative_error, serial_run
+from colossal_lite.zero.hooks import GradientHooks
+from tests.parity import Case, initial_values, relative_error, serial_run, start
 from tests.pool import RankEnv, WorldError, run_world
 
 SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=7, timeout_s=30)
@@ -334,3 +338,52 @@ MISUSES = {
 def test_misuse_is_refused_in_words(what: str) -> None:
     with pytest.raises(WorldError, match=MISUSES[what]):
         run_world(misused, 2 if what == "differs" else 1, what)
+
+
+# ---- an engine that nobody has any more ----
+
+MADE: list[ref[GradientHooks]] = []
+"""All hooks of this process: those of runs without tensors, which plan, too."""
+
+
+def left_open(env: RankEnv, case: Case, steps: int) -> tuple[int, int]:
+    """Steps of an engine that is never closed; how many hooks were made, and how many are there when it is dropped."""
+    init = GradientHooks.__init__
+
+    def noted(hooks: GradientHooks, *args: Any) -> None:
+        init(hooks, *args)
+        MADE.append(ref(hooks))
+
+    MADE.clear()
+    with pytest.MonkeyPatch.context() as patch, env.launch(case.full_config) as context:
+        patch.setattr(GradientHooks, "__init__", noted)
+        engine, cut = start(case, context), context.local_batch(case.global_batch)
+        model = ref(engine.model)
+        for step in range(steps):
+            inputs, labels = case.batch(step)
+            engine.train_step((inputs[cut], labels[cut]))
+    del engine
+    gc.collect()
+    assert model() is None, "the model"
+    return len(MADE), sum(hooks() is not None for hooks in MADE)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("stage", "memory", "pipeline"),
+    [
+        (0, {}, 1),
+        (2, dict(placement="static", host_fraction=dict(optimizer=1.0)), 1),
+        (3, {}, 1),
+        (3, dict(placement="auto", device_budget="500KB"), 1),
+        (1, {}, dict(size=2, schedule="zb-h1", micro_batches=2)),
+    ],
+)
+def test_an_engine_that_was_not_closed_leaves_nothing_behind(
+    stage: int, memory: dict[str, Any], pipeline: Any, steps: int
+) -> None:
+    """Its hooks hang on parameters where the garbage collector does not look."""
+    config = dict(zero=dict(stage=stage), optimizer=dict(type="adamw", lr=0.1), memory=memory)
+    case = replace(Case(pipeline=pipeline, config=config), global_batch=4)
+    for made, left in run_world(left_open, 2, case, steps):
+        assert made > 0 and left == 0
