@@ -851,7 +851,8 @@ def _residence_of(
     try:
         return Residence(
             context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
-            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), began=lambda: hooks.began,
+            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
+            began=lambda: hooks.began,
         )  # fmt: skip
     except BaseException:
         optimizer.close()  # it may have a file

@@ -59,7 +59,8 @@ class MemoryConfig(Section):
     device_budget: Budget | None = None
     """Bytes on each device, activations included; None: what the device has."""
     host_budget: Budget | None = None
-    """Bytes of host memory for each rank; None: no limit."""
+    """Bytes of host memory for each rank; None: no limit. What an engine leaves in a store when it is closed is among
+    them."""
     disk_dir: str | None = None
     """Directory of the disk tier: for placement='disk', and for what 'host' and 'auto' keep off the device beyond
     host_budget; without that nothing of theirs goes to disk."""
@@ -108,7 +109,8 @@ class MemoryConfig(Section):
 
     def unread(self) -> Iterable[Unread]:
         if self.placement == "device":
-            yield Unread("host_budget", "placement='device' keeps all model state on the device")
+            why = "placement='device' keeps all model state on the device (a store alone takes it from there)"
+            yield Unread("host_budget", why)
         if self.placement == "auto" and self.device_budget is None:
             yield Unread("placement", "without device_budget all model state rests on the device")
         if self.records_tier == "device":

@@ -232,15 +232,16 @@ class Residence:
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: Weights,
         optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device,
-        frozen: Sequence[WeightChunk], apart_bytes: int, began: Callable[[], Sequence[int] | None],
+        frozen: Sequence[WeightChunk], apart_bytes: int, outlives: bool, began: Callable[[], Sequence[int] | None],
     ) -> None:  # fmt: skip
-        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `began` tells
-        of a backward as `StageHooks.began`. Raises ConfigError for a budget that is too small for any batch."""
+        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `outlives`: all
+        state comes to a store when the engine is closed; `began` tells of a backward as `StageHooks.began`. Raises
+        ConfigError for a budget that is too small for any batch."""
         self._began, self._has_told = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
-        self._device = device
+        self._device, self._outlives = device, outlives
         self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: Placement | None = None
         """Where everything rests; None before the first update."""
@@ -506,10 +507,16 @@ class Residence:
         memory, budget = self._memory, self._memory.host_budget
         if budget is None:
             return
-        held, first = self._host_bytes(placed), 0
-        if memory.spills and memory.moves:
-            first = self._host_bytes(self._at_first(placed))
-        if max(held, first) > budget:
+        at_first = self._at_first(placed) if memory.spills and memory.moves else None
+        held, first = self._host_bytes(placed), self._host_bytes(at_first) if at_first else 0
+        left = max(self._left_bytes(each) for each in (placed, at_first) if each) if self._outlives else 0
+        if left > max(held, first, budget):
+            rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
+            legal = (
+                f"{left:,} or more, more ranks; or no store: a checkpoint hands on what the host cannot hold"
+            )
+            yield Problem("memory.host_budget", budget, rule, legal)
+        elif max(held, first) > budget:
             least = " at the least" if memory.spills else ""
             when = ", before the device takes any" if first > held else ""
             rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
@@ -527,6 +534,20 @@ class Residence:
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below:
             found += self._optimizer.below.host_bytes
         return found
+
+    def _left_bytes(self, placed: Placement) -> int:
+        """On the host while the engine is closed, when weights and records that rest elsewhere have come to its store,
+        and gradients and buffers are still there."""
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        stored = (Kind.WEIGHTS, Kind.OPTIMIZER)
+        there = sum(
+            p.resting_bytes for p in placed.pieces if p.name in placed.on_host and p.name.kind in stored
+        )
+        if not self._memory.moves and self._optimizer.tiers:
+            there = self._optimizer.tiers.record_bytes("host")
+        records = sum(map(self._optimizer.record_bytes, range(len(self._chunks))))
+        weights = sum(chunk.types.resting_bytes(chunk.own_value.numel()) for chunk in self._chunks)
+        return self._host_bytes(placed) - there + records + weights
 
     def _at_first(self, placed: Placement) -> Placement:
         """Before the first update: all that may rest off the device does."""
