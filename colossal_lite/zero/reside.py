@@ -315,13 +315,17 @@ class Residence:
         """On a GPU what is there beside the state of this moment, all of whose pieces rest on the host, counts too."""
         if self._device.type != "cuda":
             return LiveBytes()
-        fixed, pieces = fixed_of(self._chunks, self._optimizer), self._pieces(None)
-        if not self._memory.moves and self._optimizer.tiers is not None:
-            fixed["visiting"] = self._optimizer.tiers.device_bytes
+        fixed, pieces = fixed_of(self._chunks, self._optimizer) | self._visiting, self._pieces(None)
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
             slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
+
+    @property
+    def _visiting(self) -> dict[str, int]:
+        """Slots on the device of records that visit it, where these are no pieces."""
+        tiers = self._optimizer.tiers
+        return {} if self._memory.moves or tiers is None else {"visiting": tiers.device_bytes}
 
     @property
     def _frozen_bytes(self) -> int:
@@ -476,12 +480,10 @@ class Residence:
             "frozen": self._frozen_bytes,
             "activations": max(activations, update),
         }
-        if not self._memory.moves and self._optimizer.tiers is not None:
-            fixed["visiting"] = self._optimizer.tiers.device_bytes
         return placed_by(
             self._memory,
             self._pieces(plan),
-            fixed,
+            fixed | self._visiting,
             self._device,
             beside_of(self._chunks, self._optimizer, self._accumulation),
         )
