@@ -76,7 +76,7 @@ def initialize(
     `store`: where the engine leaves its state under the name `task` when it is closed, for the next engine of that task
     in this process, which goes on with it as if there had been one engine: weights, masters, moments, step counts, loss
     scale and buffers (frozen parameters are the model's).  Raises ValueError on every rank if what was left there is
-    not what this engine has; then it is still there.
+    not what this engine has; then it is still there.  ConfigError if memory.host_budget has no room for what it leaves.
     """
     if store is None:
         records = TaskRecords(task, context.device)

@@ -10,7 +10,8 @@ is told whom it waits for.
 
 A load reads the newest checkpoint that is whole.  Each slice is read entirely, checked, and copied where it meets what
 the rank holds, or read there at once if it fits as it is; a fault names the file and the tensor, and all ranks go on
-with the checkpoint before it.
+with the checkpoint before it.  A disk that does not answer is a fault too, and for good: a read that wakes later would
+write into what another load has filled.
 
 Cost: extra memory of nine slices (16 MiB each) when loading, none for what is read in place; three when saving in
 step; asynchronous, what the rank owns.
@@ -29,12 +30,13 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +61,7 @@ from colossal_lite.manifest import (
     reads,
     writes,
 )
+from colossal_lite.memory.disk import Workers
 from colossal_lite.memory.mover import to_host
 from colossal_lite.shard import ShardSpec
 from colossal_lite.slices import Fragment, extent, strides_of
@@ -73,6 +76,11 @@ ATTEMPTS = 2
 """how often a save is tried before it is given up"""
 SHARED_S = 10.0
 """how long a network file system may take to show one rank's directory to another"""
+DISK_S = 600.0
+"""how long a disk may take for one slice where no configuration says it (`timeout_s`)"""
+GRACE_S = 5.0
+"""how much longer a save in a thread is waited for: what it waits for itself is told of first; and how long the end of
+what nobody wants any more"""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -82,6 +90,11 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _STEP = re.compile(r"step-(\d{8,14})(?:-(\d{1,6}))?")
 _HIDDEN = ".tmp-"
+T = TypeVar("T")
+
+
+class LateError(CheckpointError):
+    """A disk does not answer: a thread may be within a read or a write for ever, or come back at any time."""
 
 
 class Store(Protocol):
@@ -234,9 +247,12 @@ def verify(path: Path) -> Iterator[str]:
         for rows in manifest.by_file().values()
         for name, stored, part in rows
     ]
-    for read, data in _stream(path, plan, manifest):
-        if isinstance(data, str):
-            yield f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}: {data}"
+    try:
+        for read, data in _stream(path, plan, manifest):
+            if isinstance(data, str):
+                yield f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}: {data}"
+    except LateError as error:
+        yield str(error)
 
 
 def tensors(path: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, Tensor]:
@@ -279,27 +295,32 @@ def _opened(path: Path, holds: str) -> Any:
     return os.fdopen(fd, "rb", buffering=0)
 
 
-class _Files(ExitStack):
+class _Files:
     """Files of one directory, each opened at most once: the system reads ahead within what stays open."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path, self._lock = path, threading.Lock()
-        self._found: dict[str, int] = {}
+        self._found: dict[str, Any] = {}
 
     def of(self, name: str, holds: str) -> int:
         """The descriptor of a file, from any thread."""
         with self._lock:
             if name not in self._found:
-                self._found[name] = self.enter_context(_opened(self._path / name, holds)).fileno()
-                os.posix_fadvise(self._found[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            return self._found[name]
+                self._found[name] = _opened(self._path / name, holds)
+                os.posix_fadvise(self._found[name].fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            return int(self._found[name].fileno())
+
+    def close(self) -> None:
+        for file in self._found.values():
+            file.close()
 
 
 def _stream(
-    path: Path, plan: Sequence[Read], manifest: Manifest, *, places: Sequence[Tensor | None] = ()
-) -> Iterator[tuple[Read, Tensor | str]]:
-    """Each slice as a tensor of its box's shape, or what is wrong with it.
+    path: Path, plan: Sequence[Read], manifest: Manifest, *,
+    places: Sequence[Tensor | None] = (), timeout_s: float = DISK_S,
+) -> Generator[tuple[Read, Tensor | str], None, None]:  # fmt: skip
+    """Each slice as a tensor of its box's shape, or what is wrong with it. Raises LateError if one has not been read
+    in `timeout_s`.
 
     Slices are read and checked in threads, `AHEAD` at most, while the caller uses the one before, whose memory is
     then used again; `places[i]`, where it is given, is where slice i is read to instead: contiguous, in host memory,
@@ -312,6 +333,7 @@ def _stream(
     passing = [read.slice for read, place in zip(plan, places, strict=True) if place is None]
     largest = max((part.stop - part.start for part in passing), default=0)
     buffers = [bytearray(largest) for _ in range(AHEAD + 1)]
+    files, readers = _Files(path), Workers(THREADS, "checkpoint-read")
 
     def fill(index: int) -> Tensor | str:
         part, place = plan[index].slice, places[index]
@@ -333,13 +355,31 @@ def _stream(
             return place
         return torch.frombuffer(view, dtype=DTYPES[plan[index].dtype]).view(extent(part.box))
 
-    with _Files(path) as files, ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
-        pending = [pool.submit(fill, index) for index in range(min(AHEAD, len(plan)))]
+    waits_s = timeout_s
+    try:
+        pending = [readers.submit(partial(fill, index)) for index in range(min(AHEAD, len(plan)))]
         for index, read in enumerate(plan):
-            data = pending.pop(0).result()
+            what = f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}"
+            data = _within(timeout_s, pending.pop(0), what)
             if index + AHEAD < len(plan):
-                pending.append(pool.submit(fill, index + AHEAD))
+                pending.append(readers.submit(partial(fill, index + AHEAD)))
             yield read, data
+    except LateError:
+        waits_s = 0.0
+        raise
+    finally:
+        left = readers.close(waits_s)
+        if not left:
+            files.close()  # else they are the readers': a descriptor closed under them could be another file's
+        elif waits_s:
+            raise LateError(f"{path}: {left} reads have not ended in {timeout_s:g} s (timeout_s)")
+
+
+def _within(timeout_s: float, future: Future[T], what: str) -> T:
+    """What a thread has read. Raises what it has raised, or LateError."""
+    if not wait([future], timeout=timeout_s).done:
+        raise LateError(f"{what} was not read in {timeout_s:g} s (timeout_s): the disk does not answer")
+    return future.result(timeout=0)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -347,38 +387,48 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B")
 
 
-def _write_file(path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Iterator[Tensor]) -> list[int]:
+def _write_file(
+    path: Path, rows: Sequence[tuple[str, Stored, Slice]], data: Iterator[Tensor], timeout_s: float = DISK_S
+) -> list[int]:
     """Write one safetensors file from tensors in order of `rows`, and fsync it; the checksum of each.
 
-    A thread reads each slice back while the next one is written. Raises CheckpointError if it is another then.
+    A thread reads each slice back while the next one is written. Raises CheckpointError if it is another then, or not
+    there in `timeout_s`.
     """
     head = header(list(rows))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    file, reader = os.fdopen(fd, "wb", buffering=0), Workers(1, "checkpoint-sum")
     back = bytearray(max((row.stop - row.start for *_, row in rows), default=0))
 
     def check(view: memoryview, row: tuple[str, Stored, Slice]) -> int:
         crc32, start = zlib.crc32(view), len(head) + row[2].start
-        count = os.preadv(fd, [memoryview(back)[: len(view)]], start)
-        os.posix_fadvise(
-            fd, start, len(view), os.POSIX_FADV_DONTNEED
-        )  # the disk begins on it now, not at fsync
+        count = os.preadv(file.fileno(), [memoryview(back)[: len(view)]], start)
+        # The disk begins on it now, not at fsync.
+        os.posix_fadvise(file.fileno(), start, len(view), os.POSIX_FADV_DONTNEED)
         if count != len(view) or not back.startswith(view):
             raise CheckpointError(
                 f"{path}: tensor {row[0]}{_box(row[2])} does not read back as it was written"
             )
         return crc32
 
-    with os.fdopen(fd, "wb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint-sum") as pool:
+    def checked(index: int) -> int:
+        name, _, part = rows[index]
+        return _within(timeout_s, sums[index], f"{path}: what was written of tensor {name}{_box(part)}")
+
+    sums: list[Future[int]] = []
+    try:
         _write(file, memoryview(head))
-        sums: list[Future[int]] = []
-        for row, tensor in zip(rows, data, strict=True):
+        for index, (row, tensor) in enumerate(zip(rows, data, strict=True)):
             view = _bytes_of(tensor)
             _write(file, view)
             if sums:
-                sums[-1].result()  # so that at most two slices are held
-            sums.append(pool.submit(check, view, row))
+                checked(index - 1)  # so that at most two slices are held
+            sums.append(reader.submit(partial(check, view, row)))
         os.fsync(file.fileno())
-        return [crc32.result() for crc32 in sums]
+        return [checked(index) for index in range(len(sums))]
+    finally:
+        if not reader.close(GRACE_S):
+            file.close()  # else it is the reader's: a descriptor closed under it could be another file's by then
 
 
 def _write(file: Any, view: memoryview) -> None:
@@ -449,11 +499,25 @@ class Meeting:
             raise CheckpointError(f"rank {self.rank}: {self.what}: the store is gone: {error}") from error
 
 
-class Saving:
-    """A save that has begun. `wait()` returns the checkpoint's directory, or raises CheckpointError."""
+class Pulse:
+    """What a save is at, and since when: written by its thread, read by whoever waits for that."""
 
-    def __init__(self, work: Callable[[], Path], *, in_thread: bool) -> None:
-        self._work, self._path, self._error = work, Path(), None
+    def __init__(self) -> None:
+        self.at("its beginning")
+
+    def at(self, what: object) -> None:
+        self.what, self.since_s = what, time.monotonic()
+
+
+class Saving:
+    """A save that has begun. `wait()` returns the checkpoint's directory, or raises CheckpointError: a LateError if,
+    by its `pulse`, it has been at one thing for longer than `timeout_s`."""
+
+    def __init__(
+        self, work: Callable[[], Path], pulse: Pulse, *, in_thread: bool, rank: int, timeout_s: float
+    ) -> None:
+        self._work, self._pulse, self._rank, self._timeout_s = work, pulse, rank, timeout_s
+        self._path, self._error = Path(), None
         self._thread = (
             threading.Thread(target=self._run, name="checkpoint", daemon=True) if in_thread else None
         )
@@ -479,8 +543,16 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        if self._thread:
-            self._thread.join()
+        while self._thread is not None and not self.is_done:
+            left_s = self._pulse.since_s + self._timeout_s + GRACE_S - time.monotonic()
+            if left_s <= 0:
+                self.is_reported = True
+                raise LateError(
+                    f"save: rank {self._rank}: its thread has been at {self._pulse.what} for more than "
+                    f"{self._timeout_s:g} s (timeout_s): the disk does not answer. No checkpoint of this step is there "
+                    f"unless the thread comes to its end; those before it are as they were, and training may go on"
+                )
+            self._thread.join(left_s)
         if self._error is not None:
             self.is_reported = True
             raise self._error
@@ -506,12 +578,14 @@ class Checkpointer:
         self._last: Saving | None = None
         self.is_mixed = False
         """a load has failed halfway: what it was to fill is part old, part new"""
+        self._late: LateError | None = None
+        """a read of a load has not ended, and may yet write into what that was to fill"""
 
     def save(self, directory: Path, held: Sequence[Held], facts: Facts, *, asynchronous: bool) -> Saving:
         """Write a checkpoint. Collective. In a thread (from a copy of what this rank owns) if `asynchronous`: errors
         then come from `wait()`, or as a warning of the next call."""
         self.settle()
-        meeting = self._meet("save")
+        meeting, pulse = self._meet("save"), Pulse()
         parts = [one.part() for one in held]
         plan = writes(parts, self._layout, self._rank, slice_bytes=SLICE_BYTES, file_bytes=FILE_BYTES)
         if asynchronous:
@@ -523,8 +597,10 @@ class Checkpointer:
         needed = sum(
             part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
         )
-        work = _Save(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed)
-        self._last = Saving(work.run, in_thread=asynchronous)
+        work = _Save(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
+        self._last = Saving(
+            work.run, pulse, in_thread=asynchronous, rank=self._rank, timeout_s=self._timeout_s
+        )
         if not asynchronous:
             self._last.wait()
         return self._last
@@ -550,8 +626,11 @@ class Checkpointer:
         """Fill `held` from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
         None if there is none at all and `missing_ok`. Raises CheckpointError if none is whole, or if the one that is
-        does not fit; in the latter case nothing has changed.
+        does not fit; in the latter case nothing has changed.  After a LateError on this rank every later load raises it
+        again: another process has to go on.
         """
+        if self._late is not None:
+            raise self._late
         self.settle()
         parts = [one.part() for one in held]
         paths, skipped = self._candidates(directory) if self._rank == 0 else ([], [])
@@ -570,7 +649,7 @@ class Checkpointer:
             self.is_mixed = True
             stored = [one for one in held if _is_stored(one.name, manifest)]
             plan = reads([one.part() for one in stored], manifest, self._layout, self._rank)
-            meeting.say("read", _fill(path, stored, plan, manifest, self._layout))
+            meeting.say("read", self._fill(path, stored, plan, manifest))
             if self._rank == 0:
                 meeting.say("faults", sorted({fault for fault in meeting.hear_all("read") if fault}))
             faults = meeting.hear("faults")
@@ -636,6 +715,28 @@ class Checkpointer:
         assert manifest is not None
         return manifest, changes(manifest.config, config)
 
+    def _fill(self, path: Path, held: Sequence[Held], plan: Sequence[Read], manifest: Manifest) -> str | None:
+        """Read slices into what is held; the first fault, after which what is held is a mix. Raises LateError: the
+        others are told why when this rank's context closes."""
+        places = [_place(read, held, self._layout) for read in plan]
+        slices = _stream(path, plan, manifest, places=places, timeout_s=self._timeout_s)
+        try:
+            with closing(slices):
+                for (read, data), place in zip(slices, places, strict=True):
+                    if isinstance(data, str):
+                        return f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}: {data}"
+                    if place is None:
+                        _scatter(read, data, held, self._layout)
+        except LateError as error:
+            self._late = LateError(
+                f"load: rank {self._rank}: {error}. A read that ends later would write into the weights: start the run "
+                f"again, where the disk answers"
+            )
+            raise self._late from error
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
+
     def _meet(self, what: str) -> Meeting:
         self._calls += 1
         key = f"checkpoint/{self._calls}"
@@ -648,22 +749,12 @@ def _is_stored(name: str, manifest: Manifest) -> bool:
     return not manifest.is_imported or name.startswith("model/")
 
 
-def _fill(
-    path: Path, held: Sequence[Held], plan: Sequence[Read], manifest: Manifest, layout: MeshLayout
-) -> str | None:
-    """Read slices into what is held; the first fault, after which what is held is a mix."""
-    places = [_place(read, held, layout) for read in plan]
-    try:
-        for (read, data), place in zip(_stream(path, plan, manifest, places=places), places, strict=True):
-            if isinstance(data, str):
-                return f"{path / read.slice.file}: tensor {read.name}{_box(read.slice)}: {data}"
-            for index, fragment in read.into if place is None else ():
-                corner = [start for start, _ in read.slice.box]
-                inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))
-                held[index].view(fragment, layout, write=True).copy_(data[inner])
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return None
+def _scatter(read: Read, data: Tensor, held: Sequence[Held], layout: MeshLayout) -> None:
+    """Copy a slice where it meets what is held."""
+    corner = [start for start, _ in read.slice.box]
+    for index, fragment in read.into:
+        inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))
+        held[index].view(fragment, layout, write=True).copy_(data[inner])
 
 
 def _place(read: Read, held: Sequence[Held], layout: MeshLayout) -> Tensor | None:
@@ -703,6 +794,7 @@ class _Save:
     layout: MeshLayout
     keep: int
     needed_bytes: int
+    pulse: Pulse
 
     def run(self) -> Path:
         """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""
@@ -713,18 +805,23 @@ class _Save:
         raise CheckpointError("\n  ".join([f"save: nothing was written to {self.directory}", *end["faults"]]))
 
     def _attempt(self, attempt: int) -> dict[str, Any]:
-        say, hear = self.meeting.say, self.meeting.hear
+        say, hear, at = self.meeting.say, self.meeting.hear, self.pulse.at
         if self.meeting.rank == 0:
+            at(self.directory)
             say(f"begin {attempt}", self._begin())
+        at("rank 0's word that it has begun")
         begin = hear(f"begin {attempt}")
         rows: dict[str, Any] = {"faults": begin["faults"]}
         if not begin["faults"]:
             rows = self._write(self.directory / begin["name"], begin)
         say(f"rows {attempt}", rows)
         if self.meeting.rank == 0:
+            at("the words of all ranks that they have written")
             rows_of_all = self.meeting.hear_all(f"rows {attempt}")
             self.meeting.forget(f"rows {attempt}")
+            at(self.directory)
             say(f"end {attempt}", self._commit(begin, rows_of_all))
+        at("rank 0's word that it has ended")
         end: dict[str, Any] = hear(f"end {attempt}")
         return end
 
@@ -771,6 +868,7 @@ class _Save:
 
         def data() -> Iterator[Tensor]:
             for write in rows:
+                self.pulse.at(path)
                 held = self.held[write.part]
                 view = held.view(write.fragment, self.layout)
                 stays = held.fetch is None and view.device.type == "cpu"
@@ -781,7 +879,7 @@ class _Save:
             for write in rows
             for part in (self.parts[write.part],)
         ]
-        return _write_file(path, named, data())
+        return _write_file(path, named, data(), self.meeting.timeout_s)
 
     def _commit(self, begin: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Rank 0: make the checkpoint visible, or remove it; its name, or the faults of all ranks."""

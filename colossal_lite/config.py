@@ -162,8 +162,8 @@ class Config(Section):
             pruned = [_prune(rest, problem.path) for problem in found]
             assert any(pruned), f"no setting to leave out: {error}"
         for path, fault in config._faults():
-            if path not in spoilt:
-                where = f"{path}.{fault.name}"
+            where = f"{path}.{fault.name}"
+            if not spoilt & {path, f"{path}.{fault.reads}"}:
                 problems.append(Problem(where, dig(config.model_dump(), where), fault.rule, fault.legal))
         told = {problem.path for problem in problems}
         problems += [problem for problem in joint_problems(config) if problem.path not in told]

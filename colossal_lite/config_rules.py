@@ -330,6 +330,8 @@ def _parts_of_a_step(config: Config) -> dict[str, int | None]:
 
 def unread_across(config: Config) -> Iterator[tuple[str, str]]:
     """(path, why) of settings that have no effect because of another section's."""
+    if config.zero.stage == 2 and not _parts_of_a_step(config):
+        yield "zero.reduce", "a step has one micro-batch, after which stage 2 reduces in any case"
     if config.memory.placement != "static":
         return
     sharding = Sharding.of(config.zero, config.gradient_accumulation)

@@ -102,6 +102,7 @@ class Context:
             collate=collate,
             seed=self.config.seed,
             device=self.device,
+            timeout_s=self.config.timeout_s,
         )
 
     def heard(self) -> str:

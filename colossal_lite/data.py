@@ -192,10 +192,12 @@ class Loader:
     """
 
     def __init__(
-        self, order: Order, fetch: _Fetch, *, parts: int, part: int, start: int, workers: int, device: Any
-    ):
+        self, order: Order, fetch: _Fetch, *,
+        parts: int, part: int, start: int, workers: int, device: Any, timeout_s: float,
+    ):  # fmt: skip
         self.order, self.samples, self.device = order, start, torch.device(device)
         self._fetch, self._parts, self._part, self._workers = fetch, parts, part, workers
+        self._timeout_s = timeout_s
 
     def __len__(self) -> int:
         return len(self.order.starts(self.samples))
@@ -226,6 +228,7 @@ class Loader:
             sampler=pieces,
             batch_size=None,
             num_workers=self._workers,
+            timeout=self._timeout_s,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(self.order.seed % (1 << 63)),
         )
@@ -257,13 +260,14 @@ def dataloader(
     collate: Collate | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    timeout_s: float = 600.0,
 ) -> Loader:
     """The loader of data coordinate `part` of `num_parts` over a map-style dataset (`len(d)`, `d[i]`).
 
     `global_batch` is samples per optimizer step over all coordinates; `start` is the samples seen so far (a
     multiple of `global_batch`, or whatever `Loader.samples` was). `collate` makes a batch of a list of
-    samples (default: torch's). Raises ValueError with the argument, its value and
-    what is legal.
+    samples (default: torch's); `timeout_s`: how long `workers` are waited for (then a RuntimeError of torch's).
+    Raises ValueError with the argument, its value and what is legal.
     """
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
@@ -277,7 +281,16 @@ def dataloader(
     cut(0, num_parts, part)
     order = Order(len(dataset), global_batch, seed, shuffle, drop_last)
     fetch = _Fetch(dataset, collate or default_collate)
-    return Loader(order, fetch, parts=num_parts, part=part, start=start, workers=workers, device=device)
+    return Loader(
+        order,
+        fetch,
+        parts=num_parts,
+        part=part,
+        start=start,
+        workers=workers,
+        device=device,
+        timeout_s=timeout_s,
+    )
 
 
 def _tensors(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -428,8 +428,7 @@ class Engine:
         return self._load(directory, missing_ok=True)
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
-        if self._updates.lacks_weights:
-            self.zero_grad()
+        self._regain_weights()
         if self._optimizer.tiers is None and self._weights.forsake():  # else copies are where nobody knows
             self._checkpoints.is_mixed = True
         if not self._weights.owes:
@@ -556,8 +555,7 @@ class Engine:
         """Take the hooks off the model; its parameters keep their values. A save in flight is waited for.  With a
         store, all state is there from now on, for the next engine of its task."""
         self._checkpoints.settle()
-        if self._updates.lacks_weights:
-            self.zero_grad()
+        self._regain_weights()
         kept = self._kept()
         self._hooks.remove()
         restore(self.model)
@@ -603,10 +601,14 @@ class Engine:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
         if not self._handover.is_due or self._checkpoints.is_mixed or self._updates.under_way:
             return None
-        if self._updates.lacks_weights:
-            self.zero_grad()
+        self._regain_weights()
         self._rest()
         return self._handover.kept(self.steps, self._loss_scale.state)
+
+    def _regain_weights(self) -> None:
+        """What nobody may read between backward and step, is made of its masters again: the step is given up."""
+        if self._updates.lacks_weights:
+            self.zero_grad()
 
     def _leave(self, kept: Kept | None) -> None:
         """The records are no longer this engine's."""
@@ -851,7 +853,8 @@ def _residence_of(
     try:
         return Residence(
             context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
-            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), began=lambda: hooks.began,
+            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
+            began=lambda: hooks.began,
         )  # fmt: skip
     except BaseException:
         optimizer.close()  # it may have a file

@@ -22,6 +22,8 @@ class Fault(NamedTuple):
     name: str
     rule: str
     legal: str
+    reads: str = ""
+    """The section below it whose settings were judged by, if there is one: where these are invalid, nothing is said."""
 
 
 class Unread(NamedTuple):
@@ -270,7 +272,8 @@ class ZeroConfig(Section):
     reduction: Literal["fast", "ordered"] = "fast"
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
     reduce: Literal["step", "micro_batch"] = "step"
-    """Stage 2: reduce gradients once a step (memory of stage 1) or after each micro-batch (more traffic)."""
+    """Stage 2, in steps of several micro-batches: reduce gradients once a step (memory of stage 1) or after each
+    micro-batch (more traffic)."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True
     """Stage 3: drop gathered weights after forward and gather them again in backward. A number: keep them sharded over
     so many neighbours on the data axis until backward, a divisor of the ranks of a copy, and gather from these."""
@@ -295,6 +298,8 @@ class ZeroConfig(Section):
             yield Unread("shard", "stage 0 shards nothing")
         if self.stage < 2:
             yield Unread("reduce", f"gradients are sharded from stage 2 on, and stage is {self.stage}")
+        if self.stage == 3:
+            yield Unread("reduce", "stage 3 reduces after each micro-batch in any case")
         if self.stage < 3:
             for name in ("reshard_after_forward", "prefetch"):
                 yield Unread(name, f"weights are sharded at stage 3 only, and stage is {self.stage}")

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ LOOK_S = 0.25
 BEAT_S = 5.0
 ANSWER_S = 1.5
 """how long a rank in trouble waits for the records of the others"""
+END_S = 30.0
+"""how long the thread may be within a look in the store when it is to end"""
 KEPT = 32
 """descriptions kept for each axis"""
 
@@ -130,10 +133,16 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. One that the store keeps longer than `END_S` is left behind, and told in a warning."""
         self._end.set()
         if self._thread:
-            self._thread.join()
+            self._thread.join(END_S)
+        if self._thread and self._thread.is_alive():
+            warnings.warn(
+                f"rank {self._rank}: its watch has not ended in {END_S:g} s, because the store does not answer it; "
+                f"nothing is lost, and the thread ends with the process",
+                stacklevel=2,
+            )
 
     def blame(self, axis: str, ranks: Sequence[int], what: str, call: int) -> str:
         """Which of `ranks` is why collective number `call` of this rank on `axis`, `what`, did not come to its end."""

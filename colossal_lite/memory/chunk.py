@@ -171,10 +171,13 @@ class Chunk(OwnedPart, WeightChunk):
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot = slot
-        length = self.owned[1] - self.owned[0]
-
         # What an optimizer takes away to another tier is never on the device as a whole.
-        begins = torch.device("cpu") if master_on_host and device.type != "meta" else device
+        self._make_masters(torch.device("cpu") if master_on_host and device.type != "meta" else device)
+        self._make_gradient(device, can_rest=on_host is not None)
+
+    def _make_masters(self, begins: torch.device) -> None:
+        """Zeros, on the device that they begin on."""
+        types, length = self.types, self.owned[1] - self.owned[0]
         where = torch.device("meta") if types.split else begins
         is_apart = types.master != types.compute
         self.master = zeros_on(where, length, types.master) if is_apart else self.own_value
@@ -182,24 +185,28 @@ class Chunk(OwnedPart, WeightChunk):
         if types.split:
             self.residual = zeros_on(begins, length * 17 // 16, torch.int16)
 
+    def _make_gradient(self, device: torch.device, *, can_rest: bool) -> None:
+        """Room for the sum, and a step of which nothing has come. `can_rest`: on the host, if it is a sum of what this
+        rank owns."""
+        types, length = self.types, self.owned[1] - self.owned[0]
         self.filling: Tensor | None = None
         self.gradient_at_rest: Tensor | None = None
         """This rank's sum of the gradient, where it rests on the host."""
         self.outbox: Outbox | None = None
         """By which sums go to the host."""
-        if consumes:
+        if self.consumes:
             self.gradient = zeros_on(device, 0, types.gradient)
-        elif by_micro_batch:
-            assert staging is not None
-            rests = on_host is not None and self.owned == self._scattered
+        elif self.by_micro_batch:
+            assert self.staging is not None
+            rests = can_rest and self.owned == self._scattered
             self.gradient = self._room(GRADIENTS, length, types.gradient, rests=rests)
             self.gradient_at_rest = self.gradient if rests else None
         else:
-            self.filling = zeros_on(device, spec.numel, types.gradient)
+            self.filling = zeros_on(device, self.spec.numel, types.gradient)
             self.gradient = self.filling[slice(*self.owned)]
         self.state = GradientState.EMPTY
-        self.used = [False] * len(spec.entries)  # whose gradient has arrived in this step
-        self._filled = [False] * len(spec.entries)  # whose gradient is in `filling`
+        self.used = [False] * len(self.spec.entries)  # whose gradient has arrived in this step
+        self._filled = [False] * len(self.spec.entries)  # whose gradient is in `filling`
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: Pending | None = None
         self._among_copies: Pending | None = None
@@ -451,7 +458,7 @@ class Chunk(OwnedPart, WeightChunk):
         self._among_copies = self.groups.copies.all_reduce_async(self.gradient)
 
     def settle(self) -> None:
-        """Of a step that is given up: what was begun beside the sums of its micro-batches is over."""
+        """What was begun beside the sums of the micro-batches is over, of a step that is given up too."""
         if self.outbox is not None:
             self.outbox.flush()
         if self._among_copies is not None:
@@ -461,11 +468,7 @@ class Chunk(OwnedPart, WeightChunk):
     def conclude(self) -> None:
         """All micro-batches of the step are summed. Collective where ranks need the sums of others."""
         self.start_copies()
-        if self.outbox is not None:
-            self.outbox.flush()
-        if self._among_copies is not None:
-            self._among_copies.wait()
-            self._among_copies = None
+        self.settle()
         if self.by_micro_batch and self.owned != self._scattered:
             self._gather_sums()
         self.move(GradientState.REDUCED)

@@ -38,6 +38,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ THREADS = 4
 GRACE_S = 1.0
 """How long what is under way is waited for when the file is closed after a fault."""
 DIRECT = getattr(os, "O_DIRECT", 0)
+T = TypeVar("T")
 
 
 class DiskError(OSError):
@@ -259,15 +261,15 @@ class Workers:
     """Threads that do jobs as they come; an executor's would keep the process until the last job has ended."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
         self._jobs.put((future, job))
         return future
 
@@ -281,14 +283,12 @@ class Workers:
         return sum(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (given := self._jobs.get()) is not None:
+        while (given := self._jobs.get()) is not None:  # an idle thread waits for nobody, and `close` ends it
             future, job = given
             try:
-                job()
+                future.set_result(job())
             except Exception as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
             del given, future, job  # an idle thread holds no buffer
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,8 +82,10 @@ class Request:
         self.drop()
         try:
             event = begin()
-        except Exception as error:
+        except BaseException as error:
             self.future.set_exception(error)
+            if not isinstance(error, Exception):  # of a user who interrupts the thread that asked
+                raise
         else:
             self.future.set_result(event)
 
@@ -242,8 +245,16 @@ class Link:
             self._last.finish()
 
     def close(self) -> None:
-        """No copy is asked for any more; those on their way are finished at once."""
+        """No copy is asked for any more; those on their way are finished at once. What does not end in time is left
+        behind, and told in a warning."""
         self.lane.hurry()
+        if not self._changed_until(lambda: not self._queue and not self._serving):
+            warnings.warn(
+                f"{self.late()}; it is left behind, and what it was to write may be old", stacklevel=2
+            )
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._teller.shutdown(wait=False, cancel_futures=True)
+            return
         self._thread.shutdown()
         if self.lane.on_stream and self._last is not None and self._last.request.future.exception() is None:
             self._last.finish()
@@ -306,12 +317,14 @@ class Link:
         return next((each for each in (demanded, self._queue[0]) if each and _is_ready(each)), None)
 
     def _serve(self, transfer: Transfer) -> None:
-        transfer.request.serve()
-        transfer.after = ()  # else each would keep all before it
-        with self._changed:
-            self._serving -= 1
-            self._last = transfer
-            self._changed.notify_all()
+        try:
+            transfer.request.serve()
+        finally:
+            transfer.after = ()  # else each would keep all before it
+            with self._changed:
+                self._serving -= 1
+                self._last = transfer
+                self._changed.notify_all()
 
     def _wake(self, _: object) -> None:
         with self._changed:

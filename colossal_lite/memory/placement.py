@@ -29,6 +29,8 @@ def parse_bytes(value: Any) -> Any:
     return round(float(match[1]) * UNITS[match[2]]) if match else value
 
 
+UNDIVIDED = "without device_budget all model state rests on the device"
+"""Why placement='auto' has no effect then."""
 Budget = Annotated[
     int, Field(ge=1), BeforeValidator(parse_bytes), Legal("bytes as an int >= 1, or text such as '40GiB'")
 ]
@@ -59,7 +61,8 @@ class MemoryConfig(Section):
     device_budget: Budget | None = None
     """Bytes on each device, activations included; None: what the device has."""
     host_budget: Budget | None = None
-    """Bytes of host memory for each rank; None: no limit."""
+    """Bytes of host memory for each rank; None: no limit. What an engine leaves in a store when it is closed is among
+    them."""
     disk_dir: str | None = None
     """Directory of the disk tier: for placement='disk', and for what 'host' and 'auto' keep off the device beyond
     host_budget; without that nothing of theirs goes to disk."""
@@ -104,25 +107,38 @@ class MemoryConfig(Section):
             yield Fault("disk_dir", "placement='disk' needs it", "the name of a directory on a local disk")
         if self.placement == "static" and not any(dict(self.host_fraction).values()):
             legal = "host_fraction=dict(weights=, gradients=, optimizer=) with one above 0, or 'device'"
-            yield Fault("placement", "keeps nothing on the host, as each host_fraction is 0", legal)
+            rule = "keeps nothing on the host, as each host_fraction is 0"
+            yield Fault("placement", rule, legal, reads="host_fraction")
 
     def unread(self) -> Iterable[Unread]:
-        if self.placement == "device":
-            yield Unread("host_budget", "placement='device' keeps all model state on the device")
-        if self.placement == "auto" and self.device_budget is None:
-            yield Unread("placement", "without device_budget all model state rests on the device")
         if self.records_tier == "device":
-            for name in ("link_bandwidth", "link_latency_s"):
-                yield Unread(name, "all model state rests on the device, and nothing moves")
-            yield Unread("update", "all model state rests on the device, and is updated there")
+            yield from self._unread_on_the_device()
+        if self.placement == "static" and not self.host_fraction.optimizer:
+            why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
+            yield Unread("update", why)
         if self.placement != "static":
             for name in HostFraction.model_fields:
                 yield Unread(
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
         if self.records_tier != "disk" and not self.spills:
-            why = f"placement={self.placement!r} does not use the disk"
-            if self.records_tier == "host" and self.placement != "static" and self.disk_dir is not None:
-                why = "without host_budget the host has room for all optimizer state, and none goes to disk"
             for name in ("disk_dir", "disk_bandwidth"):
-                yield Unread(name, why)
+                yield Unread(name, self._why_not_on_disk)
+
+    def _unread_on_the_device(self) -> Iterable[Unread]:
+        """Where no optimizer record rests elsewhere, nor anything else."""
+        why = "placement='device' keeps all model state on the device"
+        if self.placement == "auto":
+            yield Unread("placement", why := UNDIVIDED)
+        yield Unread("host_budget", f"{why} (a store alone takes it from there)")
+        for name in ("link_bandwidth", "link_latency_s"):
+            yield Unread(name, "all model state rests on the device, and nothing moves")
+        yield Unread("update", "all model state rests on the device, and is updated there")
+
+    @property
+    def _why_not_on_disk(self) -> str:
+        if self.placement == "auto" and self.records_tier == "device":
+            return UNDIVIDED
+        if self.records_tier == "host" and self.placement != "static" and self.disk_dir is not None:
+            return "without host_budget the host has room for all optimizer state, and none goes to disk"
+        return f"placement={self.placement!r} does not use the disk"

@@ -406,7 +406,8 @@ class HostStore:
 
     An engine made with `initialize(..., store=, task=)` keeps its model state here when it is closed, and one that is
     made for the same task later goes on with it, bit for bit. What rested on the device or on disk is copied here for
-    that time, whatever memory.host_budget says."""
+    that time: an engine whose memory.host_budget has no room for that is refused. What other tasks have here counts for
+    none of them."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskRecords] = {}

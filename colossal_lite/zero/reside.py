@@ -214,7 +214,7 @@ def placed_by(
     else:
         placed = _sunk_by(memory, place(pieces, fixed, memory.device_budget, beside), device)
     budget = memory.host_budget
-    first_bytes = 0 if budget is None else _first_host_bytes(memory, placed, device)
+    first_bytes = 0 if budget is None else _host_bytes(_at_first(memory, placed, device), device)
     return replace(placed, host_budget=budget, first_host_bytes=first_bytes)
 
 
@@ -226,10 +226,10 @@ def _sunk_by(memory: MemoryConfig, placed: Placement, device: torch.device) -> P
     return sink(placed, memory.host_budget, landing_bytes(_gradients_on_host(placed), device))
 
 
-def _first_host_bytes(memory: MemoryConfig, placed: Placement, device: torch.device) -> int:
-    """On the host before the first update, when all that may rest off the device does."""
+def _at_first(memory: MemoryConfig, placed: Placement, device: torch.device) -> Placement:
+    """Before the first update: all that may rest off the device does."""
     every = frozenset(piece.name for piece in placed.pieces if piece.moves)
-    return _host_bytes(_sunk_by(memory, replace(placed, on_host=every, on_disk=frozenset()), device), device)
+    return _sunk_by(memory, replace(placed, on_host=every, on_disk=frozenset()), device)
 
 
 def _host_bytes(placed: Placement, device: torch.device) -> int:
@@ -246,15 +246,16 @@ class Residence:
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: Weights,
         optimizer: ChunkOptimizer | OwnOptimizer, world: AxisComm, *, device: torch.device,
-        frozen: Sequence[WeightChunk], apart_bytes: int, began: Callable[[], Sequence[int] | None],
+        frozen: Sequence[WeightChunk], apart_bytes: int, outlives: bool, began: Callable[[], Sequence[int] | None],
     ) -> None:  # fmt: skip
-        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `began` tells
-        of a backward as `StageHooks.began`. Raises ConfigError for a budget that is too small for any batch."""
+        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `outlives`: all
+        state comes to a store when the engine is closed; `began` tells of a backward as `StageHooks.began`. Raises
+        ConfigError for a budget that is too small for any batch."""
         self._began, self._has_told = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
-        self._device = device
+        self._device, self._outlives = device, outlives
         self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: Placement | None = None
         """Where everything rests; None before the first update."""
@@ -328,13 +329,17 @@ class Residence:
         """On a GPU what is there beside the state of this moment, all of whose pieces rest on the host, counts too."""
         if self._device.type != "cuda":
             return LiveBytes()
-        fixed, pieces = fixed_of(self._chunks, self._optimizer), self._pieces(None)
-        if not self._memory.moves and self._optimizer.tiers is not None:
-            fixed["visiting"] = self._optimizer.tiers.device_bytes
+        fixed, pieces = fixed_of(self._chunks, self._optimizer) | self._visiting, self._pieces(None)
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
             slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
+
+    @property
+    def _visiting(self) -> dict[str, int]:
+        """Slots on the device of records that visit it, where these are no pieces."""
+        tiers = self._optimizer.tiers
+        return {} if self._memory.moves or tiers is None else {"visiting": tiers.device_bytes}
 
     @property
     def _frozen_bytes(self) -> int:
@@ -491,12 +496,10 @@ class Residence:
             "frozen": self._frozen_bytes,
             "activations": max(activations, update),
         }
-        if not self._memory.moves and self._optimizer.tiers is not None:
-            fixed["visiting"] = self._optimizer.tiers.device_bytes
         return placed_by(
             self._memory,
             self._pieces(plan),
-            fixed,
+            fixed | self._visiting,
             self._device,
             beside_of(self._chunks, self._optimizer, self._accumulation),
         )
@@ -523,7 +526,15 @@ class Residence:
         if budget is None:
             return
         held, first = self._host_bytes(placed), placed.first_host_bytes
-        if max(held, first) > budget:
+        at_first = _at_first(memory, placed, self._device)
+        left = max(self._left_bytes(each) for each in (placed, at_first)) if self._outlives else 0
+        if left > max(held, first, budget):
+            rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
+            legal = (
+                f"{left:,} or more, more ranks; or no store: a checkpoint hands on what the host cannot hold"
+            )
+            yield Problem("memory.host_budget", budget, rule, legal)
+        elif max(held, first) > budget:
             least = " at the least" if memory.spills else ""
             when = ", before the device takes any" if first > held else ""
             rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
@@ -541,6 +552,20 @@ class Residence:
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.below:
             found += self._optimizer.below.host_bytes
         return found
+
+    def _left_bytes(self, placed: Placement) -> int:
+        """On the host while the engine is closed, when weights and records that rest elsewhere have come to its store,
+        and gradients and buffers are still there."""
+        assert isinstance(self._optimizer, ChunkOptimizer)
+        stored = (Kind.WEIGHTS, Kind.OPTIMIZER)
+        there = sum(
+            p.resting_bytes for p in placed.pieces if p.name in placed.on_host and p.name.kind in stored
+        )
+        if not self._memory.moves and self._optimizer.tiers:
+            there = self._optimizer.tiers.record_bytes("host")
+        records = sum(map(self._optimizer.record_bytes, range(len(self._chunks))))
+        weights = sum(chunk.types.resting_bytes(chunk.own_value.numel()) for chunk in self._chunks)
+        return self._host_bytes(placed) - there + records + weights
 
     def _on_disk_instead(self, placed: Placement) -> int | None:
         """Bytes that would rest on disk, at the most, if there were one; None if that would not help."""

@@ -454,6 +454,8 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"parallel": {"sequence": {"mode": "ulysses"}}}, "parallel.sequence.mode", "sequence.size is 1"),
         ({"parallel": {"sequence": {"size": 4, "ulysses": 2}}}, "parallel.sequence.ulysses", "usp"),
         ({"zero": {"reduce": "micro_batch"}}, "zero.reduce", "stage is 0"),
+        ({"zero": {"stage": 3, "reduce": "micro_batch"}}, "zero.reduce", "stage 3 reduces after each"),
+        ({"zero": {"stage": 2, "reduce": "micro_batch"}}, "zero.reduce", "one micro-batch"),
         ({"zero": {"shard": 2}}, "zero.shard", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
@@ -471,6 +473,15 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ),
         ({"memory": {"link_latency_s": 0.1}}, "memory.link_latency_s", "nothing moves"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
+        ({"memory": {"update": "host"}}, "memory.update", "updated there"),
+        (
+            {
+                "memory": {"placement": "static", "host_fraction": {"weights": 0.5}, "update": "host"},
+                "zero": {"stage": 3},
+            },
+            "memory.update",
+            "host_fraction.optimizer=0",
+        ),
         ({"memory": {"host_fraction": {"weights": 0.5}}}, "memory.host_fraction.weights", "'device'"),
         (
             {"memory": {"placement": "static", "host_fraction": {"weights": 0.5, "optimizer": 1.0}}},
@@ -511,6 +522,18 @@ def test_the_json_schema_takes_what_load_takes() -> None:
 def test_a_setting_without_effect_is_named(raw: dict[str, Any], path: str, reason: str) -> None:
     (line,) = Config.load(raw).warnings()
     assert line.startswith(f"{path}=") and "has no effect" in line and reason in line
+
+
+@pytest.mark.parametrize("name, value", [("host_budget", 1), ("disk_dir", "x"), ("disk_bandwidth", 1)])
+def test_what_auto_reads_beside_a_device_budget_only_is_named_without_one(name: str, value: Any) -> None:
+    lines = Config.load({"memory": {"placement": "auto", name: value}}).warnings()
+    assert [line.partition("=")[0] for line in lines] == ["memory.placement", f"memory.{name}"]
+    assert all("has no effect: without device_budget all model state" in line for line in lines)
+
+
+@pytest.mark.parametrize("parts", [{"gradient_accumulation": 2}, {"parallel": {"pipeline": 2}}])
+def test_when_to_reduce_has_an_effect_where_a_step_has_several_micro_batches(parts: dict[str, Any]) -> None:
+    assert Config.load({"zero": {"stage": 2, "reduce": "micro_batch"}, **parts}).warnings() == ()
 
 
 @given(valid)

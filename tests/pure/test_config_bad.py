@@ -583,6 +583,23 @@ def test_a_faulty_setting_does_not_make_its_neighbours_faulty() -> None:
     assert paths == ["parallel.pipeline.schedule", "optimizer.momentum"]
 
 
+@pytest.mark.parametrize(
+    "memory, paths",
+    [
+        ({"placement": "static", "host_fraction": {"optimizer": 1.5}}, {"memory.host_fraction.optimizer"}),
+        ({"placement": "static", "host_fraction": {"optimizer": 0.0}}, {"memory.placement"}),
+        (
+            {"placement": "disk", "host_fraction": {"optimizer": 1.5}},
+            {"memory.host_fraction.optimizer", "memory.disk_dir"},
+        ),
+    ],
+)
+def test_a_section_is_not_judged_by_faulty_settings_below_it(memory: dict[str, Any], paths: set[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"memory": memory})
+    assert {problem.path for problem in caught.value.problems} == paths
+
+
 def test_a_setting_that_is_not_given_is_called_so() -> None:
     with pytest.raises(ConfigError, match=r"groups\.0\.match = not given: must be given; legal: a pattern"):
         Config.load({"optimizer": {"groups": [{"lr": 1.0}]}})

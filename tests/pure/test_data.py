@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import sysconfig
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,6 +226,23 @@ def test_workers_give_the_same_batches_and_leave_the_global_generator_alone() ->
     got = [ids(batch) for batch in worked.take(7)]
     assert torch.equal(torch.get_rng_state(), state)
     assert got == [ids(batch) for batch in plain.take(7)] and worked.samples == plain.samples == 28
+
+
+class Asleep:
+    """A dataset whose samples never come."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
+
+
+def test_workers_whose_samples_do_not_come_are_not_waited_for_for_ever() -> None:
+    late = dataloader(Asleep(), num_parts=1, part=0, global_batch=2, workers=1, timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="timed out after 0.5 seconds"):
+        next(iter(late))
 
 
 def test_tuples_stay_tuples_and_collate_is_called_with_the_samples_of_the_piece() -> None:

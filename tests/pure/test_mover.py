@@ -92,6 +92,30 @@ def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
     assert float(target[0]) == 1.0
 
 
+def test_a_link_whose_copy_does_not_end_is_closed_and_says_so() -> None:
+    gate, link = threading.Event(), Link("up", ThreadLane(), timeout_s=0.1)
+    link.run(lambda: gate.wait(60), 8)
+    queued = link.run(lambda: None, 8)
+    with pytest.warns(UserWarning, match="over the link up has not ended in 0.1 s.* is left behind"):
+        link.close()
+    gate.set()
+    link._thread.shutdown()
+    assert not queued.is_handed, "nothing that was still to come is begun"
+
+
+def test_a_copy_that_was_interrupted_is_over_for_whoever_waits_or_closes() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt("planted")
+
+    link = Link("up", ThreadLane(), timeout_s=60.0)
+    transfer = link.run(interrupted, 8)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="planted"):
+        transfer.finish()
+    link.close()
+    assert time.monotonic() - start < 30.0
+
+
 # ---- who goes first ----
 
 

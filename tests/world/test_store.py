@@ -340,6 +340,63 @@ def test_after_an_engine_that_was_refused_the_task_can_be_begun_and_nothing_is_l
     assert losses == alone
 
 
+# ---- what is left there counts ----
+
+
+def left_bytes(env: RankEnv, case: Case) -> int:
+    """What an engine leaves."""
+    store = cl.HostStore()
+    with env.launch(case.full_config) as context:
+        start(case, context, store=store, task="gpt").close()
+    left = store.records("gpt")
+    return sum(left.view(chunk, kind).nbytes for chunk, kind in left.names)
+
+
+def told_of(env: RankEnv, case: Case, budget: int) -> str:
+    """What the budget is told of an engine with a store, where one without has room; empty: nothing."""
+    case = replace(case, config=case.config | {"memory": case.config["memory"] | dict(host_budget=budget)})
+    store = cl.HostStore()
+    with env.launch(case.full_config) as context:
+        start(case, context).close()
+        try:
+            start(case, context, store=store, task="gpt").close()
+        except ValueError as error:
+            assert store.tasks == ()
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_host_budget_without_room_for_what_is_left_in_a_store_is_refused_when_the_engine_is_made(
+    placement: str,
+) -> None:
+    case = replace(CASE, config=CASE.config | {"memory": dict(placement=placement)})
+    (left,) = run_world(left_bytes, 1, case)
+    assert run_world(told_of, 1, case, left) == [""]
+    (told,) = run_world(told_of, 1, case, left - 1)
+    assert (
+        f"memory.host_budget = {left - 1}: {left:,} bytes are on the host when the engine is closed" in told
+    )
+    assert f"legal: {left:,} or more, more ranks; or no store: a checkpoint" in told
+
+
+def test_records_that_are_on_disk_for_want_of_room_are_not_brought_to_a_store_beyond_it(
+    tmp_path: Path,
+) -> None:
+    case = replace(CASE, config=CASE.config | {"memory": dict(placement="host", disk_dir=str(tmp_path))})
+    (left,) = run_world(left_bytes, 1, case)
+    (told,) = run_world(told_of, 1, case, left * 3 // 4)
+    assert "bytes are on the host when the engine is closed: the store takes all state" in told
+
+
+def test_gradients_that_are_on_the_host_when_the_engine_is_closed_count_beside_the_store() -> None:
+    memory = dict(placement="static", host_fraction=dict(gradients=1.0))
+    case = replace(CASE, config=CASE.config | {"memory": memory, "zero": dict(stage=3)})
+    (left,) = run_world(left_bytes, 1, case)
+    told = [run_world(told_of, 1, case, left + more)[0] for more in (0, left)]
+    assert "bytes are on the host when the engine is closed" in told[0] and told[1] == ""
+
+
 # ---- an engine that was closed ----
 
 

@@ -182,6 +182,27 @@ def test_a_run_without_faults_raises_no_alarm_and_leaves_no_thread() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
 
 
+def test_a_watch_that_the_store_keeps_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    gate = threading.Event()
+
+    class Deaf(torch.distributed.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return not gate.wait(60)
+
+    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(watch, "END_S", 0.1)
+    ours = watch.Watch(Deaf(), rank=1, world_size=2)
+    time.sleep(0.05)
+    with pytest.warns(UserWarning, match=r"rank 1: its watch has not ended in 0.1 s.* nothing is lost"):
+        ours.close()
+    gate.set()
+    assert ours._thread is not None
+    ours._thread.join(20)
+    assert not ours._thread.is_alive()
+
+
 def keep(env: RankEnv) -> list[bool]:
     """Whether a tensor that a function of the main thread has made is gone when it has returned, while beats are made
     as fast as they can be."""
