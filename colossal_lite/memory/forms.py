@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_lite.memory.rules import GIVEN_OUT, IN_PLACE, RULES, Form
+from colossal_lite.memory.rules import GIVEN_OUT, IN_PLACE, RULES, Form, Made
 
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
@@ -28,7 +28,7 @@ class Forms(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given: dict[Hashable, tuple[Form | None, ...] | None] = {}
+        self._given: dict[Hashable, Made | None] = {}
         """By operation and forms of its arguments; None: what cannot be remembered."""
         self._is_pure: dict[Any, bool] = {}
 
@@ -74,7 +74,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return out if forms is not None and forms[0] and forms[0][0::2] == (tuple(out.shape), out.dtype) else None
 
 
-def _by_rule(func: Any, args: Any, kwargs: Any) -> tuple[Form | None, ...] | None:
+def _by_rule(func: Any, args: Any, kwargs: Any) -> Made | None:
     """What our own rules say that it gives; None if that is for torch to say."""
     rule = RULES.get(func)
     return rule(*args, **kwargs) if rule is not None and _is_here(args, kwargs) else None
@@ -120,7 +120,7 @@ def _key(given: Any) -> Hashable | None:
     return (type(given), given) if isinstance(given, SCALARS) else None
 
 
-def _forms(out: Any, given: Any) -> tuple[Form | None, ...] | None:
+def _forms(out: Any, given: Any) -> Made | None:
     """The forms of results that lie in storages of their own, each as large as its form needs."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen = {storage_of(x) for x in tensors_in(given)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,6 +89,10 @@ def operands(draw: Any, count: int, dtypes: Any = None) -> list[Tensor]:
     return found
 
 
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 UNARY = [
     aten.neg.default, aten.cos.default, aten.sin.default, aten.exp.default, aten.log.default, aten.rsqrt.default,
     aten.sigmoid.default, aten.gelu.default, aten.silu.default,
@@ -108,7 +112,16 @@ def test_of_one_tensor(func: Any, tensors: list[Tensor]) -> None:
     assert_as_torch(func, *tensors)
 
 
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+EXPANDED = strided((1, 1, 2, 2), (1, 1, 0, 2), torch.bfloat16)
+
+
 @given(st.sampled_from(BINARY), operands(2))
+@example(aten.add.Tensor, [EXPANDED, strided((1, 2, 1), (1, 1, 2), torch.bfloat16)])  # computed in 32 bits
+@example(aten.mul.Tensor, [EXPANDED, strided((2, 2), (1, 2), torch.float32)])
 def test_of_two_tensors(func: Any, tensors: list[Tensor]) -> None:
     assert_as_torch(func, *tensors)
 
@@ -120,6 +133,7 @@ def test_of_a_tensor_and_a_number(func: Any, tensors: list[Tensor], number: Any)
 
 
 @given(operands(3))
+@example([x(1), strided((2, 2), (0, 2), torch.bfloat16), strided((2, 2), (1, 2), torch.float32)])
 def test_what_is_chosen(tensors: list[Tensor]) -> None:
     assert_as_torch(aten.where.self, *tensors)
     assert_as_torch(aten.where.self, tensors[0].to(torch.bool), *tensors[1:])
@@ -241,10 +255,6 @@ def test_the_gradient_of_a_slice(gradient: Tensor) -> None:
 )
 def test_ranges(end: Any, options: dict[str, Any]) -> None:
     assert_as_torch(aten.arange.default, end, device=torch.device("meta"), **options)
-
-
-def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 IDS, HEADS = x(2, 3, dtype=torch.int64), x(2, 3, 4, 8).transpose(1, 2)
