@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import multiprocessing
 import re
 import sysconfig
 import time
@@ -243,6 +244,8 @@ def test_workers_whose_samples_do_not_come_are_not_waited_for_for_ever() -> None
     late = dataloader(Asleep(), num_parts=1, part=0, global_batch=2, workers=1, timeout_s=0.5)
     with pytest.raises(RuntimeError, match="timed out after 0.5 seconds"):
         next(iter(late))
+    for worker in multiprocessing.active_children():  # torch ends it, and does not wait for its end
+        worker.join(timeout=30)
 
 
 def test_tuples_stay_tuples_and_collate_is_called_with_the_samples_of_the_piece() -> None:
