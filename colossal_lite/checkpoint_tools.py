@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, LocalStore, inspect, listed, tensors, verify
+from colossal_lite.checkpoint import Checkpointer, Facts, Held, LocalStore
+from colossal_lite.checkpoint_files import inspect, listed, tensors, verify
 from colossal_lite.layout import MeshLayout
 from colossal_lite.manifest import CheckpointError, Manifest
 from colossal_lite.models.gpt import GPTConfig

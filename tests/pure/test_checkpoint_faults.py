@@ -20,7 +20,8 @@ import torch
 from torch.distributed import HashStore
 
 from colossal_lite import checkpoint
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, inspect, listed, read_manifest, verify
+from colossal_lite.checkpoint import Checkpointer, Facts, Held
+from colossal_lite.checkpoint_files import inspect, listed, read_manifest, verify
 from colossal_lite.layout import MeshLayout
 from colossal_lite.manifest import CheckpointError, header
 from colossal_lite.shard import ShardSpec, dims_of

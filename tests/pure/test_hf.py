@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from colossal_lite import cli
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, LocalStore, inspect, listed
+from colossal_lite.checkpoint import Checkpointer, Facts, Held, LocalStore
+from colossal_lite.checkpoint_files import inspect, listed
 from colossal_lite.checkpoint_tools import export, import_
 from colossal_lite.layout import MeshLayout
 from colossal_lite.manifest import CheckpointError

@@ -60,6 +60,7 @@ LEVELS: tuple[set[str], ...] = (
         "batch",
         "batchwide",
         "checkpoint",
+        "checkpoint_files",
         "conjugate",
         "context",
         "data",
@@ -88,6 +89,7 @@ NEIGHBOURS = {
     ("tokens", "data"): "windows and batches of the ids that it reads",
     ("compare", "planner"): "a comparison is a plan for each mode",
     ("planner", "staged_plan"): "a plan of a run with a pipeline",
+    ("checkpoint", "checkpoint_files"): "what a directory holds, and how ranks come to agree on one",
     ("context", "data"): "a context knows which part of a batch its rank loads",
 }
 ONLY = {"models": {"kernels"}}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite import checkpoint
-from colossal_lite.checkpoint import inspect, listed, tensors, verify
+from colossal_lite.checkpoint_files import inspect, listed, tensors, verify
 from colossal_lite.manifest import CheckpointError
 from tests.parity import Case
 from tests.pool import RankEnv, run_world
@@ -250,14 +250,14 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 
 def save_while_training(env: RankEnv, case: Case, folder: str) -> tuple[State, list[float]]:
     """The save is held back until two more steps are done: it must still hold the state of its own step."""
-    go, original = threading.Event(), checkpoint._write_file
+    go, original = threading.Event(), checkpoint.write_file
 
     def late(*args: Any) -> Any:
         assert go.wait(20)
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch, engine_of(env, case) as engine:
-        patch.setattr(checkpoint, "_write_file", late)
+        patch.setattr(checkpoint, "write_file", late)
         train(engine, case, range(2))
         truth = state_of(engine)
         saving = engine.save(folder)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from colossal_lite import checkpoint
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, inspect, listed, tensors, verify
+from colossal_lite.checkpoint import Checkpointer, Facts, Held
+from colossal_lite.checkpoint_files import inspect, listed, tensors, verify
 from colossal_lite.layout import MeshLayout
 from colossal_lite.shard import Factor, Shard, ShardSpec
 from tests.pool import RankEnv, WorldError, run_world
