@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from colossal_lite import models as models
-    from colossal_lite.auxiliary import AuxiliaryLoss as AuxiliaryLoss
-    from colossal_lite.build import initialize as initialize
-    from colossal_lite.config import Config as Config
-    from colossal_lite.config import ConfigError as ConfigError
-    from colossal_lite.context import Context as Context
-    from colossal_lite.engine import Engine as Engine
-    from colossal_lite.engine import StepResult as StepResult
+    from colossal_lite.config.config import Config as Config
+    from colossal_lite.config.config import ConfigError as ConfigError
+    from colossal_lite.distributed.mesh import Mesh as Mesh
+    from colossal_lite.engine.context import Context as Context
+    from colossal_lite.engine.engine import Engine as Engine
+    from colossal_lite.engine.engine import StepResult as StepResult
+    from colossal_lite.engine.initialize import initialize as initialize
     from colossal_lite.launcher import launch as launch
-    from colossal_lite.memory.store import HostStore as HostStore
-    from colossal_lite.mesh import Mesh as Mesh
-    from colossal_lite.parallel.alone import finish_gradients as finish_gradients
-    from colossal_lite.parallel.alone import parallelize as parallelize
+    from colossal_lite.memory.host_store import HostStore as HostStore
+    from colossal_lite.parallel.standalone import finish_gradients as finish_gradients
+    from colossal_lite.parallel.standalone import parallelize as parallelize
+    from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss as AuxiliaryLoss
 
 __version__ = "0.1.0"
 
@@ -31,19 +31,19 @@ if not (_here / "kernels").is_dir():  # a source tree: kernels/ and launcher/ li
     __path__.append(str(_here.parent))
 
 _MODULE_OF = {
-    "AuxiliaryLoss": "auxiliary",
-    "Config": "config",
-    "ConfigError": "config",
-    "Context": "context",
-    "Engine": "engine",
-    "HostStore": "memory.store",
-    "Mesh": "mesh",
-    "StepResult": "engine",
-    "finish_gradients": "parallel.alone",
-    "initialize": "build",
+    "AuxiliaryLoss": "transforms.auxiliary_loss",
+    "Config": "config.config",
+    "ConfigError": "config.config",
+    "Context": "engine.context",
+    "Engine": "engine.engine",
+    "HostStore": "memory.host_store",
+    "Mesh": "distributed.mesh",
+    "StepResult": "engine.engine",
+    "finish_gradients": "parallel.standalone",
+    "initialize": "engine.initialize",
     "launch": "launcher",
     "models": "models",
-    "parallelize": "parallel.alone",
+    "parallelize": "parallel.standalone",
 }
 __all__ = sorted(_MODULE_OF)
 

@@ -5,6 +5,8 @@ default; the engine chooses with `select` and hands the choice to every module t
 Nothing here is global state, communicates, reads the environment, or stalls the device; sums run in float32
 or better; a saved tensor is never overwritten.  The formulas stand at the head of each op's file, beside its
 float64 reference.
+
+May import: nothing of ours.  Read first: `attention`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.auxiliary import AuxiliaryLoss
-from colossal_lite.recompute import blocks_of
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss
 
 Per = Literal["token", "sample", "element"]
 # Weights, and sums of different forms.

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
+from colossal_lite.engine.engine import Engine
 from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.recompute import blocks_of
-from colossal_lite.rng import DropoutStreams, build_on_meta, replay
-from colossal_lite.zero import build
-from colossal_lite.zero.own import Factory
+from colossal_lite.numerics.random import DropoutStreams, build_on_meta, replay
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.zero import build_chunks as build
+from colossal_lite.zero.user_optimizer import Factory
 from tests.emitting import Per, emit, emits_plainly
 from tests.plain_optimizers import plain_optimizers
 from tests.pool import RankEnv, run_world

@@ -47,7 +47,7 @@ import psutil
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from colossal_lite.context import Context
+    from colossal_lite.engine.context import Context
 
 MAX_RANKS = 16
 # After the first failure the others have this long to say what they saw, if not told otherwise; then they are ended.
@@ -66,7 +66,7 @@ RANK_ENVIRONMENT = {
 # that failed would pay), and a tenth of one after each world: then they are collected with what the world has left.
 PRELOADED = [
     *("torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "pytest", "hypothesis", "rich"),
-    *("colossal_lite.launcher", "colossal_lite.build", "colossal_lite.doctor"),
+    *("colossal_lite.launcher", "colossal_lite.engine.initialize", "colossal_lite.launcher.doctor"),
     *("tests.parity", "tests.hugging_face"),
 ]
 
@@ -425,7 +425,7 @@ def _failure(number: int, rank: _Rank, came: bool, answer: _Answer | None) -> Ra
     frames = _main_thread(stack)
     if not frames:
         return RankFailure(number, "late", "the process does not answer signals", printed)
-    waits = "torch/distributed/" in frames[0] or "colossal_lite/comm.py" in frames[0]
+    waits = "torch/distributed/" in frames[0] or "colossal_lite/distributed/communicator.py" in frames[0]
     return RankFailure(number, "waiting" if waits else "late", frames[0], stack + printed)
 
 

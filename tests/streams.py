@@ -28,14 +28,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from colossal_lite.memory import host, mover, store
-from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.lane import StreamLane
-from colossal_lite.zero import homes, on_host, sharded, tiers, visits, weights
+from colossal_lite.memory import host_store, link
+from colossal_lite.memory import pinned as host
+from colossal_lite.memory.copy_streams import StreamLane
+from colossal_lite.memory.disk_file import DiskFile
+from colossal_lite.offload import host_updates, optimizer_states, shard_streaming, state_storage
+from colossal_lite.zero import forward_hooks, sharded_weights
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
-ROOM, PAGES, RECORD = host.host_room, host.host_pages, store.TaskRecords.room
+ROOM, PAGES, RECORD = host.host_room, host.host_pages, host_store.TaskRecords.room
 Region = tuple[int, int, int]
 """A storage, and bytes [start, stop) of it."""
 
@@ -199,7 +201,7 @@ class Recorder:
                 future.result = known  # type: ignore[method-assign]
                 return future
 
-        class Request(mover.Request):
+        class Request(link.Request):
             """Hands over what the thread that asks knows, and to who wants its end what the one that served it does."""
 
             def __init__(self, begin: Callable[[], Any]) -> None:
@@ -233,20 +235,20 @@ class Recorder:
             recorder.touched("written to the file", (source,), ())
             write(file, record, source)
 
-        def of_records(records: store.TaskRecords, *form: Any) -> Tensor:
+        def of_records(records: host_store.TaskRecords, *form: Any) -> Tensor:
             return recorder._on_host(RECORD(records, *form))
 
         with ExitStack() as stack:
             for target, name, value in (
-                (mover, "ThreadPoolExecutor", Pool),
-                (mover, "Request", Request),
-                (tiers, "lane_beside", lambda device, speed: StreamLane(device, recorder)),
-                (homes, "host_pages", self.pages),
-                (visits, "host_room", self.room),
-                (on_host, "host_room", self.room),
-                (store.TaskRecords, "room", of_records),
-                (weights, "_disable_current_modes", nullcontext),
-                (sharded, "_disable_current_modes", nullcontext),
+                (link, "ThreadPoolExecutor", Pool),
+                (link, "Request", Request),
+                (optimizer_states, "lane_beside", lambda device, speed: StreamLane(device, recorder)),
+                (state_storage, "host_pages", self.pages),
+                (shard_streaming, "host_room", self.room),
+                (host_updates, "host_room", self.room),
+                (host_store.TaskRecords, "room", of_records),
+                (forward_hooks, "_disable_current_modes", nullcontext),
+                (sharded_weights, "_disable_current_modes", nullcontext),
                 (DiskFile, "read", file_read),
                 (DiskFile, "write", file_write),
             ):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from colossal_lite.config import Config
-from colossal_lite.mesh import Mesh
+from colossal_lite.config.config import Config
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from tests.parity import Case, assert_parity
 

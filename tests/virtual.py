@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from colossal_lite.memory import mover
-from colossal_lite.memory.lane import ThreadLane
-from colossal_lite.zero import homes, on_host, tiers
+from colossal_lite.memory import link
+from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.offload import host_updates, optimizer_states, state_storage
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Clock:
             return VirtualLink(self, name, lane)
 
         with ExitStack() as stack:
-            for module in (tiers, homes, on_host):
+            for module in (optimizer_states, state_storage, host_updates):
                 stack.enter_context(patch.object(module, "Link", link))
             yield
 
@@ -58,13 +58,13 @@ class VirtualTransfer:
         clock.now_s = max(clock.now_s, self.end_s)
 
     finish = wait
-    priority, after, is_revoked = mover.Priority.DEMAND, (), False
+    priority, after, is_revoked = link.Priority.DEMAND, (), False
 
     def revoke(self) -> bool:
         return False
 
 
-class VirtualLink(mover.Link):
+class VirtualLink(link.Link):
     def __init__(self, clock: Clock, name: str, lane: ThreadLane) -> None:
         super().__init__(name, lane)
         self.speed, self.bus = lane.speed, lane.bus
@@ -78,7 +78,7 @@ class VirtualLink(mover.Link):
         size_bytes: int,
         *,
         after: Sequence[VirtualTransfer] = (),
-        priority: mover.Priority = mover.Priority.DEMAND,
+        priority: link.Priority = link.Priority.DEMAND,
         then: Callable[[], object] | None = None,
     ) -> VirtualTransfer:  # type: ignore[override]
         work()

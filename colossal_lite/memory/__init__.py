@@ -1,1 +1,4 @@
-"""Arenas, chunks and placement of model state over device, host and disk."""
+"""Chunks, arenas and tiers of memory, and every copy between them.
+
+May import: kernels, sharding, schedule, numerics, distributed.  Read first: `chunk`.
+"""

@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.pack import ArenaPlan, Interval, Stay, held_stays, pack_stays
+from colossal_lite.schedule.interval_packing import ArenaPlan, Interval, Stay, held_stays, pack_stays
 
 if TYPE_CHECKING:
-    from colossal_lite.memory.mover import Transfer
+    from colossal_lite.memory.link import Transfer
 
 Key = tuple[str, int]
 """A kind and a number."""

@@ -27,15 +27,16 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from colossal_lite.comm import Pending
+from colossal_lite.distributed.communicator import Pending
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import Places
-from colossal_lite.memory.mover import Link, Outbox, Priority, Transfer, copied_to, to_device
-from colossal_lite.memory.pack import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
-from colossal_lite.memory.store import GRADIENTS, WEIGHTS, TaskRecords
+from colossal_lite.memory.host_store import GRADIENTS, WEIGHTS, TaskRecords
+from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.packing import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
+from colossal_lite.memory.transfers import Outbox, copied_to, to_device
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
-from colossal_lite.precision import ChunkTypes
+from colossal_lite.numerics.precision import ChunkTypes
 
 WIDENED_NUMEL = 256 * SHARD_BLOCK_NUMEL
 """Elements of two bytes that are widened at once for their norms."""

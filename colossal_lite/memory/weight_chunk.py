@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from colossal_lite.comm import AxisComm, Pending
-from colossal_lite.memory.mover import Link, Priority, Transfer, copied_to
-from colossal_lite.memory.pack import ChunkKey, ChunkSpec, Entry
-from colossal_lite.memory.store import WEIGHTS, TaskRecords
-from colossal_lite.precision import ChunkTypes
+from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
+from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.transfers import copied_to
+from colossal_lite.numerics.precision import ChunkTypes
 
 
 class WeightState(StrEnum):

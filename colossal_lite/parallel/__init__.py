@@ -1,1 +1,6 @@
-"""Tensor and sequence parallelism: roles, strategies, and the swapping of layers."""
+"""Tensor and sequence parallel modes, the swap of layers, and the loss over sharded logits.
+
+May import: kernels, sharding, config, models, numerics, transforms, distributed, data.  Read first:
+`parallelize`.
+A new tensor mode is a file here and a line in `TENSOR_MODES`.
+"""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.batch import Batch
+from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import TORCH, Mask
 
 NAME = "colossal_lite"

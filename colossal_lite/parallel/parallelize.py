@@ -17,23 +17,25 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from colossal_lite import kernels as ops_table
-from colossal_lite.auxiliary import AuxiliaryLosses, Share, check_cuts, modules_of
-from colossal_lite.batch import Batch
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Ops, Rows
-from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT
+from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
-from colossal_lite.parallel.adapter import with_adapters
-from colossal_lite.parallel.grid import features_of
-from colossal_lite.parallel.roles import PLANS, ROLES, ModelFacts, Role, assign_roles, known_plan
-from colossal_lite.parallel.sequence import OnSequence, SequenceParallel
-from colossal_lite.parallel.serial import Serial
-from colossal_lite.parallel.swap import ancestors
-from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
+from colossal_lite.parallel.layer_swap import ancestors
+from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.replicated import Serial
+from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan
+from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
+from colossal_lite.parallel.tensor_1d import Swap1D
+from colossal_lite.parallel.tensor_1d_layers import Tensor1D
 from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D
 from colossal_lite.parallel.tensor_3d import Swap3D, Tensor3D
-from colossal_lite.rng import DropoutStreams
-from colossal_lite.shard import ShardSpec
+from colossal_lite.parallel.tensor_grid import features_of
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
 
 class TensorStrategy(Protocol):

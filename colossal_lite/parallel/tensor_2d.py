@@ -25,16 +25,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite import conjugate
-from colossal_lite.batch import Batch
-from colossal_lite.comm import AxisComm, LedgerRow
-from colossal_lite.deferral import WeightQueue
-from colossal_lite.mesh import Mesh
-from colossal_lite.parallel.grid import (
-    Along,
-    Cut,
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.parallel.grid_layers import Along, Cut, GridLinear
+from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.tensor_grid import (
     Grid,
-    GridLinear,
     Lie,
     Sizes,
     SwapGrid,
@@ -44,8 +44,8 @@ from colossal_lite.parallel.grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.roles import ModelFacts, Role
-from colossal_lite.shard import Placements, Shard
+from colossal_lite.sharding.shard_spec import Placements, Shard
+from colossal_lite.transforms.split_backward import WeightQueue
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
 
@@ -83,7 +83,7 @@ class Tensor2D(Grid):
 
     def whole_batch(self, logits: Tensor) -> Tensor:
         """Logits of the whole micro-batch, alike on every rank of the tensor axis."""
-        return conjugate.join(conjugate.join(logits, self.row, 0), self.depth, 0)
+        return autograd_collectives.join(autograd_collectives.join(logits, self.row, 0), self.depth, 0)
 
 
 class Embedding2D(nn.Module):
@@ -97,7 +97,7 @@ class Embedding2D(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         sheet = self.mode.row.all_gather(ids.contiguous())  # every row of the grid looks its words up for all
         terms = looked_up(sheet, self.weight, self.mode.row.coord, self.weight_queue)
-        return conjugate.reduce_scatter(terms, self.mode.row, 0)
+        return autograd_collectives.reduce_scatter(terms, self.mode.row, 0)
 
 
 # ---- formulas (parallel.md 1.2, 1.4), as the ledger counts them ----

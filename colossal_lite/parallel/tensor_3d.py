@@ -29,14 +29,15 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from colossal_lite import conjugate
-from colossal_lite.batch import Batch
-from colossal_lite.comm import AxisComm, LedgerRow
-from colossal_lite.deferral import WeightQueue, embedding
-from colossal_lite.mesh import Mesh
-from colossal_lite.parallel.grid import (
-    Along,
-    Cut,
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.parallel.grid_layers import Along, Cut
+from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.tensor_grid import (
     Grid,
     Lie,
     Sizes,
@@ -47,8 +48,8 @@ from colossal_lite.parallel.grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.roles import ModelFacts, Role
-from colossal_lite.shard import Placements, Shard
+from colossal_lite.sharding.shard_spec import Placements, Shard
+from colossal_lite.transforms.split_backward import WeightQueue, embedding
 
 I, J, K = "tensor.i", "tensor.j", "tensor.k"  # noqa: E741  (the axes' own names)
 
@@ -85,7 +86,7 @@ class Tensor3D(Grid):
 
     def whole_batch(self, logits: Tensor) -> Tensor:
         """Logits of the whole micro-batch, alike on every rank of the tensor axis."""
-        return conjugate.join(logits, self.plane, 0)
+        return autograd_collectives.join(logits, self.plane, 0)
 
 
 class Embedding3D(nn.Module):
@@ -101,8 +102,10 @@ class Embedding3D(nn.Module):
         everyone = mode.plane.all_gather(ids.contiguous())
         by_j = rearrange(everyone, "(i j b) t -> (j i b) t", i=edge, j=edge)
         terms = looked_up(by_j, self.weight, mode.j.coord, self.weight_queue)
-        own_j = conjugate.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
-        parts = conjugate.heads_to_tokens(rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i)
+        own_j = autograd_collectives.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
+        parts = autograd_collectives.heads_to_tokens(
+            rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i
+        )
         return rearrange(parts, "1 b i (t d) -> b t (i d)", t=ids.shape[1])
 
 

@@ -1,1 +1,5 @@
-"""Pipeline parallelism: schedules and partition (pure), and the runtime that executes a rank's list."""
+"""Units of a model, stages, partition, and the runtime that executes a rank's list of actions.
+
+May import: kernels, schedule, config, models, numerics, transforms, distributed, memory, data, parallel,
+zero.  Read first: `runtime`.
+"""

@@ -22,8 +22,8 @@ from itertools import accumulate, combinations_with_replacement, pairwise
 from math import inf
 from typing import Literal, Protocol
 
-from colossal_lite.plan import Kind, Plan
-from colossal_lite.simulate import StageCosts
+from colossal_lite.schedule.plan import Kind, Plan
+from colossal_lite.schedule.simulator import StageCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.comm import AxisComm, Pending
-from colossal_lite.deferral import Later, Root
+from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.watchdog import Progress
 from colossal_lite.memory.arena import Pool
-from colossal_lite.memory.mover import to_device, to_host
-from colossal_lite.pipeline.footprint import HEADER_BYTES, IN_FLIGHT, Subject
-from colossal_lite.pipeline.footprint import subject_of as _subject
-from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
-from colossal_lite.simulate import Span, Timeline
-from colossal_lite.watch import Progress
+from colossal_lite.memory.transfers import to_device, to_host
+from colossal_lite.schedule.footprint import HEADER_BYTES, IN_FLIGHT, Subject
+from colossal_lite.schedule.footprint import subject_of as _subject
+from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
+from colossal_lite.schedule.simulator import Span, Timeline
+from colossal_lite.transforms.split_backward import Later, Root
 
 WORDS = {
     Kind.F: "forward",

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from colossal_lite.memory.pack import ChunkSpec, stages_of
-from colossal_lite.pipeline.schedule import StepShape, step_plan
-from colossal_lite.pipeline.units import Stages
-from colossal_lite.plan import Kind, Plan, Shape
-from colossal_lite.simulate import ScheduleReport, Timeline
-from colossal_lite.zero.build import sharding_of
+from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.pipeline.stages import Stages
+from colossal_lite.pipeline.step_plan import StepShape, step_plan
+from colossal_lite.schedule.drawing import ScheduleReport
+from colossal_lite.schedule.plan import Kind, Plan, Shape
+from colossal_lite.schedule.simulator import Timeline
+from colossal_lite.zero.build_chunks import sharding_of
 
 if TYPE_CHECKING:
-    from colossal_lite.config import Config
+    from colossal_lite.config.config import Config
 
 
 def shape_of(

@@ -1,1 +1,5 @@
-"""Sharded training state over chunks: gradients summed while backward runs, the optimizer on flat ranges."""
+"""Accumulates gradients in chunks, gathers weights, and runs the sharded optimizer.
+
+May import: kernels, sharding, schedule, config, models, numerics, observe, distributed, memory, offload.
+Read first: `gradient_hooks`.
+"""

@@ -32,21 +32,23 @@ from torch import Tensor
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, Places
 from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
-from colossal_lite.memory.lane import AS_IT_COPIES, LinkSpeed
-from colossal_lite.memory.mover import Link, copied_to
-from colossal_lite.memory.pack import ChunkKey
-from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, TaskRecords
+from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
+from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.packing import ChunkKey
+from colossal_lite.memory.transfers import copied_to
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.optim import Group, Rule, rule_of
-from colossal_lite.plan import DISK, Action, Kind, Plan
-from colossal_lite.rng import key
-from colossal_lite.zero.budget import VISITING, passing_bytes, sunk, unused_bytes
-from colossal_lite.zero.budget import Kind as Held
-from colossal_lite.zero.homes import BELOW, MASTER, OpenFile, Record, record_of
-from colossal_lite.zero.interleave import ON_DEVICE, Part, part_of, update_plan
-from colossal_lite.zero.on_host import HostUpdates, updating_bytes
-from colossal_lite.zero.tiers import AHEAD, States
-from colossal_lite.zero.visits import HostShards
+from colossal_lite.numerics.optimizers import Group, Rule, rule_of
+from colossal_lite.numerics.random import key
+from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
+from colossal_lite.offload.optimizer_states import AHEAD, States
+from colossal_lite.offload.pieces import VISITING, passing_bytes, unused_bytes
+from colossal_lite.offload.pieces import Kind as Held
+from colossal_lite.offload.placement import sunk
+from colossal_lite.offload.shard_streaming import HostShards
+from colossal_lite.offload.state_storage import BELOW, MASTER, OpenFile, Record, record_of
+from colossal_lite.schedule.optimizer_updates import ON_DEVICE, Part, part_of, update_plan
+from colossal_lite.schedule.plan import DISK, Action, Kind, Plan
 
 
 @dataclass(frozen=True)

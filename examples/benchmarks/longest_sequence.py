@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 import colossal_lite as cl
-from colossal_lite.memory.placement import parse_bytes
-from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.config.memory_schema import parse_bytes
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import plan
-from colossal_lite.run_plan import RunPlan
+from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.planner.planner import plan
+from colossal_lite.planner.run_plan import RunPlan
 
 MODEL = GPTConfig(
     vocabulary=1024,

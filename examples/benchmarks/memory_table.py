@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import colossal_lite as cl
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import plan
+from colossal_lite.planner.planner import plan
 
 MODEL = GPTConfig(vocabulary=1024, layers=4, heads=8, width=128, sequence=128)
 BATCH = 8

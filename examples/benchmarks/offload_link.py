@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import colossal_lite as cl
-from colossal_lite.plan import Action, Kind
-from colossal_lite.simulate import simulate
-from colossal_lite.zero import build
-from colossal_lite.zero.interleave import run_of, update_plan
-from colossal_lite.zero.tiers import AHEAD
+from colossal_lite.offload.optimizer_states import AHEAD
+from colossal_lite.schedule.optimizer_updates import run_of, update_plan
+from colossal_lite.schedule.plan import Action, Kind
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.zero import build_chunks as build
 
 LAYERS, VOCABULARY, WIDTH, STEPS = 8, 8, 2048, 4
 FORWARD, BACKWARD = 2.0, 4.0

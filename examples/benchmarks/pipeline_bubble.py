@@ -26,10 +26,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import colossal_lite as cl
-from colossal_lite.deferral import WeightQueue, deliver
-from colossal_lite.pipeline.schedule import SCHEDULES, PipelineConfig, StepShape, compute_plan
-from colossal_lite.plan import COMPUTE_KINDS
-from colossal_lite.simulate import StageCosts, Timeline, simulate, svg
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan
+from colossal_lite.schedule.drawing import svg
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES
+from colossal_lite.schedule.plan import COMPUTE_KINDS
+from colossal_lite.schedule.simulator import StageCosts, Timeline, simulate
+from colossal_lite.transforms.split_backward import WeightQueue, deliver
 
 LAYERS_PER_RANK, VOCABULARY, WIDTH, TOKENS = 2, 8, 64, 16
 STEPS = 2

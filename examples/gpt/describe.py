@@ -14,10 +14,11 @@ import torch
 from generate import TOKENIZER
 
 import colossal_lite as cl
-from colossal_lite.data import Corpus, TokenWindows, read_corpus, yardsticks
-from colossal_lite.observe import Scale, device_peak_flops, model_flops_per_token
-from colossal_lite.rng import on_meta
-from colossal_lite.tokens import is_token_folder, read_token_corpus
+from colossal_lite.data.corpus import Corpus, TokenWindows, read_corpus, yardsticks
+from colossal_lite.data.tokens import is_token_folder, read_token_corpus
+from colossal_lite.numerics.random import on_meta
+from colossal_lite.observe.flops import device_peak_flops, model_flops_per_token
+from colossal_lite.observe.run_log import Scale
 
 EVALUATED_BATCHES = 16
 

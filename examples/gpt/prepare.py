@@ -16,8 +16,8 @@ import numpy.typing as npt
 import tyro
 from generate import TOKENIZER
 
-from colossal_lite.data import read_corpus
-from colossal_lite.tokens import PARTS, train_bpe, write_tokens
+from colossal_lite.data.corpus import read_corpus
+from colossal_lite.data.tokens import PARTS, train_bpe, write_tokens
 
 PIECE_BYTES = 2**20
 

@@ -18,9 +18,10 @@ from generate import codec_of, generate
 from safetensors.torch import save_file
 
 import colossal_lite as cl
+from colossal_lite.checkpoint.manifest import CheckpointError, changes
 from colossal_lite.launcher import env, run
-from colossal_lite.manifest import CheckpointError, changes
-from colossal_lite.observe import RankLog, RunLog, Scale, run_sinks
+from colossal_lite.observe.run_log import RankLog, RunLog, Scale
+from colossal_lite.observe.sinks import run_sinks
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
+from colossal_lite.config.errors import ConfigError
+from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.host import host_pages, host_room
-from colossal_lite.memory.lane import StreamLane, ended
-from colossal_lite.memory.mover import Transfer
+from colossal_lite.memory.copy_streams import StreamLane, ended
+from colossal_lite.memory.link import Transfer
+from colossal_lite.memory.pinned import host_pages, host_room
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.problems import ConfigError
-from colossal_lite.zero import build
+from colossal_lite.zero import build_chunks as build
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device is visible", allow_module_level=True)
@@ -220,7 +220,7 @@ def test_state_rests_in_memory_that_is_locked_and_no_larger_than_it_needs() -> N
 
 
 def test_the_host_goes_on_while_the_device_waits_for_a_copy_and_the_wait_is_counted() -> None:
-    from colossal_lite.memory.mover import Link
+    from colossal_lite.memory.link import Link
 
     link = Link("h2d", StreamLane(CUDA), timeout_s=60)
     source, target = host_room(2**22, torch.float32, CUDA).fill_(3.0), torch.zeros(2**22, device=CUDA)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.memory.arena import Arena, Places, slots
-from colossal_lite.memory.pack import ARENA_ALIGN_BYTES, Stay, held_stays, pack_stays
-from colossal_lite.zero.budget import LEAVING, VISITING, Kind
-from colossal_lite.zero.stages import (
+from colossal_lite.offload.pieces import LEAVING, VISITING, Kind
+from colossal_lite.schedule.interval_packing import ARENA_ALIGN_BYTES, Stay, held_stays, pack_stays
+from colossal_lite.schedule.step_moments import (
     FILLING,
     IN_FLIGHT,
     INCOMING,

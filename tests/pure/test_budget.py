@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.memory.pack import Stay, pack_stays
-from colossal_lite.memory.records import PAGE_BYTES
-from colossal_lite.zero import budget as budget_module
-from colossal_lite.zero.bound import Phase, Use, link_bound
-from colossal_lite.zero.budget import (
+from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.offload import pieces as pieces_module
+from colossal_lite.offload import placement as placement_module
+from colossal_lite.offload.pieces import (
     GRADIENT_DOWN,
     LEAVING,
     WEIGHTS_BOTH,
@@ -26,18 +25,13 @@ from colossal_lite.zero.budget import (
     Kind,
     Name,
     Piece,
-    Placement,
     Way,
-    divide,
     passing_bytes,
-    place,
-    sink,
-    slot_bytes,
-    sunk,
-    visiting_bytes,
 )
-from colossal_lite.zero.reside import gradients_of
-from colossal_lite.zero.stages import (
+from colossal_lite.offload.placement import Placement, divide, place, sink, slot_bytes, sunk, visiting_bytes
+from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
+from colossal_lite.schedule.interval_packing import Stay, pack_stays
+from colossal_lite.schedule.step_moments import (
     FILLING,
     INCOMING,
     Rest,
@@ -45,6 +39,7 @@ from colossal_lite.zero.stages import (
     flight_intervals,
     moments_of_step,
 )
+from colossal_lite.zero.memory_budget import gradients_of
 
 RANDOM = range(20)
 
@@ -299,7 +294,7 @@ def test_p5_what_stays_for_good_meets_the_bound_with_several_micro_batches_too(
 ) -> None:
     """Where the weights are their own masters: to move something out of the way for a phase saves nothing. Here without
     slots, and with room for whole pieces."""
-    monkeypatch.setattr(budget_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
     pieces = pieces_of([sizes] * 6, accumulation)
     phases = phases_of(pieces, accumulation)
     for capacity in range(0, 6 * sum(sizes) + 1, 40):
@@ -313,7 +308,7 @@ def test_where_masters_are_apart_weights_that_stay_for_good_are_above_the_bound(
 ) -> None:
     """Nobody reads weights between a backward and their update: to leave them there costs what gradients in their room
     would save."""
-    monkeypatch.setattr(budget_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
     pieces = pieces_of([(5, 10, 30)] * 6, own_master=False)
     placed = place(pieces, {}, 30)
     moved, bound = placed.up_bytes + placed.down_bytes, link_bound(phases_of(pieces, own_master=False), 30)
@@ -326,8 +321,8 @@ def test_p5_weights_and_gradients_that_rest_by_turns_move_at_most_two_chunks_mor
     accumulation: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the others to be there at other times. Here without slots."""
-    monkeypatch.setattr(budget_module, "AWAY", dict.fromkeys(Kind, ()))
-    monkeypatch.setattr(budget_module, "LEAVING", LEAVING._replace(tier="nowhere"))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "LEAVING", LEAVING._replace(tier="nowhere"))
     pieces = pieces_of([sizes] * 40, accumulation, own_master=False)
     phases = phases_of(pieces, accumulation, own_master=False)
     turns = by_turns(pieces, accumulation)
@@ -568,7 +563,7 @@ def test_of_too_many_sums_to_follow_all_what_is_found_is_enough_and_hardly_more(
 ) -> None:
     records = dict(enumerate(sizes))
     room = round(share * sum(sizes))
-    with patch.object(budget_module, "MOST_SUMS", 2**9):
+    with patch.object(placement_module, "MOST_SUMS", 2**9):
         down = sunk(records, room)
     read, over = sum(records[c] for c in down), sum(sizes) - room
     if held(records, down) <= room and down:

@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from colossal_lite import checkpoint
-from colossal_lite.checkpoint import Checkpointer, Facts, Held
-from colossal_lite.checkpoint_files import inspect, listed, read_manifest, verify
-from colossal_lite.layout import MeshLayout
-from colossal_lite.manifest import CheckpointError, header
-from colossal_lite.shard import ShardSpec, dims_of
+from colossal_lite.checkpoint import checkpointer
+from colossal_lite.checkpoint.checkpointer import Checkpointer
+from colossal_lite.checkpoint.files import inspect, listed, read_manifest, verify
+from colossal_lite.checkpoint.manifest import CheckpointError, header
+from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
 SHAPES = {
     "model/a.weight": (7, 5),
@@ -45,8 +46,8 @@ def disk() -> Checkpointer:
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of 4 tensors, 9 slices and 4 files."""
-    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 60)
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 140)
+    monkeypatch.setattr(checkpointer, "SLICE_BYTES", 60)
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", 140)
     torch.manual_seed(0)
     facts = Facts(5, 50, 7, {"seed": 7}, None, {"a.weight": 5}, {})
     return disk().save(tmp_path / "run", held_of(), facts, asynchronous=False).wait()

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from colossal_lite import checkpoint, checkpoint_files
-from colossal_lite.checkpoint import Checkpointer, Facts, Held
-from colossal_lite.checkpoint_files import LateError, listed, verify
-from colossal_lite.layout import MeshLayout
-from colossal_lite.manifest import CheckpointError
-from colossal_lite.shard import ShardSpec, dims_of
+from colossal_lite.checkpoint import checkpointer, files
+from colossal_lite.checkpoint.checkpointer import Checkpointer
+from colossal_lite.checkpoint.files import LateError, listed, verify
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
 TIMEOUT_S = 0.2
 SHAPE = (50, 7)
@@ -38,9 +39,9 @@ def facts(step: int) -> Facts:
 
 @pytest.fixture(autouse=True)
 def slices_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SLICE_BYTES", 600)
-    monkeypatch.setattr(checkpoint, "GRACE_S", 0.1)
-    monkeypatch.setattr(checkpoint_files, "GRACE_S", 0.1)
+    monkeypatch.setattr(checkpointer, "SLICE_BYTES", 600)
+    monkeypatch.setattr(checkpointer, "GRACE_S", 0.1)
+    monkeypatch.setattr(files, "GRACE_S", 0.1)
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_reads_that_are_on_their_way_when_a_load_passes_on_to_another_checkpoint
 def test_verify_names_the_slice_that_is_not_read_and_ends(
     saved: Path, stuck: Stuck, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(checkpoint_files.stream, "__kwdefaults__", {"places": (), "timeout_s": TIMEOUT_S})
+    monkeypatch.setattr(files.stream, "__kwdefaults__", {"places": (), "timeout_s": TIMEOUT_S})
     gate = stuck("preadv")
     (said,) = verify(saved)
     assert "tensor model/a.weight" in said and "was not read in 0.2 s (timeout_s): the disk does not" in said

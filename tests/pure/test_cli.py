@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from colossal_lite import cli, doctor
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
+from colossal_lite.launcher import command as cli
+from colossal_lite.launcher import doctor
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b"]
@@ -254,6 +255,8 @@ def test_a_script_ends_with_a_traceback_where_the_fault_is_its_own(tmp_path: Pat
 
 
 def test_config_commands_start_without_torch(config: str) -> None:
-    code = f"import sys; from colossal_lite.cli import main; main(['config', 'show', {config!r}]); "
+    code = (
+        f"import sys; from colossal_lite.launcher.command import main; main(['config', 'show', {config!r}]); "
+    )
     ended = command("-c", code + "print([m for m in ('torch', 'triton', 'numpy') if m in sys.modules])")
     assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "[]", ended.stderr

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from colossal_lite import cli
-from colossal_lite.compare import Comparison, candidates, compare_tensor, layer_traffic, pays_above_tokens
-from colossal_lite.layout import MeshLayout
+from colossal_lite.config.parallel_schema import TensorConfig
+from colossal_lite.launcher import command
 from colossal_lite.models import GPTConfig
-from colossal_lite.parallel.roles import TensorConfig
-from colossal_lite.planner import facts_of_config, plan
+from colossal_lite.planner.compare import (
+    Comparison,
+    candidates,
+    compare_tensor,
+    layer_traffic,
+    pays_above_tokens,
+)
+from colossal_lite.planner.planner import facts_of_config, plan
+from colossal_lite.sharding.mesh_layout import MeshLayout
 
 MODEL = GPTConfig(vocabulary=512, layers=3, heads=8, width=64, sequence=32, kv_heads=4)
 WIDE = GPTConfig(vocabulary=64, layers=4000, heads=64, width=4096, sequence=32, bias=False)
@@ -91,7 +97,7 @@ def test_the_command_says_what_moves_least_and_what_is_refused(
     path = tmp_path / "config.py"
     path.write_text("config = dict(precision='bf16')\n")
     asked = ["plan", str(path), "--model", "layers=2,heads=4,width=64,vocabulary=256", "--batch", "16"]
-    assert cli.main([*asked, "--sequence", "32", "--world", "8", "--compare", "tensor"]) == 0
+    assert command.main([*asked, "--sequence", "32", "--world", "8", "--compare", "tensor"]) == 0
     out = capsys.readouterr().out
     for words in ("data 8 ", "1d 2 x data 4", "2.5d 8 (depth 2)", "3d 8", "moves least", "times the width"):
         assert words in out, words

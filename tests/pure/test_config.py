@@ -13,10 +13,10 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.config import Config, ConfigError, render
-from colossal_lite.config_rules import NOT_BUILT
-from colossal_lite.problems import dig, walk
-from colossal_lite.settings import OPTIMIZER_READS, SCHEDULE_READS, OptimizerConfig
+from colossal_lite.config.config import Config, ConfigError, render
+from colossal_lite.config.errors import dig, walk
+from colossal_lite.config.rules import NOT_BUILT
+from colossal_lite.config.schema import OPTIMIZER_READS, SCHEDULE_READS, OptimizerConfig
 
 DESIGN = dict(
     parallel=dict(

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from colossal_lite.config import Config, ConfigError
-from colossal_lite.config_rules import NOT_BUILT
-from colossal_lite.legacy_keys import REFUSED
-from colossal_lite.parallel.roles import ModelFacts
-from colossal_lite.problems import item_section, walk
+from colossal_lite.config.config import Config, ConfigError
+from colossal_lite.config.errors import item_section, walk
+from colossal_lite.config.legacy_keys import REFUSED
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.rules import NOT_BUILT
 
 NAN, INF = float("nan"), float("inf")
 COUNT = ("8", 0, -1, 1.5, True, None, (1,), {})

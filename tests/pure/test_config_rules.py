@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.config import Config, ConfigError
-from colossal_lite.config_rules import (
+from colossal_lite.config.config import Config, ConfigError
+from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig
+from colossal_lite.config.rules import (
     device_problems,
     legal_tensor_sizes,
     model_problems,
     nearest_factorisations,
     world_problems,
 )
-from colossal_lite.layout import MeshLayout
-from colossal_lite.parallel.roles import ModelFacts, SequenceConfig, TensorConfig
+from colossal_lite.sharding.mesh_layout import MeshLayout
 
 MODES = st.sampled_from(["1d", "2d", "2.5d", "3d"])
 tensors = st.builds(TensorConfig, size=st.integers(1, 30), mode=MODES, depth=st.integers(1, 3))

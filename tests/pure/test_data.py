@@ -21,19 +21,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from colossal_lite.data import (
-    Corpus,
-    Loader,
-    Order,
-    Permutation,
-    TokenWindows,
-    check_batch,
-    cut,
-    dataloader,
-    read_corpus,
-    yardsticks,
-)
-from colossal_lite.mesh import Mesh
+from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.corpus import Corpus, TokenWindows, read_corpus, yardsticks
+from colossal_lite.data.dataloader import Loader, cut, dataloader
+from colossal_lite.data.sample_order import Order, Permutation
+from colossal_lite.distributed.mesh import Mesh
 
 SIZES = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 SEEDS = st.integers(0, 2**63)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from colossal_lite.deferral import deliver
+from colossal_lite.transforms.split_backward import deliver
 
 
 def test_a_leaf_takes_a_delivered_gradient_as_its_own_without_a_copy() -> None:

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite.memory import disk
-from colossal_lite.memory.disk import DiskError, DiskFile, pages
-from colossal_lite.memory.records import PAGE_BYTES, FileLayout
+from colossal_lite.memory import disk_file
+from colossal_lite.memory.disk_file import DiskError, DiskFile, pages
+from colossal_lite.memory.disk_layout import PAGE_BYTES, FileLayout
 
 LAYOUT = FileLayout((3 * PAGE_BYTES + 100, 0, 7 * PAGE_BYTES, 1), block_bytes=2 * PAGE_BYTES)
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_blocks_are_whole_pages_and_cover_the_file_once_in_order(block_pages: in
 
 
 def _refused(original: Any, *args: Any) -> Any:
-    if any(isinstance(arg, int) and arg & disk.DIRECT for arg in args[1:2]):
+    if any(isinstance(arg, int) and arg & disk_file.DIRECT for arg in args[1:2]):
         raise OSError(errno.EINVAL, "Invalid argument")
     return original(*args)
 
@@ -111,7 +111,7 @@ def test_where_direct_access_is_refused_it_goes_through_the_page_cache(opened: O
     do = os.pwritev
 
     def at_write(fd: int, *args: Any) -> int:
-        if _flags(fd) & disk.DIRECT:
+        if _flags(fd) & disk_file.DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return do(fd, *args)
 
@@ -160,10 +160,10 @@ def test_short_reads_and_writes_are_continued(opened: Open, direct: bool) -> Non
     def write_some(fd: int, view: memoryview, offset: int) -> int:
         return os.pwrite(file._fds[0], view[: count_of(view)], offset)
 
-    with patch.object(disk, "_read_some", read_some), patch.object(disk, "_write_some", write_some):
+    with patch.object(disk_file, "_read_some", read_some), patch.object(disk_file, "_write_some", write_some):
         write_all(file)
     assert_holds(file)
-    with patch.object(disk, "_read_some", read_some):
+    with patch.object(disk_file, "_read_some", read_some):
         assert_holds(file)
 
 
@@ -171,14 +171,14 @@ def test_short_reads_and_writes_are_continued(opened: Open, direct: bool) -> Non
 def test_a_fault_names_file_record_bytes_and_a_way_out_and_ends_all_use(opened: Open, call: str) -> None:
     file = opened()
     write_all(file)
-    original = getattr(disk, call)
+    original = getattr(disk_file, call)
 
     def some(fd: int, view: memoryview, offset: int) -> int:
         if offset == LAYOUT.starts[2] + 2 * PAGE_BYTES:
             raise OSError(errno.EIO, "Input/output error")
         return int(original(fd, view, offset))
 
-    with patch.object(disk, call, some), pytest.raises(DiskError) as told:
+    with patch.object(disk_file, call, some), pytest.raises(DiskError) as told:
         file.write(2, content(2, 1))
         read(file, 2)
     verb = "written" if call == "_write_some" else "read"
@@ -196,7 +196,7 @@ def test_a_fault_names_file_record_bytes_and_a_way_out_and_ends_all_use(opened: 
 def test_a_disk_that_takes_no_more_is_a_fault(opened: Open) -> None:
     file = opened()
     with (
-        patch.object(disk, "_write_some", return_value=0),
+        patch.object(disk_file, "_write_some", return_value=0),
         pytest.raises(DiskError, match="0 bytes and no more"),
     ):
         file.write(0, content(0))
@@ -214,13 +214,16 @@ def test_a_file_that_is_cut_is_a_fault(opened: Open) -> None:
 def test_a_disk_that_does_not_answer_is_a_fault(opened: Open) -> None:
     file, gate = opened(timeout_s=0.05), threading.Event()
     write_all(file)
-    original = disk._read_some
+    original = disk_file._read_some
 
     def stuck(fd: int, view: memoryview, offset: int) -> int:
         gate.wait(10)
         return original(fd, view, offset)
 
-    with patch.object(disk, "_read_some", stuck), pytest.raises(DiskError, match="was not read in 0.05 s"):
+    with (
+        patch.object(disk_file, "_read_some", stuck),
+        pytest.raises(DiskError, match="was not read in 0.05 s"),
+    ):
         read(file, 0)
     gate.set()
 
@@ -228,8 +231,8 @@ def test_a_disk_that_does_not_answer_is_a_fault(opened: Open) -> None:
 @pytest.fixture
 def stuck() -> Iterator[threading.Event]:
     """Reads of the disk do not return before the event is set."""
-    gate, original = threading.Event(), disk._read_some
-    with patch.object(disk, "_read_some", lambda *args: (gate.wait(60), original(*args))[1]):
+    gate, original = threading.Event(), disk_file._read_some
+    with patch.object(disk_file, "_read_some", lambda *args: (gate.wait(60), original(*args))[1]):
         yield gate
     gate.set()
 
@@ -259,10 +262,10 @@ def test_a_process_ends_though_its_disk_does_not_answer(tmp_path: Path) -> None:
     code = f"""
 import threading, torch
 from pathlib import Path
-from colossal_lite.memory import disk
-from colossal_lite.memory.records import FileLayout
-disk._read_some = lambda *args: threading.Event().wait()
-file = disk.DiskFile(Path({str(tmp_path)!r}), FileLayout((5000,)), label="rank0", timeout_s=0.05)
+from colossal_lite.memory import disk_file
+from colossal_lite.memory.disk_layout import FileLayout
+disk_file._read_some = lambda *args: threading.Event().wait()
+file = disk_file.DiskFile(Path({str(tmp_path)!r}), FileLayout((5000,)), label="rank0", timeout_s=0.05)
 try:
     file.read(0, disk.pages(8192, torch.device("cpu")))
 except disk.DiskError as error:
@@ -282,13 +285,13 @@ def _flip(file: DiskFile) -> None:
 
 
 def _misplaced(file: DiskFile) -> None:
-    original = disk._write_some
-    with patch.object(disk, "_write_some", lambda fd, view, at: original(fd, view, at - PAGE_BYTES)):
+    original = disk_file._write_some
+    with patch.object(disk_file, "_write_some", lambda fd, view, at: original(fd, view, at - PAGE_BYTES)):
         file.write(2, content(2, 1))
 
 
 def _lost(file: DiskFile) -> None:
-    with patch.object(disk, "_write_some", lambda fd, view, at: len(view)):
+    with patch.object(disk_file, "_write_some", lambda fd, view, at: len(view)):
         file.write(2, content(2, 1))
 
 
@@ -300,13 +303,13 @@ def _swapped(file: DiskFile) -> None:
 
 
 def _half_read(file: DiskFile) -> Any:
-    original = disk._read_some
+    original = disk_file._read_some
 
     def some(fd: int, view: memoryview, offset: int) -> int:
         original(fd, view[:PAGE_BYTES], offset)
         return len(view)
 
-    return patch.object(disk, "_read_some", some)
+    return patch.object(disk_file, "_read_some", some)
 
 
 # What has happened, and which version of record 2 should be there; perhaps a patch under which it is read.
@@ -335,7 +338,7 @@ def test_without_the_checksum_it_would_be_a_wrong_number(opened: Open, fault: st
     write_all(file)
     file._sums = [[0] * len(row) for row in file._sums]
     happens, version = FAULTS[fault]
-    with patch.object(disk.zlib, "crc32", return_value=0), happens(file) or nullcontext():
+    with patch.object(disk_file.zlib, "crc32", return_value=0), happens(file) or nullcontext():
         assert not torch.equal(read(file, 2), content(2, version))
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from colossal_lite import doctor, exchange, kernels, launcher
-from colossal_lite.doctor import Row, report
-from colossal_lite.memory import disk
+from colossal_lite import kernels
+from colossal_lite.distributed import host_meeting
+from colossal_lite.launcher import doctor, start
+from colossal_lite.launcher.doctor import Row, report
+from colossal_lite.memory import disk_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +145,7 @@ def test_whether_the_disk_tier_goes_past_the_page_cache_is_told(
     monkeypatch.chdir(tmp_path)
     row = find(report(), "host", "disk tier in the working folder")
     assert (row.value, row.status, row.why) == ("direct", "ok", "") or "refuses O_DIRECT" in row.why
-    monkeypatch.setattr(disk, "DIRECT", 0)
+    monkeypatch.setattr(disk_file, "DIRECT", 0)
     row = find(report(), "host", "disk tier in the working folder")
     assert (row.value, row.status) == ("through the page cache", "note") and "no O_DIRECT" in row.why
     assert list(tmp_path.iterdir()) == []
@@ -191,20 +193,20 @@ def test_the_table_shows_every_row_and_takes_no_text_for_markup() -> None:
 
 
 def test_the_launcher_says_what_started_it_and_that_gloo_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tuple(launcher.findings())
+    rows = tuple(start.findings())
     assert find(rows, "launch", "launcher").value == "none: a world of one"
     assert find(rows, "launch", "gloo") == Row("launch", "gloo", "works")
     assert find(rows, "launch", "shared memory").value == "works between ranks of one host"
-    monkeypatch.setattr(exchange.sys, "platform", "darwin")
-    row = find(tuple(launcher.findings()), "launch", "shared memory")
+    monkeypatch.setattr(host_meeting.sys, "platform", "darwin")
+    row = find(tuple(start.findings()), "launch", "shared memory")
     assert (row.value, row.status) == ("not used", "note") and "this is darwin" in row.why
     monkeypatch.undo()
     assert not torch.distributed.is_initialized()
     monkeypatch.setenv("RANK", "3")
-    row = find(tuple(launcher.findings()), "launch", "launcher")
+    row = find(tuple(start.findings()), "launch", "launcher")
     assert row.status == "fault" and "WORLD_SIZE is not set" in row.why
     monkeypatch.setattr(
-        launcher, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no socket\nmore"))
+        start, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no socket\nmore"))
     )
-    row = find(tuple(launcher.findings()), "launch", "gloo")
+    row = find(tuple(start.findings()), "launch", "gloo")
     assert row == Row("launch", "gloo", "fails", "fault", "no socket")

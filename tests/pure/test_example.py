@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colossal_lite.config import Config
-from colossal_lite.data import read_corpus
+from colossal_lite.config.config import Config
+from colossal_lite.data.corpus import read_corpus
+from colossal_lite.data.tokens import read_token_corpus
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.tokens import read_token_corpus
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "gpt"

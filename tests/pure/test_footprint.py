@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_lite.pipeline.footprint import IN_FLIGHT, StageCost, Walk, most_arrivals, most_unread
-from colossal_lite.pipeline.schedule import add_messages, generate
-from colossal_lite.plan import SENDS, Action, Kind, Plan
+from colossal_lite.schedule.footprint import IN_FLIGHT, StageCost, Walk, most_arrivals, most_unread
+from colossal_lite.schedule.pipeline_schedules import generate
+from colossal_lite.schedule.plan import SENDS, Action, Kind, Plan
+from colossal_lite.schedule.step_passes import add_messages
 
 PEAKS = {Kind.F: 70, Kind.B: 90, Kind.I: 80, Kind.W: 65}
 COST = StageCost(ended=60, kept=50, waiting=40, peaks=PEAKS, logits=0, sent=10)

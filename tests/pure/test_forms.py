@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.forms import Forms
-from colossal_lite.memory.rules import IN_PLACE, RULES
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import plan
+from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.observe.shape_rules import IN_PLACE, RULES
+from colossal_lite.planner.planner import plan
 from tests.covering import covering_array, name_of
 from tests.pure.test_rules import form, meant
 
@@ -173,7 +173,7 @@ LIGHT = """
 import sys
 from functools import partial
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import plan
+from colossal_lite.planner.planner import plan
 from tests.pure.test_forms import FAMILIES, GRIDS
 
 for family in FAMILIES.values():

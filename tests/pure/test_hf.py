@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite import cli
-from colossal_lite.checkpoint import Checkpointer, Facts, Held, LocalStore
-from colossal_lite.checkpoint_files import inspect, listed
-from colossal_lite.checkpoint_tools import export, import_
-from colossal_lite.layout import MeshLayout
-from colossal_lite.manifest import CheckpointError
+from colossal_lite.checkpoint.checkpointer import Checkpointer
+from colossal_lite.checkpoint.files import inspect, listed
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.rendezvous import LocalStore
+from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.tools import export, import_
+from colossal_lite.launcher import command
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, load_pretrained, to_hf, write_hf
-from colossal_lite.shard import ShardSpec, dims_of
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 from tests.pool import RankEnv, run_world
 
 LLAMA: dict[str, Any] = dict(position="rotary", norm="rms", activation="swiglu", bias=False)
@@ -210,7 +212,7 @@ def test_a_folder_is_never_written_over_and_never_read_outside(tmp_path: Path) -
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main([str(argument) for argument in arguments])
+    code = command.main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 

@@ -6,9 +6,9 @@ import gc
 
 import torch
 
-from colossal_lite.memory.host import host_pages, host_room, locked, pages
-from colossal_lite.memory.records import PAGE_BYTES
-from colossal_lite.memory.tracer import AllocatedBytes
+from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.pinned import host_pages, host_room, locked, pages
+from colossal_lite.observe.memory_meter import AllocatedBytes
 
 CPU = torch.device("cpu")
 

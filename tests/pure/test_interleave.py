@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from colossal_lite.plan import CPU, D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError, check
-from colossal_lite.simulate import simulate
-from colossal_lite.zero.interleave import Crossing, Part, memory_of, update_plan
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.optimizer_updates import Crossing, Part, memory_of, update_plan
+from colossal_lite.schedule.plan import CPU, D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError
+from colossal_lite.schedule.simulator import simulate
 
 
 def memory(num_chunks: int, slots: int, host_slots: int | None = None) -> Memory:

@@ -16,21 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.lane import LinkSpeed, ThreadLane
-from colossal_lite.memory.mover import Link, Transfer
-from colossal_lite.memory.pack import ChunkSpec, Item, pack
-from colossal_lite.memory.records import FileLayout
-from colossal_lite.memory.store import TaskRecords
+from colossal_lite.memory.copy_streams import LinkSpeed, ThreadLane
+from colossal_lite.memory.disk_file import DiskFile
+from colossal_lite.memory.disk_layout import FileLayout
+from colossal_lite.memory.host_store import TaskRecords
+from colossal_lite.memory.link import Link, Transfer
+from colossal_lite.memory.packing import ChunkSpec, Item, pack
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
-from colossal_lite.mesh import Mesh
+from colossal_lite.numerics.precision import ChunkTypes
+from colossal_lite.offload import optimizer_states, state_storage
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.plan import Kind
-from colossal_lite.precision import ChunkTypes
-from colossal_lite.zero import build, homes, tiers
-from colossal_lite.zero.interleave import update_plan
+from colossal_lite.schedule.optimizer_updates import update_plan
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.zero import build_chunks as build
 
 # ---- I1: every element of a parameter is in one shard of one chunk, and what lies between adds to no norm ----
 
@@ -221,11 +222,11 @@ def assert_newest_versions(
         return DiskFile(directory, layout, label="test", timeout_s=20.0, resting=resting)
 
     with (
-        patch.object(tiers, "SLOTS", ahead + 2),
-        patch.object(homes, "HOST_SLOTS", (below or 0) + 3),
+        patch.object(optimizer_states, "SLOTS", ahead + 2),
+        patch.object(state_storage, "HOST_SLOTS", (below or 0) + 3),
         patch.object(Link, "run", delayed),
     ):
-        made = tiers.States(
+        made = optimizer_states.States(
             chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")),
             on_disk=None if below is None else on_disk(count), open_file=opened,
         )  # fmt: skip
@@ -295,7 +296,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
 
     sizes = [draw.choice((CHUNK, 3 * CHUNK)) for _ in range(9)]
     chunks, records_of_task = records(9, sizes), TaskRecords("", torch.device("cpu"))
-    made = tiers.States(
+    made = optimizer_states.States(
         chunks, [{"moment": torch.float32}] * 9, 20.0, LinkSpeed(), records_of_task,
         on_disk=some(range(9)) if seed else (), open_file=opened,
     )  # fmt: skip
@@ -338,7 +339,7 @@ def test_i5_no_record_is_read_before_it_has_come_however_long_copies_take(
     assert_newest_versions(5, 1, below, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)))
 
 
-def _not_taken_back(original: Any, self: tiers.States, index: int) -> None:
+def _not_taken_back(original: Any, self: optimizer_states.States, index: int) -> None:
     """The hole of a plan that empties a slot only when another record needs it."""
     if index < len(self._records) - 1:
         original(self, index)
@@ -359,7 +360,7 @@ def _refilled_before_it_is_empty(
 
 
 FAULTS_TIERS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "the last record is not taken back": ("", tiers.States, "evict", _not_taken_back),
+    "the last record is not taken back": ("", optimizer_states.States, "evict", _not_taken_back),
     "a record is read before it has come": ("h2d", Transfer, "wait", _not_awaited),
     "a slot is refilled before it is empty": ("d2h", Link, "copy", _refilled_before_it_is_empty),
 }

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.layout import AXES, Axis, MeshLayout, split_axis
+from colossal_lite.sharding.mesh_layout import AXES, Axis, MeshLayout, split_axis
 
 
 @st.composite

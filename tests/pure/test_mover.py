@@ -19,11 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.memory import mover
+from colossal_lite.memory import link as link_module
 from colossal_lite.memory.arena import Places
-from colossal_lite.memory.lane import LinkSpeed, StreamLane, ThreadLane
-from colossal_lite.memory.mover import Link, Priority, Transfer
-from colossal_lite.memory.pack import visits
+from colossal_lite.memory.copy_streams import LinkSpeed, StreamLane, ThreadLane
+from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.schedule.interval_packing import visits
 from tests.streams import Recorder
 
 
@@ -352,7 +352,7 @@ def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not
             time.sleep(1e-3)
 
     faults = (
-        (patch.object(mover, "_is_ready", lambda transfer: True), patch.object(Link, "_begin", waits))
+        (patch.object(link_module, "_is_ready", lambda transfer: True), patch.object(Link, "_begin", waits))
         if is_planted
         else (nullcontext(), nullcontext())
     )

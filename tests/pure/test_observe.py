@@ -21,20 +21,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from colossal_lite.observe import (
+from colossal_lite.observe.flops import model_flops_per_token, peak_flops
+from colossal_lite.observe.run_log import (
     JsonLines,
     RankLog,
     RunLog,
     Scale,
     StepRow,
-    Timeline,
     TimingRow,
-    memory_bytes,
-    model_flops_per_token,
-    peak_flops,
     progress_line,
-    run_sinks,
 )
+from colossal_lite.observe.sinks import run_sinks
+from colossal_lite.observe.timeline import Timeline, memory_bytes
 
 CPU = torch.device("cpu")
 SCALE = Scale(yardsticks="zlib 1.91, lzma 1.61")

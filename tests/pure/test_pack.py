@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import LEGAL, Chunk, GradientState
-from colossal_lite.memory.pack import (
+from colossal_lite.memory.packing import (
     ENTRY_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
     SHARD_BLOCK_NUMEL,
@@ -25,13 +26,12 @@ from colossal_lite.memory.pack import (
     pack,
 )
 from colossal_lite.memory.weight_chunk import Groups
-from colossal_lite.mesh import Mesh
 from colossal_lite.models.gpt import GPT, GPTConfig
+from colossal_lite.numerics.precision import ChunkTypes
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.precision import ChunkTypes
-from colossal_lite.recompute import blocks_of
-from colossal_lite.shard import ShardSpec
-from colossal_lite.zero.build import pack_chunks
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.zero.build_chunks import pack_chunks
 
 items = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 2)), min_size=1, max_size=30).map(
     lambda rows: [Item(f"p{i}", numel, key) for i, (numel, key) in enumerate(rows)]

@@ -18,9 +18,9 @@ from colossal_lite.pipeline.partition import (
     partition,
     transformer_units,
 )
-from colossal_lite.pipeline.schedule import generate
-from colossal_lite.plan import check
-from colossal_lite.simulate import StageCosts, simulate
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.pipeline_schedules import generate
+from colossal_lite.schedule.simulator import StageCosts, simulate
 
 
 @dataclass(frozen=True)

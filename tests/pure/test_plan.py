@@ -11,15 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.pipeline.schedule import (
-    SCHEDULES,
-    add_messages,
-    add_step,
-    add_unshard,
-    generate,
-    serial_plan,
-)
-from colossal_lite.plan import (
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, generate
+from colossal_lite.schedule.plan import (
     COMPUTE,
     COMPUTE_KINDS,
     CPU,
@@ -34,9 +28,9 @@ from colossal_lite.plan import (
     Plan,
     PlanError,
     Shape,
-    check,
 )
-from colossal_lite.simulate import simulate
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.step_passes import add_messages, add_step, add_unshard, serial_plan
 
 # Text ---------------------------------------------------------------------------------------------
 

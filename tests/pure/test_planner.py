@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_lite import cli
-from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.config.errors import ConfigError
+from colossal_lite.launcher import command as cli
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.planner import parse_model, plan
-from colossal_lite.problems import ConfigError
-from colossal_lite.run_plan import RunPlan
+from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.planner.planner import parse_model, plan
+from colossal_lite.planner.run_plan import RunPlan
 
 ROOT = Path(__file__).parents[2]
 DEEP = GPTConfig(vocabulary=96, layers=7, heads=4, width=32, sequence=24, dropout=0.1)
@@ -88,7 +88,7 @@ def test_a_world_of_4096_takes_at_most_3_s_of_cpu() -> None:
     """A whole process, torch's import left out."""
     code = (
         "import time, torch; start = time.process_time(); "
-        "from colossal_lite.planner import parse_model, plan; "
+        "from colossal_lite.planner.planner import parse_model, plan; "
         "made = plan(dict(parallel=dict(tensor=8)), parse_model('llama-70B'), batch=4096, sequence=4096, "
         "world_size=4096, rank=4095); print(time.process_time() - start, made.parameters)"
     )

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colossal_lite.rng import DropoutStreams, InitialiserError, Recipe, build_on_meta, key, replay
+from colossal_lite.numerics.random import (
+    DropoutStreams,
+    InitialiserError,
+    Recipe,
+    build_on_meta,
+    key,
+    replay,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +151,7 @@ def test_building_on_meta_does_not_import_the_compiler() -> None:
     """torch's meta form of normal_ and its wrapper of dispatch modes do: 155 MB in each rank, and 2 s of its start."""
     code = (
         "import sys, torch; from colossal_lite.models import GPT, GPTConfig; "
-        "from colossal_lite.rng import build_on_meta; "
+        "from colossal_lite.numerics.random import build_on_meta; "
         "build_on_meta(lambda: GPT(GPTConfig(vocabulary=8, layers=1, heads=1, width=4, sequence=4))); "
         "print([m for m in ('torch._dynamo', 'sympy') if m in sys.modules])"
     )

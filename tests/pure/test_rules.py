@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossal_lite.memory.forms import Forms
-from colossal_lite.memory.rules import GIVEN_OUT, IN_PLACE, RULES, strides_of
+from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, strides_of
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -13,26 +13,14 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.pipeline.schedule import (
-    SCHEDULES,
-    PipelineConfig,
-    StepShape,
-    add_messages,
-    add_step,
-    add_unshard,
-    auto,
-    compute_plan,
-    draw,
-    freeze,
-    generate,
-    one_stage,
-    plans_by_placement,
-    ranks_of,
-    repeat,
-    step_plan,
-)
-from colossal_lite.plan import COMPUTE_KINDS, Action, Kind, Plan, PlanError, Shape, check
-from colossal_lite.simulate import StageCosts, simulate
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement, step_plan
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, ranks_of
+from colossal_lite.schedule.plan import COMPUTE_KINDS, Action, Kind, Plan, PlanError, Shape
+from colossal_lite.schedule.schedule_drawing import draw
+from colossal_lite.schedule.simulator import StageCosts, simulate
+from colossal_lite.schedule.step_passes import add_messages, add_step, add_unshard, freeze, one_stage, repeat
 
 STATIC = [name for name in SCHEDULES if name != "auto"]
 

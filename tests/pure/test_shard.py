@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.layout import MeshLayout
-from colossal_lite.shard import Factor, Flat, Partial, Piece, Replicate, Shard, ShardSpec, dims_of
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import (
+    Factor,
+    Flat,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+    ShardSpec,
+    dims_of,
+)
 
 LAYOUT = MeshLayout.build(data=2, tensor=4, tensor_mode="2d")
 

@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.pipeline.schedule import SCHEDULES, add_messages, generate
-from colossal_lite.plan import COMPUTE, CPU, H2D, Action, Kind, Memory, Plan, PlanError, Shape, check
-from colossal_lite.simulate import (
-    HostBandwidth,
-    ScheduleReport,
-    Span,
-    StageCosts,
-    Timeline,
-    grid,
-    simulate,
-    svg,
-    trace,
-)
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.drawing import ScheduleReport, grid, svg, trace
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, generate
+from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, Kind, Memory, Plan, PlanError, Shape
+from colossal_lite.schedule.simulator import HostBandwidth, Span, StageCosts, Timeline, simulate
+from colossal_lite.schedule.step_passes import add_messages
 
 
 def seconds(**by_kind: float) -> Callable[[Action], float]:

@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.layout import MeshLayout
-from colossal_lite.manifest import Manifest, Part, Slice, Stored, misfits, reads, writes
-from colossal_lite.shard import Factor, Shard, ShardSpec, dims_of
-from colossal_lite.slices import Fragment, boxes_of_interval, cut, extent, held, strides_of, volume, written
+from colossal_lite.checkpoint.manifest import Manifest, Part, Slice, Stored, misfits, reads, writes
+from colossal_lite.sharding.boxes import (
+    Fragment,
+    boxes_of_interval,
+    cut,
+    extent,
+    held,
+    strides_of,
+    volume,
+    written,
+)
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import Factor, Shard, ShardSpec, dims_of
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.memory.arena import Pool, slots
-from colossal_lite.memory.pack import Interval
-from colossal_lite.zero.stages import IN_FLIGHT, fill_intervals, flight_intervals
+from colossal_lite.schedule.interval_packing import Interval
+from colossal_lite.schedule.step_moments import IN_FLIGHT, fill_intervals, flight_intervals
 
 CPU = torch.device("cpu")
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from colossal_lite import exchange
-from colossal_lite.memory.records import PAGE_BYTES
-from colossal_lite.memory.store import (
+from colossal_lite.distributed import host_meeting
+from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.host_store import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
@@ -329,7 +329,9 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     store.open("empty", beside=CPU)
     with pytest.raises(StoreError, match="task 'empty' cannot be shared: it has no records on the host"):
         store.handle("empty")
-    with patch.object(exchange, "why_not", lambda: "shared memory without a name is Linux's, this is darwin"):
+    with patch.object(
+        host_meeting, "why_not", lambda: "shared memory without a name is Linux's, this is darwin"
+    ):
         other, more, room = opened()
         more.commit(3)
         assert room.tolist() == [0.0] * 5000 and more.room(3, OPTIMIZER, 5000, FLOAT) is room

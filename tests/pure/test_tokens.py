@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.data import check_batch, dataloader
+from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.dataloader import dataloader
+from colossal_lite.data.tokens import PackedDocuments, collate_rows, read_tokens, train_bpe, write_tokens
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.tokens import PackedDocuments, collate_rows, read_tokens, train_bpe, write_tokens
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(300, "uint16"), (1 << 16, "uint16"), (70_000, "uint32")])

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.memory.pack import Interval, pack_intervals
-from colossal_lite.plan import Kind
-from colossal_lite.zero.unshard import GatherPlan, Moment, Trace, gather_plan
+from colossal_lite.schedule.gather_plan import GatherPlan, Moment, Trace, gather_plan
+from colossal_lite.schedule.interval_packing import Interval, pack_intervals
+from colossal_lite.schedule.plan import Kind
 
 BLOCK, OUTER = 1000, 300
 

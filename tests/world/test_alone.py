@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.models import GPT
-from colossal_lite.parallel import alone
-from colossal_lite.shard import ShardSpec
+from colossal_lite.parallel import standalone
+from colossal_lite.sharding.shard_spec import ShardSpec
 from tests.parity import Case, relative_error
 from tests.pool import RankEnv, WorldError, run_world
 
@@ -51,13 +51,13 @@ def _first_gradient_halved(original: Any, parameters: list[nn.Parameter], *rest:
 
 # Owner, name of the function, and what takes its place, given the original.
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "gradients not summed": (alone, "_sum", lambda original, *rest: None),
-    "a gradient averaged": (alone, "_sum", _first_gradient_halved),
+    "gradients not summed": (standalone, "_sum", lambda original, *rest: None),
+    "a gradient averaged": (standalone, "_sum", _first_gradient_halved),
     "summed over data only": (
         ShardSpec, "sync_axes", lambda original, *given: tuple(a for a in original(*given) if a != "tensor")
     ),
     "a neighbour's values": (
-        alone, "cut_values",
+        standalone, "cut_values",
         lambda original, spec, layout, coords, fetch: original(
             spec, layout, {**coords, "tensor": 1 - coords["tensor"]}, fetch
         ),

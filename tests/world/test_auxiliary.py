@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite import planner
-from colossal_lite.auxiliary import AuxiliaryLoss
+from colossal_lite.planner import planner
+from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss
 from tests.parity import Case, assert_no_further, assert_parity, serial_run
 from tests.pool import RankEnv, WorldError, run_world
 

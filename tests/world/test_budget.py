@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite import planner
-from colossal_lite.config import Config, ConfigError
-from colossal_lite.engine import Engine
+from colossal_lite.config.config import Config, ConfigError
+from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.arena import Places
-from colossal_lite.memory.lane import LinkSpeed
-from colossal_lite.memory.tracer import LiveBytes
-from colossal_lite.zero import build as build_module
-from colossal_lite.zero import reside as reside_module
-from colossal_lite.zero.bound import Phase, Use, link_bound
-from colossal_lite.zero.budget import Kind, Name, Placement, place, sink, visiting_bytes
-from colossal_lite.zero.reside import Residence
-from colossal_lite.zero.sharded import ShardedWeights, units_of
+from colossal_lite.memory.copy_streams import LinkSpeed
+from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.offload.pieces import Kind, Name
+from colossal_lite.offload.placement import Placement, place, sink, visiting_bytes
+from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
+from colossal_lite.planner import planner
+from colossal_lite.zero import build_chunks as build_module
+from colossal_lite.zero import memory_budget as reside_module
+from colossal_lite.zero.memory_budget import Residence
+from colossal_lite.zero.sharded_weights import ShardedWeights, units_of
 from tests.covering import covering_array, name_of
 from tests.parity import Case, Step, start, steps_of
 from tests.pool import RankEnv, run_world

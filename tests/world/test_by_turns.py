@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
+from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.updates import Updates
-from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.gradient_hooks import GradientHooks
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_budget import DEEP, _extent, auto, config_of

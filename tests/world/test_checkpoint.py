@@ -20,9 +20,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 import colossal_lite as cl
-from colossal_lite import checkpoint
-from colossal_lite.checkpoint_files import inspect, listed, tensors, verify
-from colossal_lite.manifest import CheckpointError
+from colossal_lite.checkpoint import checkpointer, rendezvous, writer
+from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
+from colossal_lite.checkpoint.manifest import CheckpointError
 from tests.parity import Case
 from tests.pool import RankEnv, run_world
 
@@ -124,8 +124,8 @@ def small_slices(small: bool) -> Iterator[None]:
     """Slices and files so small that every tensor is cut and every rank writes several files."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(checkpoint, "SLICE_BYTES", 400)
-            patch.setattr(checkpoint, "FILE_BYTES", 20000)
+            patch.setattr(checkpointer, "SLICE_BYTES", 400)
+            patch.setattr(checkpointer, "FILE_BYTES", 20000)
         yield
 
 
@@ -190,12 +190,12 @@ def assert_goes_on(reader: str, saved: Saved) -> None:
     case = on(reader)
     folders = [folder for folder, _, _ in saved.values()]
     for rank in run_world(load_each_and_go_on, case.world_size, case, folders):
-        for (writer, (_, truth, losses)), (state, after, step, samples) in zip(
+        for (mesh, (_, truth, losses)), (state, after, step, samples) in zip(
             saved.items(), rank, strict=True
         ):
             assert (step, samples) == (2, 2 * case.global_batch)
             assert_same_bits(state, truth)
-            assert writer != reader or after == losses, "on the same mesh the run goes on bit for bit"
+            assert mesh != reader or after == losses, "on the same mesh the run goes on bit for bit"
             assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(after, losses, strict=True))
 
 
@@ -250,14 +250,14 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 
 def save_while_training(env: RankEnv, case: Case, folder: str) -> tuple[State, list[float]]:
     """The save is held back until two more steps are done: it must still hold the state of its own step."""
-    go, original = threading.Event(), checkpoint.write_file
+    go, original = threading.Event(), writer.write_file
 
     def late(*args: Any) -> Any:
         assert go.wait(20)
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch, engine_of(env, case) as engine:
-        patch.setattr(checkpoint, "write_file", late)
+        patch.setattr(writer, "write_file", late)
         train(engine, case, range(2))
         truth = state_of(engine)
         saving = engine.save(folder)
@@ -337,7 +337,7 @@ def planted(env: RankEnv, fault: str, folder: str) -> Iterator[str]:
         yield str(file)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "SHARED_S", 0.2)
+            patch.setattr(rendezvous, "SHARED_S", 0.2)
             yield folder if env.rank == 0 else folder + "-elsewhere"
 
 
@@ -524,9 +524,10 @@ def test_a_load_needs_three_slices_of_memory_and_a_save_two(tmp_path: Path) -> N
 
 
 def memory_of_save_and_load(env: RankEnv, folder: str) -> dict[str, int]:
-    from colossal_lite.checkpoint import Checkpointer, Facts, Held
-    from colossal_lite.layout import MeshLayout
-    from colossal_lite.shard import ShardSpec, dims_of
+    from colossal_lite.checkpoint.checkpointer import Checkpointer
+    from colossal_lite.checkpoint.run_state import Facts, Held
+    from colossal_lite.sharding.mesh_layout import MeshLayout
+    from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
     big = torch.rand(4, 2**24)
     held = [Held("model/big", ShardSpec("big", dims_of(big.shape)), big)]

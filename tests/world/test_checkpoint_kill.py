@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from colossal_lite import checkpoint
-from colossal_lite.checkpoint import Checkpointer, Facts, Held
-from colossal_lite.checkpoint_files import inspect, listed, tensors, verify
-from colossal_lite.layout import MeshLayout
-from colossal_lite.shard import Factor, Shard, ShardSpec
+from colossal_lite.checkpoint import checkpointer
+from colossal_lite.checkpoint.checkpointer import Checkpointer
+from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
+from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import Factor, Shard, ShardSpec
 from tests.pool import RankEnv, WorldError, run_world
 
 ROWS, COLUMNS = 64, 4096
@@ -29,7 +30,7 @@ def save_until_killed(env: RankEnv, folder: str, start: int, delay_s: float, asy
     spec = ShardSpec("w", (((rows,),), ((Factor("columns", COLUMNS),),)), (("tensor", Shard("rows")),))
     disk = Checkpointer(layout, env.rank, env.store, keep=2, timeout_s=20, heard=str)
     local = torch.empty(spec.local_shape(layout))
-    checkpoint.SLICE_BYTES, checkpoint.FILE_BYTES = 2**17, 2**18
+    checkpointer.SLICE_BYTES, checkpointer.FILE_BYTES = 2**17, 2**18
     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(start + 1, start + 1000):
         held = [Held("model/w", spec, local.fill_(step))]

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_lite import conjugate
-from colossal_lite.comm import AxisComm, CommError
-from colossal_lite.layout import MeshLayout
-from colossal_lite.mesh import Mesh
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.pool import RankEnv, run_world
 
 N = 12
@@ -104,15 +104,17 @@ def _adjoints(env: RankEnv, comm: AxisComm) -> dict[str, float]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     functions = {
-        "copy-all_reduce": lambda x: conjugate.all_reduce(conjugate.copy(x, comm) * 1.0, comm),
-        "gather": lambda x: conjugate.gather(x, comm, 1),
-        "gather0": lambda x: conjugate.gather(x, comm, 0),
-        "reduce_scatter": lambda x: conjugate.reduce_scatter(x, comm, 1),
+        "copy-all_reduce": lambda x: autograd_collectives.all_reduce(
+            autograd_collectives.copy(x, comm) * 1.0, comm
+        ),
+        "gather": lambda x: autograd_collectives.gather(x, comm, 1),
+        "gather0": lambda x: autograd_collectives.gather(x, comm, 0),
+        "reduce_scatter": lambda x: autograd_collectives.reduce_scatter(x, comm, 1),
         "tokens_to_heads": lambda x: _to_heads(x, comm),
-        "heads_to_tokens": lambda x: conjugate.heads_to_tokens(x.view(1, N, N, 1), comm),
-        "shift": lambda x: conjugate.shift(x, comm, 1),
-        "broadcast": lambda x: conjugate.broadcast(x, comm, 1),
-        "reduce": lambda x: conjugate.reduce(x, comm, 1),
+        "heads_to_tokens": lambda x: autograd_collectives.heads_to_tokens(x.view(1, N, N, 1), comm),
+        "shift": lambda x: autograd_collectives.shift(x, comm, 1),
+        "broadcast": lambda x: autograd_collectives.broadcast(x, comm, 1),
+        "reduce": lambda x: autograd_collectives.reduce(x, comm, 1),
     }
     found = {}
     for name, function in functions.items():
@@ -132,7 +134,7 @@ def _adjoints(env: RankEnv, comm: AxisComm) -> dict[str, float]:
         found[name] = abs(left - right) / abs(left)
     # split then join is the identity for a tensor that all ranks hold, forward and backward
     same = torch.arange(float(N * N), dtype=torch.float64).view(N, N).requires_grad_()
-    whole = conjugate.join(conjugate.split(same, comm, 1), comm, 1)
+    whole = autograd_collectives.join(autograd_collectives.split(same, comm, 1), comm, 1)
     whole.backward(same.detach())
     found["split-join"] = float((whole - same).abs().max() + (same.grad - same).abs().max())
     return found
@@ -141,7 +143,7 @@ def _adjoints(env: RankEnv, comm: AxisComm) -> dict[str, float]:
 def _to_heads(x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
     """Two tensors of different numbers of heads in one exchange, weighed so that neither can take the other's place."""
     wide, narrow = x.view(2, N // 2, N, 1), x.view(2, N // 2, N, 1)[:, :, : comm.size] * 3
-    wide, narrow = conjugate.tokens_to_heads((wide, narrow), comm)
+    wide, narrow = autograd_collectives.tokens_to_heads((wide, narrow), comm)
     return torch.cat((wide, narrow), 2)
 
 
@@ -163,8 +165,12 @@ def _some_calls(mesh: Mesh, device: str) -> list[tuple[str, str, int, int]]:
     for axis in ("data", "tensor"):
         comm = mesh.axis(axis)
         x = torch.zeros(4, 4, device=device, requires_grad=True)
-        y = conjugate.gather(conjugate.reduce_scatter(conjugate.copy(x, comm), comm, 0), comm, 0)
-        conjugate.shift(conjugate.heads_to_tokens(y.view(1, 4, 2, 2), comm), comm).sum().backward()
+        y = autograd_collectives.gather(
+            autograd_collectives.reduce_scatter(autograd_collectives.copy(x, comm), comm, 0), comm, 0
+        )
+        autograd_collectives.shift(
+            autograd_collectives.heads_to_tokens(y.view(1, 4, 2, 2), comm), comm
+        ).sum().backward()
     mesh.world.all_reduce(torch.zeros(3, device=device))
     return [(row.operation, row.axis, row.calls, row.payload_bytes) for row in mesh.ledger.rows()]
 
@@ -189,7 +195,7 @@ def test_a_group_of_one_makes_no_call_and_changes_nothing() -> None:
 def test_a_dim_that_the_axis_does_not_divide_is_refused_with_what_is_legal() -> None:
     comm = Mesh.recording(MeshLayout.build(data=3)).axis("data")
     with pytest.raises(ValueError, match="multiple of 3"):
-        conjugate.reduce_scatter(torch.zeros(4, 2), comm, 0)
+        autograd_collectives.reduce_scatter(torch.zeros(4, 2), comm, 0)
 
 
 def one_rank_stays_away(env: RankEnv) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import colossal_lite as cl
-from colossal_lite.config import Config, ConfigError
+from colossal_lite.config.config import Config, ConfigError
 from tests.parity import Case, assert_parity
 from tests.pool import RankEnv, WorldError, run_world
 

@@ -16,11 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_lite.engine import Engine
-from colossal_lite.manifest import CheckpointError
-from colossal_lite.memory import disk
-from colossal_lite.memory.disk import DiskError, DiskFile
-from colossal_lite.problems import ConfigError
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.config.errors import ConfigError
+from colossal_lite.engine.engine import Engine
+from colossal_lite.memory import disk_file
+from colossal_lite.memory.disk_file import DiskError, DiskFile
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_tiers import ADAMW, on_disk
@@ -56,7 +56,7 @@ def halting() -> Iterator[None]:
         return len(found)
 
     with (
-        patch.object(disk, "_read_some", read_some),
+        patch.object(disk_file, "_read_some", read_some),
         patch.object(DiskFile, "_fd", lambda self, done: self._fds[0]),
     ):
         yield
@@ -100,11 +100,13 @@ def _flipped(file: DiskFile) -> Any:
 
 
 def _unreadable(file: DiskFile) -> Any:
-    return patch.object(disk, "_read_some", side_effect=OSError(errno.EIO, "Input/output error"))
+    return patch.object(disk_file, "_read_some", side_effect=OSError(errno.EIO, "Input/output error"))
 
 
 def _full(file: DiskFile) -> Any:
-    return patch.object(disk, "_write_some", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    return patch.object(
+        disk_file, "_write_some", side_effect=OSError(errno.ENOSPC, "No space left on device")
+    )
 
 
 def _cut(file: DiskFile) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.zero.hooks import GradientHooks
+from colossal_lite.zero.gradient_hooks import GradientHooks
 from tests.parity import Case, initial_values, relative_error, serial_run, start
 from tests.pool import RankEnv, WorldError, run_world
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.comm import AxisComm, CommError
-from colossal_lite.exchange import ALIGN_BYTES, MOST_LENT, Exchange, Outbox
-from colossal_lite.host_wire import WHOLE_BYTES
-from colossal_lite.layout import MeshLayout
-from colossal_lite.mesh import Mesh
+from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.distributed.outbox import ALIGN_BYTES, Outbox
+from colossal_lite.distributed.shared_memory import MOST_LENT, Exchange
+from colossal_lite.distributed.shared_memory_collectives import WHOLE_BYTES
+from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.pool import RankEnv, WorldError, run_world
 
 
@@ -313,8 +314,8 @@ def test_a_rank_that_dies_is_noticed_before_the_timeout() -> None:
 
 def stranger(env: RankEnv) -> list[float]:
     """A process that finds the address of a rank that still listens, without this world's token."""
-    import colossal_lite.mesh as module
-    from colossal_lite.exchange import Meeting
+    import colossal_lite.distributed.mesh as module
+    from colossal_lite.distributed.host_meeting import Meeting
 
     class Watched(Meeting):
         def join(self, cards: Any, timeout_s: float) -> Exchange | None:
@@ -338,7 +339,7 @@ def test_a_stranger_is_not_let_in() -> None:
 
 def apart(env: RankEnv) -> tuple[bool, bool, float]:
     """Ranks 0 and 1 on one host, 2 and 3 on another: an axis within a host shares memory, one across has gloo."""
-    import colossal_lite.exchange as module
+    import colossal_lite.distributed.host_meeting as module
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_host", lambda: bytes([env.rank // 2]) * 32)

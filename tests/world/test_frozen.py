@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite import planner
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.zero.sharded import ShardedWeights
+from colossal_lite.planner import planner
+from colossal_lite.zero.sharded_weights import ShardedWeights
 from tests.parity import Case, assert_parity, start, steps_of
 from tests.pool import RankEnv, run_world
 from tests.world.test_zero import SMALL, VOCABULARY

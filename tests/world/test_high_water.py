@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from colossal_lite.engine.memory_report import MemoryRow
 from colossal_lite.memory.arena import Places
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.pack import Interval, Stay
-from colossal_lite.report import MemoryRow
-from colossal_lite.zero import budget, build, homes, tiers
-from colossal_lite.zero.build import slots_of
+from colossal_lite.offload import optimizer_states, pieces, state_storage
+from colossal_lite.offload import placement as budget
+from colossal_lite.schedule.interval_packing import Interval, Stay
+from colossal_lite.schedule.step_moments import Rest
+from colossal_lite.zero import build_chunks as build
+from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded import ShardedWeights
-from colossal_lite.zero.stages import Rest
+from colossal_lite.zero.sharded_weights import ShardedWeights
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
@@ -222,15 +224,15 @@ def _wider(what: str) -> Callable[[], tuple[Any, str, Any]]:
     """Places of this kind for one more in a row, in the plan as in what is made by it."""
 
     def planted() -> tuple[Any, str, Any]:
-        original = budget.Slot.stays
+        original = pieces.Slot.stays
 
-        def wider(self: budget.Slot, *args: Any, **options: Any) -> tuple[Stay, ...]:
+        def wider(self: pieces.Slot, *args: Any, **options: Any) -> tuple[Stay, ...]:
             return tuple(
                 replace(stay, stop=stay.stop + (self.what == what))
                 for stay in original(self, *args, **options)
             )
 
-        return budget.Slot, "stays", wider
+        return pieces.Slot, "stays", wider
 
     return planted
 
@@ -260,8 +262,12 @@ FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
         3,
         "auto, some",
     ),
-    "a slot more for records": (lambda: (tiers, "SLOTS", tiers.SLOTS + 1), 1, "host"),
-    "a slot more for records on disk": (lambda: (homes, "HOST_SLOTS", homes.HOST_SLOTS + 1), 1, "disk"),
+    "a slot more for records": (lambda: (optimizer_states, "SLOTS", optimizer_states.SLOTS + 1), 1, "host"),
+    "a slot more for records on disk": (
+        lambda: (state_storage, "HOST_SLOTS", state_storage.HOST_SLOTS + 1),
+        1,
+        "disk",
+    ),
     "a place more for weights": (_wider("weights"), 3, "all away"),
     "a place more for gradients that come": (_wider("gradients"), 3, "static"),
     "a place more for sums that go": (_wider("leaving"), 3, "static"),

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
-from colossal_lite.planner import plan
-from colossal_lite.updates import Updates
-from colossal_lite.zero.in_backward import UpdatesInBackward
-from colossal_lite.zero.weights import Weights
+from colossal_lite.planner.planner import plan
+from colossal_lite.zero.backward_updates import UpdatesInBackward
+from colossal_lite.zero.forward_hooks import Weights
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
@@ -135,7 +135,7 @@ def branching(env: RankEnv, stage: int, update: str) -> Any:
     """Ranks take other branches than each other, one parameter is used by none; weights decay."""
     optimizer = dict(type="adamw", lr=0.1, weight_decay=0.5, update=update)
     config = dict(precision="fp32", optimizer=optimizer, zero=dict(stage=stage), timeout_s=30)
-    with env.launch(config) as context, patch("colossal_lite.zero.build.CHUNK_BYTES", 8 * 16):
+    with env.launch(config) as context, patch("colossal_lite.zero.build_chunks.CHUNK_BYTES", 8 * 16):
         torch.manual_seed(0)
         engine, steps = cl.initialize(Branches(), context=context), []
         for firsts in ([0, 2], [1, 3], [0, 1], [3, 2], [1, 1]):
@@ -450,7 +450,7 @@ class Peeks(nn.Module):
 
 def peeking(env: RankEnv, update: str) -> str:
     config = dict(precision="fp32", optimizer=dict(type="adamw", update=update))
-    with env.launch(config) as context, patch("colossal_lite.zero.build.CHUNK_BYTES", 4 * 1024):
+    with env.launch(config) as context, patch("colossal_lite.zero.build_chunks.CHUNK_BYTES", 4 * 1024):
         torch.manual_seed(0)
         engine = cl.initialize(Peeks(), context=context)
         try:

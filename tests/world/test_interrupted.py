@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
-from colossal_lite.comm import CommError
-from colossal_lite.engine import Engine
-from colossal_lite.memory import disk
-from colossal_lite.memory.store import StoreError
+from colossal_lite.distributed.communicator import CommError
+from colossal_lite.engine.engine import Engine
+from colossal_lite.memory import disk_file
+from colossal_lite.memory.host_store import StoreError
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
@@ -382,7 +382,7 @@ def test_a_store_takes_nothing_up_of_a_step_that_was_updated_in_part(name: str) 
 
 def on_one_rank(env: RankEnv, case: Case, fault: str) -> str:
     """Rank 1 alone meets a fault and leaves in peace, as its caller catches it. What each rank is told."""
-    broken = patch.object(disk, "_read_some", side_effect=OSError(errno.EIO, "Input/output error"))
+    broken = patch.object(disk_file, "_read_some", side_effect=OSError(errno.EIO, "Input/output error"))
     with env.launch(case.full_config) as context:
         if fault == "disk":
             engine = start(case, context)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import colossal_lite as cl
-from colossal_lite.comm import AxisComm, Pending
-from colossal_lite.engine import Engine
+from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.distributed.watchdog import differences
+from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.mover import Outbox, Transfer
-from colossal_lite.mesh import Mesh
-from colossal_lite.watch import differences
-from colossal_lite.zero import build
+from colossal_lite.memory.link import Transfer
+from colossal_lite.memory.transfers import Outbox
+from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start, steps_of

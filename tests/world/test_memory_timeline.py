@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colossal_lite.memory.timeline import MemoryTimeline
-from colossal_lite.memory.tracer import StepMeter
+from colossal_lite.observe.memory_meter import StepMeter
+from colossal_lite.observe.memory_timeline import MemoryTimeline
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_planner import planned

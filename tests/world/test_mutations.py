@@ -15,43 +15,58 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from colossal_lite import conjugate, deferral, engine, kernels, micro_batches, zero
-from colossal_lite.agreement import Sums
-from colossal_lite.auxiliary import AuxiliaryLosses, Share
-from colossal_lite.comm import AxisComm
-from colossal_lite.engine import Engine
-from colossal_lite.keep import Kept
+from colossal_lite import kernels
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.engine import engine, micro_batches
+from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.step_totals import Sums
+from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.disk import DiskFile
-from colossal_lite.memory.mover import Link, Outbox
-from colossal_lite.memory.pack import ChunkSpec
+from colossal_lite.memory.disk_file import DiskFile
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.transfers import Outbox
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
-from colossal_lite.micro_batches import MicroBatches
-from colossal_lite.optim import LAMB, Muon
-from colossal_lite.parallel import blockwise, grid, parallelize, sequence, tensor_1d
-from colossal_lite.parallel.blockwise import Gather, Ring
-from colossal_lite.parallel.grid import Along
-from colossal_lite.parallel.sequence import SequenceParallel
-from colossal_lite.parallel.tensor_1d import Swap1D, Tensor1D
+from colossal_lite.numerics.optimizers import LAMB, Muon
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.offload.host_updates import HostUpdates
+from colossal_lite.offload.optimizer_states import States
+from colossal_lite.offload.shard_streaming import HostShards
+from colossal_lite.offload.state_storage import DiskHome, HostHome
+from colossal_lite.parallel import (
+    grid_layers,
+    parallelize,
+    ring_attention,
+    sequence_parallel,
+    tensor_1d,
+    tensor_1d_layers,
+)
+from colossal_lite.parallel.grid_layers import Along
+from colossal_lite.parallel.ring_attention import Gather, Ring
+from colossal_lite.parallel.sequence_parallel import SequenceParallel
+from colossal_lite.parallel.tensor_1d import Swap1D
+from colossal_lite.parallel.tensor_1d_layers import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
 from colossal_lite.pipeline import runtime
-from colossal_lite.pipeline.units import GPTSections, Stages
-from colossal_lite.plan import Kind
-from colossal_lite.rng import DropoutStreams
-from colossal_lite.shard import ShardSpec
-from colossal_lite.updates import Updates
-from colossal_lite.zero import own, sharded, unshard
-from colossal_lite.zero.homes import DiskHome, HostHome
-from colossal_lite.zero.hooks import GradientHooks, StageHooks
-from colossal_lite.zero.interleave import Part
-from colossal_lite.zero.on_host import HostUpdates
+from colossal_lite.pipeline.model_units import GPTSections
+from colossal_lite.pipeline.stages import Stages
+from colossal_lite.schedule import gather_plan
+from colossal_lite.schedule.optimizer_updates import Part
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms import split_backward
+from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share
+from colossal_lite.transforms.saved_results import Kept
+from colossal_lite.zero import build_chunks, optimizer, sharded_weights
+from colossal_lite.zero import user_optimizer as own
+from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.owed import Owed
-from colossal_lite.zero.own import OwnOptimizer
-from colossal_lite.zero.sharded import ShardedWeights
-from colossal_lite.zero.tiers import States
-from colossal_lite.zero.visits import HostShards
+from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.user_optimizer import OwnOptimizer
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
 from tests.world.test_pipeline import by_place
@@ -238,9 +253,9 @@ CUT = Case(dropout=0.2, **SIZES_1D)
 WHOLE = Case(sequence_parallel=False, **SIZES_1D)
 SHARED = Case(family="llama", world_size=4, tensor=4, config=dict(clip_grad_norm=0.05))
 FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "input gradient not summed": (CUT, tensor_1d, "_sum_async", _input_gradient_not_summed),
-    "input gradient not summed, whole": (WHOLE, tensor_1d, "_sum_async", _input_gradient_not_summed),
-    "output of a pair not summed": (CUT, tensor_1d, "_sum_async", _output_not_summed),
+    "input gradient not summed": (CUT, tensor_1d_layers, "_sum_async", _input_gradient_not_summed),
+    "input gradient not summed, whole": (WHOLE, tensor_1d_layers, "_sum_async", _input_gradient_not_summed),
+    "output of a pair not summed": (CUT, tensor_1d_layers, "_sum_async", _output_not_summed),
     "norm gradient not summed": (CUT, ShardSpec, "sync_axes", _norm_gradient_not_summed),
     "norm gradient summed where it is whole": (
         WHOLE,
@@ -250,9 +265,9 @@ FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     ),
     "every copy counts in the norm": (WHOLE, ShardSpec, "owned", _every_copy_counts),
     "one shard counts in the norm": (CUT, ShardSpec, "owned", _one_shard_counts),
-    "shared key heads not summed": (SHARED, conjugate, "copy", _key_heads_not_summed),
+    "shared key heads not summed": (SHARED, autograd_collectives, "copy", _key_heads_not_summed),
     "shared key heads counted by all": (SHARED, ShardSpec, "owned", _every_copy_counts),
-    "bias before the sum": (CUT, tensor_1d._SecondLinear, "apply", _bias_on_every_rank),
+    "bias before the sum": (CUT, tensor_1d_layers._SecondLinear, "apply", _bias_on_every_rank),
     "vocabulary off by one": (CUT, kernels, "select", _vocabulary_off_by_one),
     "same mask on every part": (CUT, DropoutStreams, "rows", _same_mask_on_every_part),
     "loss told by every rank": (CUT, Engine, "_agree", _loss_of_every_rank),
@@ -349,9 +364,9 @@ FAULTS_STEP: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "partly recomputed with new masks": (KEPT, DropoutStreams, "go_to", _stay),
     "length of a part of a tensor": (_stepping(type="lamb"), LAMB, "update", _in_two_parts),
     "a part of a matrix made orthogonal": (_stepping(**MATRICES), Muon, "update", _in_two_parts),
-    "adam decays as adamw": (_stepping(type="adam"), zero.optimizer, "rule_of", _adam_decays_as_adamw),
+    "adam decays as adamw": (_stepping(type="adam"), optimizer, "rule_of", _adam_decays_as_adamw),
     "schedule a step late": (SCHEDULED, engine, "learning_rate_factor", _schedule_a_step_late),
-    "groups forgotten": (GROUPED, zero.build, "assign_groups", _no_groups),
+    "groups forgotten": (GROUPED, build_chunks, "assign_groups", _no_groups),
     "own optimizer not clipped": (OWN, OwnOptimizer, "update", _not_clipped),
     "loss scale not removed": (HALF, Chunk, "accept", _scale_kept),
     "one seed for parts of all sizes": (HALF, GradientHooks, "begin", _one_seed_for_all_parts),
@@ -400,7 +415,7 @@ GRID = Case(
 )
 DEEP = Case(world_size=8, tensor=8, mode="2.5d", depth=2, global_batch=4, steps=2)
 FAULTS_2D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "terms of a product not summed": (GRID, grid, "_scatter_async", _terms_not_summed),
+    "terms of a product not summed": (GRID, grid_layers, "_scatter_async", _terms_not_summed),
     "depth not summed": (DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "counters of another row's samples": (GRID, Tensor2D, "local_part", _samples_of_another_row),
     "norm over own features": (GRID, AxisComm, "all_reduce", _norm_over_own_features),
@@ -435,11 +450,16 @@ CUBE = Case(
     config=dict(clip_grad_norm=0.05),
 )  # fmt: skip
 FAULTS_3D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "3d, terms of a product not summed": (CUBE, grid, "_scatter_async", _terms_not_summed),
+    "3d, terms of a product not summed": (CUBE, grid_layers, "_scatter_async", _terms_not_summed),
     "3d, counters of the hidden samples": (CUBE, Tensor3D, "local_part", _samples_of_the_hidden_part),
     "3d, labels of the residual stream": (CUBE, Tensor3D, "local_part", _labels_of_the_stream),
     "3d, biases and norms not summed over i": (CUBE, ShardSpec, "sync_axes", _without_i),
-    "3d, embedded features out of order": (CUBE, conjugate, "heads_to_tokens", _features_in_another_order),
+    "3d, embedded features out of order": (
+        CUBE,
+        autograd_collectives,
+        "heads_to_tokens",
+        _features_in_another_order,
+    ),
     "3d, mask of other features": (CUBE, parallelize, "features_of", _features_from_zero),
     "3d, loss told by every rank": (CUBE, Engine, "_agree", _loss_of_every_rank),
 }
@@ -556,9 +576,9 @@ FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a gather brings the neighbour's shard": (WEIGHTS, Chunk, "unshard", _shards_rolled),
     "a saved view is not rebuilt": (WEIGHTS, ShardedWeights, "_pack", _view_kept),
     "a saved view is rebuilt elsewhere": (WEIGHTS, Chunk, "saved", _view_from_the_start),
-    "slots overlap": (WEIGHTS, unshard, "pack_intervals", _one_slot_for_all),
+    "slots overlap": (WEIGHTS, gather_plan, "pack_intervals", _one_slot_for_all),
     "reduced before the last use": (WEIGHTS, GradientHooks, "launch", _all_at_once),
-    "dropped while it is used": (WEIGHTS, unshard, "_residents", _dropped_while_used),
+    "dropped while it is used": (WEIGHTS, gather_plan, "_residents", _dropped_while_used),
     "weights used before they came": (WEIGHTS, ShardedWeights, "_wait", _used_before_it_came),
     "sharded weights, a parameter left out": (WEIGHTS, ChunkOptimizer, "update", _one_step_count),
 }
@@ -661,7 +681,7 @@ NEAR = replace(
 FAULTS_NEAR: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a part is the neighbour's": (NEAR, Chunk, "keep_part", _part_of_the_neighbour),
     "a part is of the step before": (NEAR, Chunk, "keep_part", _part_of_the_first_step),
-    "kept parts overlap": (NEAR, sharded, "plan_of", _parts_in_one_place),
+    "kept parts overlap": (NEAR, sharded_weights, "plan_of", _parts_in_one_place),
 }
 ALL |= FAULTS_NEAR
 
@@ -925,17 +945,27 @@ GATHERED = replace(RING, sequence_mode="allgather_kv")
 FULL = replace(RING, sequence_mode="ring_full", causal=False)
 USP = replace(RING, world_size=4, sequence=4, sequence_mode="usp", ulysses=2, tokens=16, steps=2)
 FAULTS_SEQUENCE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "ring halves swapped": (RING, blockwise, "seen", _halves_swapped),
-    "own tokens seen without a mask": (USP, blockwise, "seen", _own_tokens_seen_whole),
+    "ring halves swapped": (RING, ring_attention, "seen", _halves_swapped),
+    "own tokens seen without a mask": (USP, ring_attention, "seen", _own_tokens_seen_whole),
     "own keys in every step of a ring": (RING, Ring, "blocks", _own_keys_in_every_step),
     "own keys for those of all ranks": (GATHERED, Gather, "blocks", _own_keys_in_every_step),
-    "gradients of keys do not travel": (RING, blockwise._Returning, "home", _gradients_stay),
-    "own gradient of keys forgotten": (USP, blockwise._Returning, "home", _own_gradient_forgotten),
-    "blocks merged without weights": (RING, sequence, "attend_blocks", _blocks_not_merged_by_weight),
+    "gradients of keys do not travel": (RING, ring_attention._Returning, "home", _gradients_stay),
+    "own gradient of keys forgotten": (USP, ring_attention._Returning, "home", _own_gradient_forgotten),
+    "blocks merged without weights": (RING, sequence_parallel, "attend_blocks", _blocks_not_merged_by_weight),
     "own keys in every step of a full ring": (FULL, Ring, "blocks", _own_keys_in_every_step),
-    "gradients of keys of a full ring do not travel": (FULL, blockwise._Returning, "home", _gradients_stay),
-    "heads of the next rank": (USP, conjugate, "_to_heads", _heads_of_the_next_rank),
-    "gradients of tokens of another rank": (USP, conjugate, "_to_tokens", _tokens_of_another_order),
+    "gradients of keys of a full ring do not travel": (
+        FULL,
+        ring_attention._Returning,
+        "home",
+        _gradients_stay,
+    ),
+    "heads of the next rank": (USP, autograd_collectives, "_to_heads", _heads_of_the_next_rank),
+    "gradients of tokens of another rank": (
+        USP,
+        autograd_collectives,
+        "_to_tokens",
+        _tokens_of_another_order,
+    ),
     "positions from zero": (RING, SequenceParallel, "local_part", _positions_from_zero),
     "masks from position zero": (RING, SequenceParallel, "local_part", _masks_from_zero),
     "gathered blocks taken for others": (GATHERED, Gather, "blocks", _blocks_of_the_next_rank),
@@ -1029,7 +1059,7 @@ FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "masks of the first micro-batch": (PIPED, Engine, "_forward", _masks_of_the_first),
     "half a block left out": (PIPED, GPTSections, "run", _half_the_blocks),
     "own optimizer given one stage's parameters": (PIPED_OWN, own, "in_order_of", _only_of_this_stage),
-    "gradients of norms put off for ever": (PIPED, deferral, "deliver", _norms_in_no_step),
+    "gradients of norms put off for ever": (PIPED, split_backward, "deliver", _norms_in_no_step),
 }
 ALL |= FAULTS_PIPELINE
 
@@ -1085,18 +1115,18 @@ PIPED_RING = replace(PIPED, world_size=4, sequence=2, steps=1)
 FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "piped grid, weight gradients put off are twice": (
         PIPED_GRID,
-        grid,
+        grid_layers,
         "deliver",
         _terms_put_off_not_summed,
     ),
     "piped grid, mask of other features": (PIPED_GRID, parallelize, "features_of", _features_from_zero),
-    "piped sheets, biases in no step": (PIPED_DEEP, grid, "add_bias", _biases_in_no_step),
+    "piped sheets, biases in no step": (PIPED_DEEP, grid_layers, "add_bias", _biases_in_no_step),
     "piped sheets, depth not summed": (PIPED_DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "piped ring, positions from zero": (PIPED_RING, SequenceParallel, "local_part", _positions_from_zero),
     "piped ring, gradients not summed": (PIPED_RING, ShardSpec, "sync_axes", _sum_over_data_only),
     "piped library, the same part on every rank": (
         PIPED_LIBRARY,
-        conjugate,
+        autograd_collectives,
         "split",
         _same_part_on_every_rank,
     ),

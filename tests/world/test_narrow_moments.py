@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_lite import planner
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
+from colossal_lite.config.errors import ConfigError
 from colossal_lite.kernels import Draws
-from colossal_lite.problems import ConfigError
+from colossal_lite.planner import planner
 from colossal_lite.zero import optimizer as chunk_optimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
 import colossal_lite as cl
+from colossal_lite.config.schema import LRSchedulerConfig
 from colossal_lite.kernels import TORCH
-from colossal_lite.optim import OPTIMIZERS, Group, learning_rate_factor, rule_of
-from colossal_lite.settings import LRSchedulerConfig
+from colossal_lite.numerics.lr_schedules import learning_rate_factor
+from colossal_lite.numerics.optimizers import OPTIMIZERS, Group, rule_of
 from tests.parity import Case, assert_parity
 from tests.pool import RankEnv, WorldError, run_world
 

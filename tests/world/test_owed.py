@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 import colossal_lite as cl
-from colossal_lite import dry_run, planner
-from colossal_lite.engine import Engine
+from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
-from colossal_lite.plan import Kind
-from colossal_lite.rng import on_meta
-from colossal_lite.zero import build as packing
-from colossal_lite.zero import order
+from colossal_lite.numerics.random import on_meta
+from colossal_lite.offload.optimizer_states import States
+from colossal_lite.planner import dry_run, planner
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.zero import build_chunks as packing
+from colossal_lite.zero import parameter_order as order
+from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.forward_hooks import Weights
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.order import order_of_use
-from colossal_lite.zero.owed import Owed
-from colossal_lite.zero.tiers import States
-from colossal_lite.zero.weights import Weights
+from colossal_lite.zero.parameter_order import order_of_use
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world

@@ -22,17 +22,20 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite import planner
-from colossal_lite.comm import AxisComm, CommError
-from colossal_lite.engine import Engine
+from colossal_lite.config.errors import ConfigError
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.engine.engine import Engine
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of
-from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, add_messages, compute_plan
-from colossal_lite.pipeline.units import lay_out
-from colossal_lite.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan, check
-from colossal_lite.problems import ConfigError
-from colossal_lite.simulate import StageCosts
-from colossal_lite.zero import build
+from colossal_lite.pipeline.stages import lay_out
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan
+from colossal_lite.planner import planner
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
+from colossal_lite.schedule.simulator import StageCosts
+from colossal_lite.schedule.step_passes import add_messages
+from colossal_lite.zero import build_chunks as build
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
     SIZES,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite import planner
-from colossal_lite.comm import CommError
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.distributed.communicator import CommError
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
 from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.pipeline.model_units import Part, costs_of, sections_of
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Partition,
@@ -28,9 +29,10 @@ from colossal_lite.pipeline.partition import (
     partition,
     transformer_units,
 )
-from colossal_lite.pipeline.schedule import PipelineConfig, StepShape, compute_plan
-from colossal_lite.pipeline.units import Part, costs_of, lay_out, sections_of
-from colossal_lite.simulate import simulate
+from colossal_lite.pipeline.stages import lay_out
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan
+from colossal_lite.planner import planner
+from colossal_lite.schedule.simulator import simulate
 from tests.parity import SIZES, Case, assert_parity, start, steps_of
 from tests.pool import RankEnv, run_world
 

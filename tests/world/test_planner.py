@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import colossal_lite as cl
-from colossal_lite.agreement import Sums
-from colossal_lite.batch import Batch
-from colossal_lite.memory.tracer import LiveBytes
+from colossal_lite.data.batch import Batch
+from colossal_lite.engine.step_totals import Sums
 from colossal_lite.models import GPTConfig
-from colossal_lite.planner import plan
-from colossal_lite.run_plan import LIBRARIES_BYTES, RunPlan
+from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.planner.planner import plan
+from colossal_lite.planner.run_plan import LIBRARIES_BYTES, RunPlan
 from tests.parity import FAMILIES, Case
 from tests.pool import RankEnv, run_world
 

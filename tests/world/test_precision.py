@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine import Totals
+from colossal_lite.config.schema import PrecisionConfig
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.engine.engine import Totals
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.pack import Item, pack
+from colossal_lite.memory.packing import Item, pack
 from colossal_lite.memory.weight_chunk import Groups
-from colossal_lite.mesh import Mesh
-from colossal_lite.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, ChunkTypes, LossScale
-from colossal_lite.settings import PrecisionConfig
+from colossal_lite.numerics.precision import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, ChunkTypes, LossScale
 from tests.parity import Case, assert_no_further
 from tests.pool import RankEnv, run_world
 

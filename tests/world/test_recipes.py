@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import colossal_lite as cl
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
 from colossal_lite.models import GPT, GPTConfig
 from tests.pool import RankEnv, run_world
 

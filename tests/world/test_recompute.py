@@ -11,10 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossal_lite as cl
+from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.parallel.roles import ModelFacts
-from colossal_lite.recompute import Recomputed, blocks_of, kept_numel, recompute, restore
-from colossal_lite.rng import DropoutStreams
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.transforms.activation_checkpoint import (
+    Recomputed,
+    blocks_of,
+    kept_numel,
+    recompute,
+    restore,
+)
 from tests.parity import FAMILIES, SIZES, Case, assert_parity
 from tests.pool import RankEnv, WorldError, run_world
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from colossal_lite.checkpoint_files import inspect, listed
+from colossal_lite.checkpoint.files import inspect, listed
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(3000))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.batch import Batch
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH, Mask
-from colossal_lite.layout import MeshLayout
-from colossal_lite.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.parallel.blockwise import seen
 from colossal_lite.parallel.parallelize import facts_of, parallelize
-from colossal_lite.parallel.sequence import Pieces, SequenceParallel, micro_batch_payload
+from colossal_lite.parallel.ring_attention import seen
+from colossal_lite.parallel.sequence_parallel import Pieces, SequenceParallel, micro_batch_payload
+from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
     SIZES,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import colossal_lite as cl
-from colossal_lite.config import Config
+from colossal_lite.config.config import Config
 from colossal_lite.kernels import optimizer as kernels_optimizer
 from colossal_lite.kernels import split
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
-from colossal_lite.planner import plan
+from colossal_lite.planner.planner import plan
 from tests.covering import covering_array, name_of
 from tests.kernel_cases import masters_with_ties
 from tests.parity import Case, start, steps_of

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
-from colossal_lite.memory.mover import Link, Transfer
-from colossal_lite.memory.store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
-from colossal_lite.zero.homes import HostHome
+from colossal_lite.engine.engine import Engine
+from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
+from colossal_lite.memory.link import Link, Transfer
+from colossal_lite.offload.state_storage import HostHome
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world

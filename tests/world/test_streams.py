@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from colossal_lite.memory.arena import Arena, Key, Places
-from colossal_lite.memory.lane import StreamLane, ThreadLane
-from colossal_lite.memory.mover import Link, Transfer
+from colossal_lite.memory.copy_streams import StreamLane, ThreadLane
+from colossal_lite.memory.link import Link, Transfer
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.streams import Recorder, races

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.layout import MeshLayout
-from colossal_lite.mesh import Mesh
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of, parallelize
-from colossal_lite.parallel.tensor_1d import Tensor1D, micro_batch_payload
+from colossal_lite.parallel.tensor_1d import micro_batch_payload
+from colossal_lite.parallel.tensor_1d_layers import Tensor1D
+from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.parity import (
     FAMILIES,
     SIZES,

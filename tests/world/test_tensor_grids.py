@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import colossal_lite as cl
-from colossal_lite.batch import Batch
-from colossal_lite.layout import MeshLayout
-from colossal_lite.mesh import Mesh
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel import tensor_2d, tensor_3d
-from colossal_lite.parallel.grid import Along, Cut, product
+from colossal_lite.parallel.grid_layers import Along, Cut, product
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
-from colossal_lite.planner import plan
+from colossal_lite.planner.planner import plan
+from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.covering import Choice, covering_array, name_of
 from tests.parity import (
     SIZES,

@@ -13,16 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.lane import Lane, LinkSpeed, ThreadLane
-from colossal_lite.memory.mover import Link
-from colossal_lite.memory.pack import ChunkKey, Item, pack
-from colossal_lite.memory.store import TaskRecords
+from colossal_lite.memory.copy_streams import Lane, LinkSpeed, ThreadLane
+from colossal_lite.memory.host_store import TaskRecords
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.packing import ChunkKey, Item, pack
 from colossal_lite.memory.weight_chunk import Groups, WeightState
-from colossal_lite.mesh import Mesh
-from colossal_lite.planner import plan
-from colossal_lite.precision import ChunkTypes
-from colossal_lite.zero import tiers
+from colossal_lite.numerics.precision import ChunkTypes
+from colossal_lite.offload import optimizer_states
+from colossal_lite.planner.planner import plan
 from tests.parity import Case, chunk_numel, initial_values, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_zero import BITS, SMALL, assert_same_bits, assert_same_state, bits, loads, saves
@@ -133,7 +133,7 @@ def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
         for _ in range(3):
             engine.train_step((inputs[cut], labels[cut]))
         moved = engine._optimizer.tiers
-        assert isinstance(moved, tiers.States)
+        assert isinstance(moved, optimizer_states.States)
         rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
         links = {row.link: row.moved_bytes for row in engine.link_report()}
         all_bytes = moved.record_bytes("host") + moved.record_bytes("disk")
@@ -230,7 +230,7 @@ def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:
         losses = []
         for number in range(2):
             held = engine._optimizer.tiers if number else None
-            assert held is None or isinstance(held, tiers.States)
+            assert held is None or isinstance(held, optimizer_states.States)
             gate = threading.Event()
             disk = held.disk if held is not None else None
             stands = () if held is None else (held.up, held.up if disk is None else disk.reads)
@@ -285,7 +285,7 @@ def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_ag
     (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=CPU)
-    states = tiers.States([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
+    states = optimizer_states.States([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
     states.fetch(0)
     states.here(0)["m"].fill_(3.0)
     gate = threading.Event()
@@ -293,7 +293,11 @@ def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_ag
     states.evict(0)
     states.fetch(0)
     opens = threading.Timer(0.1, gate.set)
-    with patch.object(tiers, "_finish_before", lambda dropped: None) if is_planted else nullcontext():
+    with (
+        patch.object(optimizer_states, "_finish_before", lambda dropped: None)
+        if is_planted
+        else nullcontext()
+    ):
         if not is_planted:
             opens.start()
         states.flush()

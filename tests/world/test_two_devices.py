@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import colossal_lite as cl
-from colossal_lite.engine import Engine
-from colossal_lite.zero import build
+from colossal_lite.engine.engine import Engine
+from colossal_lite.zero import build_chunks as build
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_streams import CASE, placed

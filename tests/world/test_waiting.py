@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import colossal_lite as cl
-from colossal_lite.plan import DISK, Action, Kind, check
-from colossal_lite.simulate import simulate
-from colossal_lite.zero import build
-from colossal_lite.zero.homes import BELOW
-from colossal_lite.zero.interleave import ON_DEVICE, Crossing, Part, run_of
+from colossal_lite.offload.optimizer_states import AHEAD
+from colossal_lite.offload.state_storage import BELOW
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.optimizer_updates import ON_DEVICE, Crossing, Part, run_of
+from colossal_lite.schedule.plan import DISK, Action, Kind
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.tiers import AHEAD
 from tests.pool import RankEnv, run_world
 from tests.virtual import Clock
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import colossal_lite as cl
-from colossal_lite import engine as engine_module
-from colossal_lite import watch
-from colossal_lite.comm import CommError
-from colossal_lite.manifest import CheckpointError
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.distributed import watchdog
+from colossal_lite.distributed.communicator import CommError
+from colossal_lite.engine import engine as engine_module
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case
@@ -191,9 +191,9 @@ def test_a_watch_that_the_store_keeps_is_left_behind_and_told(monkeypatch: pytes
         def check(self, keys: list[str]) -> bool:
             return not gate.wait(60)
 
-    monkeypatch.setattr(watch, "LOOK_S", 0.0)
-    monkeypatch.setattr(watch, "END_S", 0.1)
-    ours = watch.Watch(Deaf(), rank=1, world_size=2)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.0)
+    monkeypatch.setattr(watchdog, "END_S", 0.1)
+    ours = watchdog.Watch(Deaf(), rank=1, world_size=2)
     time.sleep(0.05)
     with pytest.warns(UserWarning, match=r"rank 1: its watch has not ended in 0.1 s.* nothing is lost"):
         ours.close()
@@ -213,8 +213,8 @@ def keep(env: RankEnv) -> list[bool]:
         return weakref.ref(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "LOOK_S", 0.0)
-        patch.setattr(watch, "BEAT_S", 0.0)
+        patch.setattr(watchdog, "LOOK_S", 0.0)
+        patch.setattr(watchdog, "BEAT_S", 0.0)
         with env.launch(CASE.full_config):
             return [holder()() is None for _ in range(300)]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.memory.weight_chunk import LEGAL_WEIGHT, WeightState
-from colossal_lite.zero import build
+from colossal_lite.zero import build_chunks as build
 from tests.parity import (
     Case,
     Step,

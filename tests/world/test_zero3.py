@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.comm import AxisComm
+from colossal_lite.distributed.communicator import AxisComm
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightState
-from colossal_lite.plan import Kind
-from colossal_lite.zero import sharded as product
-from colossal_lite.zero.sharded import Phase, ShardedWeights
-from colossal_lite.zero.unshard import GatherPlan, Step
+from colossal_lite.schedule.gather_plan import GatherPlan, Step
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.zero import sharded_weights as product
+from colossal_lite.zero.sharded_weights import Phase, ShardedWeights
 from tests.parity import Case, assert_no_further, assert_parity, parallel_run, serial_run, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_engine import SGD, Branches, batch_of

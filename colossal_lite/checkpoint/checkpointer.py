@@ -1,0 +1,327 @@
+"""Checkpoints: written whole or not at all, read on any mesh, checked byte by byte.
+
+Note: a save.
+Rank 0 makes a hidden directory beside the final one; every rank streams the slices it owns into files of its own, reads
+them back and fsyncs them; rank 0 joins the ranks' rows into the manifest, fsyncs it and the directory, renames the
+directory to `step-NNNNNNNN`, fsyncs the parent, and only then deletes what exceeds `keep`.  So a directory of that name
+is complete, at any moment, whatever is killed; what is written over is never one that counts.  Ranks agree through keys
+of the context's store, not through collectives: a save can run in a thread beside training, and a rank that saves alone
+is told whom it waits for.
+
+A load reads the newest checkpoint that is whole.  Each slice is read entirely, checked, and copied where it meets what
+the rank holds, or read there at once if it fits as it is; a fault names the file and the tensor, and all ranks go on
+with the checkpoint before it.  A disk that does not answer is a fault too, and for good: a read that wakes later would
+write into what another load has filled.
+
+Cost: extra memory of nine slices (16 MiB each) when loading, none for what is read in place; three when saving in
+step; asynchronous, what the rank owns.
+Files are safetensors, readable by its own library; nothing is pickled, nothing outside the directory is opened.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from colossal_lite.checkpoint.files import (
+    DTYPES,
+    STEP,
+    LateError,
+    box_of,
+    inspect,
+    listed,
+    read_manifest,
+    stream,
+)
+from colossal_lite.checkpoint.manifest import (
+    MANIFEST,
+    Change,
+    CheckpointError,
+    Manifest,
+    Part,
+    Read,
+    changes,
+    encode,
+    misfits,
+    reads,
+    writes,
+)
+from colossal_lite.checkpoint.rendezvous import Meeting, Pulse, Store, _shared
+from colossal_lite.checkpoint.run_state import Facts, Held, Loaded
+from colossal_lite.checkpoint.writer import _Save
+from colossal_lite.memory.transfers import to_host
+from colossal_lite.sharding.mesh_layout import MeshLayout
+
+SLICE_BYTES = 16 * 2**20
+FILE_BYTES = 2**30
+GRACE_S = 5.0
+"""how much longer a save in a thread is waited for: what it waits for itself is told of first"""
+
+
+class Saving:
+    """A save that has begun. `wait()` returns the checkpoint's directory, or raises CheckpointError: a LateError if,
+    by its `pulse`, it has been at one thing for longer than `timeout_s`."""
+
+    def __init__(
+        self, work: Callable[[], Path], pulse: Pulse, *, in_thread: bool, rank: int, timeout_s: float
+    ) -> None:
+        self._work, self._pulse, self._rank, self._timeout_s = work, pulse, rank, timeout_s
+        self._path, self._error = Path(), None
+        self._thread = (
+            threading.Thread(target=self._run, name="checkpoint", daemon=True) if in_thread else None
+        )
+        self.is_reported = False
+        if self._thread:
+            self._thread.start()
+        else:
+            self._run()
+
+    _error: CheckpointError | None
+
+    def _run(self) -> None:
+        try:
+            self._path = self._work()
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # in a thread nobody would hear of it; wait() tells it
+            self._error = CheckpointError(f"save: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        while self._thread is not None and not self.is_done:
+            left_s = self._pulse.since_s + self._timeout_s + GRACE_S - time.monotonic()
+            if left_s <= 0:
+                self.is_reported = True
+                raise LateError(
+                    f"save: rank {self._rank}: its thread has been at {self._pulse.what} for more than "
+                    f"{self._timeout_s:g} s (timeout_s): the disk does not answer. No checkpoint of this step is there "
+                    f"unless the thread comes to its end; those before it are as they were, and training may go on"
+                )
+            self._thread.join(left_s)
+        if self._error is not None:
+            self.is_reported = True
+            raise self._error
+        return self._path
+
+
+class Checkpointer:
+    """Saves and loads of one engine: one at a time, numbered alike on every rank."""
+
+    def __init__(
+        self,
+        layout: MeshLayout,
+        rank: int,
+        store: Store,
+        *,
+        keep: int,
+        timeout_s: float,
+        heard: Callable[[], str],
+    ) -> None:
+        self._layout, self._rank, self._store = layout, rank, store
+        self._keep, self._timeout_s, self._heard = keep, timeout_s, heard
+        self._calls = 0
+        self._last: Saving | None = None
+        self.is_mixed = False
+        """a load has failed halfway: what it was to fill is part old, part new"""
+        self._late: LateError | None = None
+        """a read of a load has not ended, and may yet write into what that was to fill"""
+
+    def save(self, directory: Path, held: Sequence[Held], facts: Facts, *, asynchronous: bool) -> Saving:
+        """Write a checkpoint. Collective. In a thread (from a copy of what this rank owns) if `asynchronous`: errors
+        then come from `wait()`, or as a warning of the next call."""
+        self.settle()
+        meeting, pulse = self._meet("save"), Pulse()
+        parts = [one.part() for one in held]
+        plan = writes(parts, self._layout, self._rank, slice_bytes=SLICE_BYTES, file_bytes=FILE_BYTES)
+        if asynchronous:
+            owned = {write.part for rows in plan.values() for write in rows}
+            held = [
+                replace(one, tensor=to_host(one.elements()), fetch=None) if i in owned else one
+                for i, one in enumerate(held)
+            ]
+        needed = sum(
+            part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
+        )
+        work = _Save(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
+        self._last = Saving(
+            work.run, pulse, in_thread=asynchronous, rank=self._rank, timeout_s=self._timeout_s
+        )
+        if not asynchronous:
+            self._last.wait()
+        return self._last
+
+    def settle(self) -> None:
+        """Wait for the save in flight; a failure that nobody has heard of becomes a warning."""
+        if self._last is not None and not self._last.is_reported:
+            try:
+                self._last.wait()
+            except CheckpointError as error:
+                warnings.warn(f"checkpoint not saved: {error}", stacklevel=3)
+        self._last = None
+
+    def load(
+        self,
+        directory: Path,
+        held: Sequence[Held],
+        config: Mapping[str, Any],
+        *,
+        complete: bool,
+        missing_ok: bool = False,
+    ) -> Loaded | None:
+        """Fill `held` from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
+
+        None if there is none at all and `missing_ok`. Raises CheckpointError if none is whole, or if the one that is
+        does not fit; in the latter case nothing has changed.  After a LateError on this rank every later load raises it
+        again: another process has to go on.
+        """
+        if self._late is not None:
+            raise self._late
+        self.settle()
+        parts = [one.part() for one in held]
+        paths, skipped = self._candidates(directory) if self._rank == 0 else ([], [])
+        while True:
+            meeting = self._meet("load")
+            if self._rank == 0:
+                meeting.say("choose", self._choose(directory, paths, skipped))
+            choice = meeting.hear("choose")
+            skipped = choice["skipped"]
+            if choice["name"] is None:
+                if missing_ok and not skipped:
+                    return None
+                raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
+            path = directory / choice["name"]
+            manifest, changed = self._agree(meeting, path, parts, config, choice["crc32"], complete)
+            self.is_mixed = True
+            stored = [one for one in held if _is_stored(one.name, manifest)]
+            plan = reads([one.part() for one in stored], manifest, self._layout, self._rank)
+            meeting.say("read", self._fill(path, stored, plan, manifest))
+            if self._rank == 0:
+                meeting.say("faults", sorted({fault for fault in meeting.hear_all("read") if fault}))
+            faults = meeting.hear("faults")
+            if not faults:
+                for one in held:
+                    if not _is_stored(one.name, manifest):
+                        one.elements(write=True).zero_()
+                self.is_mixed = False
+                return Loaded(path, manifest, changed, tuple(skipped))
+            skipped = skipped + faults
+
+    def _candidates(self, directory: Path) -> tuple[list[Path], list[str]]:
+        """What may be loaded, the newest first, and why nothing can be, if so."""
+        try:
+            if (directory / MANIFEST).exists() or STEP.fullmatch(directory.name):
+                return [directory], []
+            return listed(directory), []
+        except OSError as error:
+            return [], [f"{error.filename}: {error.strerror}"]
+
+    def _choose(self, directory: Path, paths: list[Path], skipped: list[str]) -> dict[str, Any]:
+        """The next path whose files look right, taken off `paths`; what was passed over joins `skipped`."""
+        while paths:
+            path = paths.pop(0)
+            try:
+                manifest = inspect(path)
+            except CheckpointError as error:
+                skipped = [*skipped, str(error)]
+                continue
+            name = "" if path == directory else path.name
+            return {"name": name, "crc32": zlib.crc32(encode(manifest)), "skipped": skipped}
+        return {"name": None, "skipped": skipped}
+
+    def _agree(
+        self,
+        meeting: Meeting,
+        path: Path,
+        parts: Sequence[Part],
+        config: Mapping[str, Any],
+        crc32: int,
+        complete: bool,
+    ) -> tuple[Manifest, tuple[Change, ...]]:
+        """The same manifest on every rank, and that it fits; or the same CheckpointError on every rank."""
+        faults: list[str] = []
+        manifest = None
+        try:
+            manifest = _shared(lambda: read_manifest(path), path, meeting)
+            if zlib.crc32(encode(manifest)) != crc32:
+                faults = [
+                    f"rank {self._rank} sees another manifest than rank 0: all ranks must share one directory"
+                ]
+            else:
+                faults = [str(c) for c in changes(manifest.config, config) if c.meaning == "impossible"]
+                wanted = [part for part in parts if _is_stored(part.name, manifest)]
+                faults += misfits(wanted, manifest, complete=complete)
+        except CheckpointError as error:
+            faults = [str(error)]
+        meeting.say("fits", faults)
+        if self._rank == 0:
+            meeting.say("misfits", list(dict.fromkeys(f for rows in meeting.hear_all("fits") for f in rows)))
+        if rows := meeting.hear("misfits"):
+            raise CheckpointError("\n  ".join([f"load: {path} does not fit this run", *rows]))
+        assert manifest is not None
+        return manifest, changes(manifest.config, config)
+
+    def _fill(self, path: Path, held: Sequence[Held], plan: Sequence[Read], manifest: Manifest) -> str | None:
+        """Read slices into what is held; the first fault, after which what is held is a mix. Raises LateError: the
+        others are told why when this rank's context closes."""
+        places = [_place(read, held, self._layout) for read in plan]
+        slices = stream(path, plan, manifest, places=places, timeout_s=self._timeout_s)
+        try:
+            with closing(slices):
+                for (read, data), place in zip(slices, places, strict=True):
+                    if isinstance(data, str):
+                        return f"{path / read.slice.file}: tensor {read.name}{box_of(read.slice)}: {data}"
+                    if place is None:
+                        _scatter(read, data, held, self._layout)
+        except LateError as error:
+            self._late = LateError(
+                f"load: rank {self._rank}: {error}. A read that ends later would write into the weights: start the run "
+                f"again, where the disk answers"
+            )
+            raise self._late from error
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
+
+    def _meet(self, what: str) -> Meeting:
+        self._calls += 1
+        key = f"checkpoint/{self._calls}"
+        world = self._layout.world_size
+        return Meeting(self._store, key, what, self._rank, world, self._timeout_s, self._heard)
+
+
+def _is_stored(name: str, manifest: Manifest) -> bool:
+    """Whether a checkpoint should hold this tensor: an imported one has weights alone, and moments start at zero."""
+    return not manifest.is_imported or name.startswith("model/")
+
+
+def _scatter(read: Read, data: Tensor, held: Sequence[Held], layout: MeshLayout) -> None:
+    """Copy a slice where it meets what is held."""
+    corner = [start for start, _ in read.slice.box]
+    for index, fragment in read.into:
+        inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))
+        held[index].view(fragment, layout, write=True).copy_(data[inner])
+
+
+def _place(read: Read, held: Sequence[Held], layout: MeshLayout) -> Tensor | None:
+    """Where a slice may be read to without a copy: what is held holds it whole, once, as it is stored."""
+    if len(read.into) != 1:
+        return None
+    ((index, fragment),) = read.into
+    tensor = held[index].tensor
+    if fragment.box != read.slice.box or tensor.device.type != "cpu" or tensor.dtype != DTYPES[read.dtype]:
+        return None
+    place = held[index].view(fragment, layout)
+    return place if place.is_contiguous() else None

@@ -1,0 +1,359 @@
+"""What a checkpoint says of itself: the manifest, its checks, and what a changed configuration means for a resume.
+
+Note: the manifest.
+`manifest.json` is one line of JSON, `{"crc32": ..., "content": ...}`, with the checksum of the content's bytes in
+front: any changed byte is found.  The content lists every tensor by its global name with dtype, global shape and
+slices; a slice is a box of the tensor, a file, an interval of bytes of that file's data, and a checksum.  A file's
+safetensors header follows from its slices, so a file is right if its header is, byte for byte, the one that follows,
+and each slice has its checksum.  Nothing in it is code, and nothing in it names a place outside its directory.
+Cost: about 150 bytes a slice, checked in full before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from colossal_lite.sharding.boxes import Box, Fragment, cut, extent, held, intersect, volume, within, written
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+LIMIT_BYTES = 1 << 30
+"""of a manifest; one of 4,096 ranks has a tenth of this"""
+LIMIT_FACTS = 1 << 20
+"""of the text of each fact that is not one a tensor or parameter (`WIDE`)"""
+WIDE = ("tensors", "updates")
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_ENVELOPE = re.compile(rb'\{"crc32":"([0-9a-f]{8})","content":(.*)\}\n', re.DOTALL)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the text names the directory, the file and the tensor."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+
+
+class Slice(_Part):
+    """One box of a tensor, in bytes [start, stop) of the data of `file`."""
+
+    box: tuple[tuple[Size, Size], ...] = Field(max_length=8)
+    file: str = Field(pattern=r"^shard-\d{5,8}-\d{3,6}\.safetensors$")
+    start: Size
+    stop: Size
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class Stored(_Part):
+    """A whole tensor: its safetensors dtype, global shape, and slices that are disjoint and cover it."""
+
+    dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]
+    shape: tuple[Size, ...] = Field(max_length=8)
+    slices: tuple[Slice, ...]
+
+
+class Manifest(_Part):
+    """Everything a checkpoint says beside its tensors."""
+
+    format: Literal[1] = 1
+    step: Size
+    samples: Size
+    """samples of the run's stream that the steps have used"""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
+    """of initial weights, dropout and the order of samples: with step and samples, all of their state"""
+    config: dict[str, Any]
+    """resolved settings by path"""
+    mesh: dict[str, Size]
+    model: dict[str, Any] | None = None
+    """the model's own configuration, if it states one"""
+    updates: dict[str, Size] = {}
+    """optimizer steps that each parameter has taken"""
+    loss_scale: tuple[Annotated[float, Field(gt=0)], Size] | None = None
+    """of fp16, where it follows overflows: the scale, and the finite steps since it last changed"""
+    extra: dict[str, Any] = {}
+    """facts of the run that is being trained"""
+    tensors: dict[str, Stored] = Field(min_length=1)
+
+    def by_file(self) -> dict[str, list[tuple[str, Stored, Slice]]]:
+        """The slices of every file, in order of their bytes."""
+        found: dict[str, list[tuple[str, Stored, Slice]]] = {}
+        for name, stored in self.tensors.items():
+            for part in stored.slices:
+                found.setdefault(part.file, []).append((name, stored, part))
+        return {file: sorted(rows, key=lambda row: row[2].start) for file, rows in sorted(found.items())}
+
+    @property
+    def is_imported(self) -> bool:
+        """It comes from no run: it has weights, and no configuration."""
+        return not self.config
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(part.stop - part.start for stored in self.tensors.values() for part in stored.slices)
+
+
+def encode(manifest: Manifest) -> bytes:
+    content = manifest.model_dump_json().encode()
+    return b'{"crc32":"%08x","content":%s}\n' % (zlib.crc32(content), content)
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """The manifest in `data`, checked in itself. Raises CheckpointError naming `where` and what is wrong."""
+    match = _ENVELOPE.fullmatch(data)
+    if match is None:
+        raise CheckpointError(f"{where}: is not a checkpoint manifest, or is cut short")
+    content = data[match.start(2) : match.end(2)]
+    if zlib.crc32(content) != int(match[1], 16):
+        raise CheckpointError(
+            f"{where}: checksum is {zlib.crc32(content):08x}, not {match[1].decode()} as stated"
+        )
+    try:
+        parsed = json.loads(content)
+        wide = [key for key in parsed if key not in WIDE and len(str(parsed[key])) > LIMIT_FACTS]
+    except (ValueError, RecursionError, TypeError) as error:
+        raise CheckpointError(f"{where}: its content is not what JSON allows: {str(error)[:200]}") from error
+    if wide:
+        raise CheckpointError(f"{where}: {wide[0][:100]}: {LIMIT_FACTS} characters at most")
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{where}: {path}: {first['msg']} ({error.error_count()} faults)") from error
+    if faults := list(_faults(manifest)):
+        raise CheckpointError(f"{where}: {faults[0]} ({len(faults)} faults)")
+    return manifest
+
+
+def header(rows: list[tuple[str, Stored, Slice]]) -> bytes:
+    """The safetensors header of one file with these slices: length and padding included."""
+    entries = {
+        _entry_name(name, stored, part): {
+            "dtype": stored.dtype,
+            "shape": list(extent(part.box)),
+            "data_offsets": [part.start, part.stop],
+        }
+        for name, stored, part in rows
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry_name(name: str, stored: Stored, part: Slice) -> str:
+    if extent(part.box) == stored.shape:
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in part.box)}]"
+
+
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """What cannot be in a manifest that we wrote, whatever its checksum says."""
+    for name, stored in manifest.tensors.items():
+        for part in stored.slices:
+            inside = len(part.box) == len(stored.shape) and all(
+                start < stop <= size for (start, stop), size in zip(part.box, stored.shape, strict=False)
+            )
+            if not inside:
+                yield f"tensor {name}: slice {part.box} does not lie in its shape {stored.shape}"
+            elif part.stop - part.start != volume(part.box) * ITEM_BYTES[stored.dtype]:
+                yield f"tensor {name}: slice {part.box} has {part.stop - part.start} bytes"
+        boxes = [part.box for part in stored.slices]
+        numel = volume(tuple((0, size) for size in stored.shape))
+        if sum(map(volume, boxes)) != numel or _overlaps(boxes):
+            yield f"tensor {name}: its slices do not cover its shape {stored.shape} once"
+    for file, rows in manifest.by_file().items():
+        ends = [0, *(part.stop for _, _, part in rows)]
+        for end, (name, _, part) in zip(ends, rows, strict=False):
+            if part.start != end:
+                yield f"{file}: bytes of tensor {name} begin at {part.start}, not at {end}"
+
+
+def _overlaps(boxes: list[Box]) -> bool:
+    """Whether two boxes meet. Sorted by their first dimension, a box meets only neighbours."""
+    order = sorted(boxes)
+    for index, box in enumerate(order):
+        for other in order[index + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break
+            if intersect(box, other) is not None:
+                return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------- planning
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of one tensor: elements [start, stop) of its flattened local tensor (None: to the end).
+
+    `flat_axes`: leaf axes whose ranks hold other intervals of the same local tensor. `is_copy`: a rank of another
+    pipeline stage writes it.
+    """
+
+    name: str
+    dtype: str
+    spec: ShardSpec
+    start: int = 0
+    stop: int | None = None
+    flat_axes: tuple[str, ...] = ()
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """One slice to write (its checksum is not known yet) from a fragment of part number `part`."""
+
+    part: int
+    fragment: Fragment
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class Read:
+    """One slice to read, and the fragments of parts that it fills."""
+
+    name: str
+    dtype: str
+    slice: Slice
+    into: tuple[tuple[int, Fragment], ...]
+
+
+def writes(
+    parts: Sequence[Part], layout: MeshLayout, rank: int, *, slice_bytes: int, file_bytes: int
+) -> dict[str, list[Write]]:
+    """What a rank writes, by file: slices of at most `slice_bytes` in files of at most `file_bytes`."""
+    # What lies on a stage lies on no other, so a rank's place on the pipeline says nothing of who writes.
+    coords = {axis: 0 if axis == "pipeline" else coord for axis, coord in layout.coords(rank).items()}
+    files = dict[str, list[Write]]()
+    name, at = "", file_bytes
+    for index, part in enumerate(parts):
+        if part.is_copy:
+            continue
+        item = ITEM_BYTES[part.dtype]
+        for fragment in written(part.spec, layout, coords, part.start, part.stop, part.flat_axes):
+            for box in cut(fragment.box, max(1, slice_bytes // item)):
+                size = volume(box) * item
+                if at and at + size > file_bytes:
+                    name, at = f"shard-{rank:05}-{len(files):03}.safetensors", 0
+                row = Slice(box=box, file=name, start=at, stop=at + size, crc32=0)
+                inner = within(fragment, box, part.spec.local_shape(layout))
+                files.setdefault(name, []).append(Write(index, inner, row))
+                at += size
+    return files
+
+
+def reads(parts: Sequence[Part], manifest: Manifest, layout: MeshLayout, rank: int) -> list[Read]:
+    """The slices that meet what a rank holds, in order of file and place. The parts fit (`misfits`)."""
+    coords, found = layout.coords(rank), list[Read]()
+    wanted = [(i, p, list(held(p.spec, layout, coords, p.start, p.stop))) for i, p in enumerate(parts)]
+    for index, part, fragments in wanted:
+        stored = manifest.tensors[part.name]
+        for row in stored.slices:
+            into = tuple(
+                (index, within(fragment, common, part.spec.local_shape(layout)))
+                for fragment in fragments
+                if (common := intersect(fragment.box, row.box)) is not None
+            )
+            if into:
+                found.append(Read(part.name, stored.dtype, row, into))
+    return sorted(found, key=lambda read: (read.slice.file, read.slice.start))
+
+
+def misfits(parts: Sequence[Part], manifest: Manifest, *, complete: bool) -> list[str]:
+    """Why a checkpoint cannot fill these parts; `complete`: they are all that the world holds."""
+    mine = {part.name: part for part in parts}
+    faults = [
+        f"missing: {name} {part.spec.shape}" for name, part in mine.items() if name not in manifest.tensors
+    ]
+    faults += [
+        f"shape: {name} is {manifest.tensors[name].shape}, the run has {part.spec.shape}"
+        for name, part in mine.items()
+        if name in manifest.tensors and manifest.tensors[name].shape != part.spec.shape
+    ]
+    faults += [
+        f"dtype: {name} is {manifest.tensors[name].dtype}, the run has {part.dtype}"
+        for name, part in mine.items()
+        if name in manifest.tensors and not _converts(manifest.tensors[name].dtype, part.dtype)
+    ]
+    if complete:
+        faults += [
+            f"unexpected: {name} {s.shape}" for name, s in manifest.tensors.items() if name not in mine
+        ]
+    return faults
+
+
+def _converts(saved: str, wanted: str) -> bool:
+    """Whether values may be converted: between floating-point formats only."""
+    return saved == wanted or all("F" in dtype for dtype in (saved, wanted))
+
+
+# ---------------------------------------------------------------------------------------------------- resuming
+
+Meaning = Literal["harmless", "numeric", "impossible"]
+
+# First match wins. What no row names changes the numbers of the steps to come.
+MEANINGS: tuple[tuple[str, Meaning], ...] = (
+    ("parallel.*", "harmless"),
+    ("zero.*", "harmless"),
+    ("memory.*", "harmless"),
+    ("checkpoint.*", "harmless"),
+    ("kernels", "harmless"),
+    ("compile", "harmless"),
+    ("activation_checkpoint", "harmless"),
+    ("gradient_accumulation", "harmless"),
+    ("backend", "harmless"),
+    ("timeout_s", "harmless"),
+    ("optimizer.type", "impossible"),
+)
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs between a checkpoint and the run that loads it.
+
+    harmless: the same numbers up to the order of sums; numeric: the steps to come differ from those of an
+    uninterrupted run; impossible: the state does not fit.
+    """
+
+    path: str
+    saved: Any
+    now: Any
+    meaning: Meaning
+
+    def __str__(self) -> str:
+        return f"{self.meaning}: {self.path} was {self.saved!r}, is {self.now!r}"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
+    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none."""
+    if not saved:
+        return ()
+    found = [
+        Change(path, saved.get(path, ABSENT), now.get(path, ABSENT), _meaning(path))
+        for path in {**saved, **now}
+        if saved.get(path, ABSENT) != now.get(path, ABSENT)
+    ]
+    order = ("impossible", "numeric", "harmless")
+    return tuple(sorted(found, key=lambda change: order.index(change.meaning)))
+
+
+def _meaning(path: str) -> Meaning:
+    return next((meaning for pattern, meaning in MEANINGS if fnmatchcase(path, pattern)), "numeric")

@@ -1,0 +1,119 @@
+"""Part of what was checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from colossal_lite.checkpoint.manifest import CheckpointError
+
+SHARED_S = 10.0
+"""how long a network file system may take to show one rank's directory to another"""
+
+
+class Store(Protocol):
+    """What ranks agree through: torch's stores have it."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class LocalStore:
+    """A store for one process."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self._words[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        return self._words[key].encode()
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self._words for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        return self._words.pop(key, None) is not None
+
+
+# --------------------------------------------------------------------------------------------- between ranks
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Words between ranks for one save or load: each key is said once by each rank that says it."""
+
+    store: Store
+    key: str
+    what: str
+    rank: int
+    world_size: int
+    timeout_s: float
+    heard: Callable[[], str]
+
+    def say(self, word: str, value: Any = None) -> None:
+        self.store.set(f"{self.key}/{word}/{self.rank}", json.dumps(value))
+
+    def hear(self, word: str, rank: int = 0) -> Any:
+        return self.hear_each(word, (rank,))[0]
+
+    def forget(self, word: str) -> None:
+        """Free the store of what all ranks said."""
+        for rank in range(self.world_size):
+            self.store.delete_key(f"{self.key}/{word}/{rank}")
+
+    def hear_all(self, word: str) -> list[Any]:
+        return self.hear_each(word, range(self.world_size))
+
+    def hear_each(self, word: str, ranks: Sequence[int]) -> list[Any]:
+        """What these ranks said. Raises CheckpointError with those that did not, after `timeout_s`."""
+        end, pause_s = time.monotonic() + self.timeout_s, 0.0005
+        keys = {rank: f"{self.key}/{word}/{rank}" for rank in ranks}
+        missing = list(keys)
+        try:
+            while missing := [rank for rank in missing if not self.store.check([keys[rank]])]:
+                reason = self.heard()
+                if reason or time.monotonic() > end:
+                    who = ", ".join(map(str, missing))
+                    raise CheckpointError(
+                        f"{reason}\n"
+                        * bool(reason)
+                        + f"rank {self.rank}: {self.what} waited for {word!r} of ranks "
+                        f"{who}; timeout {self.timeout_s:g} s. Every rank must call it, the same number of times"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            return [json.loads(self.store.get(key)) for key in keys.values()]
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"rank {self.rank}: {self.what}: the store is gone: {error}") from error
+
+
+class Pulse:
+    """What a save is at, and since when: written by its thread, read by whoever waits for that."""
+
+    def __init__(self) -> None:
+        self.at("its beginning")
+
+    def at(self, what: object) -> None:
+        self.what, self.since_s = what, time.monotonic()
+
+
+def _shared(read: Callable[[], Any], path: Path, meeting: Meeting) -> Any:
+    """What `read` returns, once a network file system shows `path` to this rank too."""
+    end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
+    while not path.exists():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"rank {meeting.rank} does not see {path}, which rank 0 sees: all ranks must share one directory"
+            )
+        time.sleep(0.05)
+    return read()

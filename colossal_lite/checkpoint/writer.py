@@ -1,0 +1,204 @@
+"""Part of what was checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from colossal_lite.checkpoint.files import inspect, listed, sync_directory, write_file
+from colossal_lite.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Part,
+    Stored,
+    Write,
+    decode,
+    encode,
+)
+from colossal_lite.checkpoint.rendezvous import Meeting, Pulse, _shared
+from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.memory.transfers import to_host
+from colossal_lite.sharding.mesh_layout import MeshLayout
+
+ATTEMPTS = 2
+"""how often a save is tried before it is given up"""
+_HIDDEN = ".tmp-"
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save on one rank, from first to last word."""
+
+    meeting: Meeting
+    directory: Path
+    plan: Mapping[str, Sequence[Write]]
+    held: Sequence[Held]
+    parts: Sequence[Part]
+    facts: Facts
+    layout: MeshLayout
+    keep: int
+    needed_bytes: int
+    pulse: Pulse
+
+    def run(self) -> Path:
+        """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""
+        for attempt in range(ATTEMPTS):
+            end = self._attempt(attempt)
+            if end["name"] is not None:
+                return self.directory / str(end["name"])
+        raise CheckpointError("\n  ".join([f"save: nothing was written to {self.directory}", *end["faults"]]))
+
+    def _attempt(self, attempt: int) -> dict[str, Any]:
+        say, hear, at = self.meeting.say, self.meeting.hear, self.pulse.at
+        if self.meeting.rank == 0:
+            at(self.directory)
+            say(f"begin {attempt}", self._begin())
+        at("rank 0's word that it has begun")
+        begin = hear(f"begin {attempt}")
+        rows: dict[str, Any] = {"faults": begin["faults"]}
+        if not begin["faults"]:
+            rows = self._write(self.directory / begin["name"], begin)
+        say(f"rows {attempt}", rows)
+        if self.meeting.rank == 0:
+            at("the words of all ranks that they have written")
+            rows_of_all = self.meeting.hear_all(f"rows {attempt}")
+            self.meeting.forget(f"rows {attempt}")
+            at(self.directory)
+            say(f"end {attempt}", self._commit(begin, rows_of_all))
+        at("rank 0's word that it has ended")
+        end: dict[str, Any] = hear(f"end {attempt}")
+        return end
+
+    def _begin(self) -> dict[str, Any]:
+        """Rank 0: an empty hidden directory, after what killed runs have left is gone."""
+        name = f"{_HIDDEN}step-{self.facts.step:08}-{secrets.token_hex(4)}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for path in self.directory.glob(f"{_HIDDEN}*"):
+                shutil.rmtree(path)
+            free = shutil.disk_usage(self.directory).free
+            if free < self.needed_bytes:
+                need = f"{self.needed_bytes / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free"
+                return {"name": name, "faults": [f"{self.directory}: {need}"]}
+            (self.directory / name).mkdir()
+        except OSError as error:
+            return {"name": name, "faults": [f"{error.filename or self.directory}: {error.strerror}"]}
+        return {"name": name, "faults": [], "step": self.facts.step, "samples": self.facts.samples}
+
+    def _write(self, path: Path, begin: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's files; its rows of the manifest, or what went wrong."""
+        rank, mine = self.meeting.rank, {"step": self.facts.step, "samples": self.facts.samples}
+        theirs = {key: begin[key] for key in mine}
+        if mine != theirs:
+            return {"faults": [f"rank {rank} saves {mine}, rank 0 {theirs}"]}
+        found: dict[str, list[dict[str, Any]]] = {}
+        at = path
+        try:
+            _shared(lambda: None, path, self.meeting)
+            for file, rows in self.plan.items():
+                at = path / file
+                for write, crc32 in zip(rows, self._write_one(at, rows), strict=True):
+                    row = write.slice.model_copy(update={"crc32": crc32})
+                    found.setdefault(self.parts[write.part].name, []).append(row.model_dump())
+        except OSError as error:
+            return {"faults": [f"rank {rank}: {error.filename or at}: {error.strerror}"]}
+        except CheckpointError as error:
+            return {"faults": [str(error)]}
+        stored = {p.name: {"dtype": p.dtype, "shape": p.spec.shape} for p in self.parts}
+        return {"faults": [], "slices": found, "stored": stored, "updates": dict(self.facts.updates)}
+
+    def _write_one(self, path: Path, rows: Sequence[Write]) -> list[int]:
+        """One file, written, synced and read back; the checksums of its slices."""
+
+        def data() -> Iterator[Tensor]:
+            for write in rows:
+                self.pulse.at(path)
+                held = self.held[write.part]
+                view = held.view(write.fragment, self.layout)
+                stays = held.fetch is None and view.device.type == "cpu"
+                yield view if stays and view.is_contiguous() else to_host(view).contiguous()
+
+        named = [
+            (part.name, Stored(dtype=part.dtype, shape=part.spec.shape, slices=()), write.slice)
+            for write in rows
+            for part in (self.parts[write.part],)
+        ]
+        return write_file(path, named, data(), self.meeting.timeout_s)
+
+    def _commit(self, begin: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Rank 0: make the checkpoint visible, or remove it; its name, or the faults of all ranks."""
+        path = self.directory / begin["name"]
+        faults = list(dict.fromkeys(fault for row in rows for fault in row["faults"]))
+        if not faults:
+            try:
+                name = self._publish(path, rows)
+                self._prune()
+                return {"name": name, "faults": []}
+            except (OSError, CheckpointError) as error:
+                faults = [f"rank 0: {error}"]
+        shutil.rmtree(path, ignore_errors=True)
+        return {"name": None, "faults": faults}
+
+    def _publish(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+        stored = {name: dict(facts) for row in rows for name, facts in row["stored"].items()}
+        for name, row in stored.items():
+            row["slices"] = [part for each in rows for part in each["slices"].get(name, ())]
+        facts = self.facts
+        manifest = Manifest.model_validate_json(
+            json.dumps(
+                {
+                    "step": facts.step,
+                    "samples": facts.samples,
+                    "seed": facts.seed,
+                    "config": dict(facts.config),
+                    "mesh": {leaf.name: leaf.size for leaf in self.layout.leaves},
+                    "model": None if facts.model is None else dict(facts.model),
+                    "updates": {name: count for row in rows for name, count in row["updates"].items()},
+                    "extra": dict(facts.extra),
+                    "loss_scale": facts.loss_scale,
+                    "tensors": stored,
+                }
+            )
+        )
+        data = encode(manifest)
+        decode(data, str(path / MANIFEST))  # what the ranks wrote covers every tensor once
+        with open(path / MANIFEST, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(path)
+        name = f"step-{facts.step:08}"
+        taken = {path.name for path in listed(self.directory)}
+        if name in taken:
+            name = next(f"{name}-{n}" for n in range(2, 1 << 20) if f"{name}-{n}" not in taken)
+        os.rename(path, self.directory / name)
+        sync_directory(self.directory)
+        return name
+
+    def _prune(self) -> None:
+        """Delete what is older than the newest `keep` whole checkpoints."""
+        whole = 0
+        for path in listed(self.directory):
+            if whole >= self.keep:
+                gone = self.directory / f"{_HIDDEN}old-{path.name}-{secrets.token_hex(4)}"
+                try:
+                    os.rename(path, gone)  # never half there under its own name
+                    shutil.rmtree(gone)
+                except OSError as error:
+                    warnings.warn(f"{path}: could not be deleted: {error.strerror}", stacklevel=2)
+                continue
+            try:
+                inspect(path)
+                whole += 1
+            except CheckpointError:
+                continue

@@ -1,0 +1,254 @@
+"""The configuration: a dict, a file or a `Config`, plus options of the command line, as one frozen validated
+value.
+
+Note: how a configuration is read.
+Source and command line become one nested dict: short forms written out (`tensor=4`), Colossal-AI's keys
+translated, options laid over it.  It is validated once, so that every fault of either is told at once, with
+its path.  Each schema stands beside what it configures; this file puts them together.  Rules that need a
+world or a model are checked when these are known (`check_world`, `check_model`); what is not built yet is
+refused by `check_built`.  A `Config` knows where each of its values comes from; `resolved` lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, PrivateAttr, ValidationError
+
+from colossal_lite.config.errors import ABSENT, ConfigError, Problem, dig, problems_of, refuse, shown
+from colossal_lite.config.legacy_keys import translate
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.rules import (
+    joint_problems,
+    model_problems,
+    shard_problems,
+    unbuilt_problems,
+    unread_across,
+    world_problems,
+)
+from colossal_lite.config.schema import (
+    Fault,
+    Section,
+)
+from colossal_lite.config.settings import ParallelConfig, Settings
+from colossal_lite.config.source import SHORT_FORMS, given_paths, lay_over, plain, read_source, write_out
+from colossal_lite.sharding.mesh_layout import MeshLayout
+
+__all__ = ["Config", "ConfigError", "ParallelConfig", "Problem", "Row", "render"]
+
+Origin = Literal["default", "user", "file", "command line", "derived", "translated"]
+
+
+class Row(NamedTuple):
+    """One resolved setting. `value` is made of what JSON has."""
+
+    path: str
+    value: object
+    origin: str
+
+
+class Config(Settings):
+    """Everything that `launch` and `initialize` need to know. Made by `Config.load`."""
+
+    _given: dict[str, Any] | None = PrivateAttr(default=None)
+    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+    _notices: tuple[str, ...] = PrivateAttr(default=())
+
+    def __eq__(self, other: object) -> bool:
+        """Equal settings, wherever they come from."""
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    @classmethod
+    def load(cls, source: Mapping[str, Any] | str | Path | Config, overrides: Sequence[str] = ()) -> Config:
+        """The configuration in `source`, with `overrides` (`--parallel.tensor.size 2`) over it.
+
+        A source is a dict, a Config, or a .json, .toml or .py file: there the dict `config`, or with
+        `file.py:name` another dict or a function that returns one.  Raises ConfigError with all problems.
+        """
+        if isinstance(source, Config):
+            given = source.model_dump(exclude_unset=True) if source._given is None else source._given
+            raw, problems = plain(given)
+            origins: dict[str, Origin] = {
+                path: source._origins.get(path, "user") for path in given_paths(cls, raw)
+            }
+            notices = source._notices
+        else:
+            read, origin = read_source(source)
+            raw, problems = plain(read)
+            write_out(raw)
+            done = translate(raw)
+            problems += done.problems
+            origins = {path: "translated" if path in done.moved else origin for path in given_paths(cls, raw)}
+            notices = tuple(done.notices)
+        overridden, faults = lay_over(cls, raw, overrides)
+        origins |= dict.fromkeys(overridden, "command line")
+        config, invalid = cls._validated(raw)
+        refuse([*problems, *faults, *invalid])
+        config._given, config._origins, config._notices = raw, origins, notices
+        return config
+
+    @classmethod
+    def _validated(cls, raw: dict[str, Any]) -> tuple[Config, list[Problem]]:
+        """The config and its problems. What is invalid is left out, so that the rest is judged as well."""
+        problems: list[Problem] = []
+        spoilt: set[str] = set()  # sections without some of their settings: their other rules say nothing
+        rest, _ = plain(raw)
+        while True:
+            try:
+                config = cls.model_validate(rest, strict=True)
+                break
+            except ValidationError as invalid:
+                error, found = invalid, problems_of(invalid, cls, rest)
+            problems += [problem for problem in found if problem.path.rpartition(".")[0] not in spoilt]
+            spoilt |= {problem.path.rpartition(".")[0] for problem in found} - {""}
+            pruned = [_prune(rest, problem.path) for problem in found]
+            assert any(pruned), f"no setting to leave out: {error}"
+        for path, fault in config._faults():
+            where = f"{path}.{fault.name}"
+            if not spoilt & {path, f"{path}.{fault.reads}"}:
+                problems.append(Problem(where, dig(config.model_dump(), where), fault.rule, fault.legal))
+        told = {problem.path for problem in problems}
+        problems += [problem for problem in joint_problems(config) if problem.path not in told]
+        return config, problems
+
+    def _sections(self) -> Iterator[tuple[str, Section]]:
+        """Every section below this one with its path."""
+
+        def below(section: BaseModel, prefix: str) -> Iterator[tuple[str, Section]]:
+            for name in type(section).model_fields:
+                if isinstance(value := getattr(section, name), BaseModel):
+                    if isinstance(value, Section):
+                        yield prefix + name, value
+                    yield from below(value, f"{prefix}{name}.")
+
+        return below(self, "")
+
+    def _faults(self) -> Iterator[tuple[str, Fault]]:
+        return ((path, fault) for path, section in self._sections() for fault in section.faults())
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One line for each key of Colossal-AI that was translated or ignored."""
+        return self._notices
+
+    def values(self) -> dict[str, Any]:
+        """Every value by its path: what a checkpoint states, and ranks compare."""
+        return {row.path: row.value for row in self.resolved()}
+
+    def warnings(self) -> tuple[str, ...]:
+        """One line for each setting that differs from its default and has no effect in this combination."""
+        lines = {}
+        defaults = Config().values()
+        values = {row.path: row.value for row in self.resolved() if row.origin != "default"}
+        unread = [(f"{section}.{u.name}", u.why) for section, part in self._sections() for u in part.unread()]
+        for path, why in (*unread, *unread_across(self)):
+            if path in values and (path not in defaults or values[path] != defaults[path]):
+                lines[path] = f"{path}={shown(values[path])} has no effect: {why}"
+        return tuple(lines.values())
+
+    def check_world(self, world_size: int) -> Config:
+        """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world."""
+        asked = world_size, self._origins
+        refuse([*world_problems(self.parallel, *asked), *shard_problems(self.parallel, self.zero, *asked)])
+        if self.parallel.data != "auto":
+            return self
+        rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size
+        config = self.model_copy(
+            update={"parallel": self.parallel.model_copy(update={"data": world_size // rest})}
+        )
+        config._origins = {**self._origins, "parallel.data": "derived"}
+        return config
+
+    def check_model(self, facts: ModelFacts) -> None:
+        """Raises ConfigError with every rule that a model of these sizes breaks."""
+        refuse(model_problems(self.parallel, facts))
+
+    def check_built(self) -> None:
+        """Raises ConfigError for every setting whose part does not exist yet."""
+        refuse(unbuilt_problems(self))
+
+    def layout(self) -> MeshLayout:
+        """The mesh; `check_world` comes first. Raises ValueError while parallel.data is "auto"."""
+        data, tensor, sequence = self.parallel.data, self.parallel.tensor, self.parallel.sequence
+        if data == "auto":
+            raise ValueError(
+                "parallel.data is 'auto': call check_world(world_size) first, it returns a number"
+            )
+        return MeshLayout.build(
+            pipeline=self.parallel.pipeline.size,
+            data=data,
+            sequence=sequence.size,
+            tensor=tensor.size,
+            tensor_mode=tensor.mode,
+            tensor_depth=tensor.sheets,
+            ulysses=sequence.ulysses if sequence.mode == "usp" and sequence.size > 1 else None,
+            data_shard=self.zero.shard if self.zero.is_hybrid(data) else None,
+            data_near=self.zero.near,
+        )
+
+    def resolved(self) -> tuple[Row, ...]:
+        """Every setting with its value and origin, in the order of the schema. `render` prints it."""
+        return tuple(self._rows(self, ""))
+
+    def _rows(self, section: BaseModel, prefix: str) -> Iterator[Row]:
+        for name in type(section).model_fields:
+            path, value = prefix + name, getattr(section, name)
+            if isinstance(value, BaseModel):
+                yield from self._rows(value, f"{path}.")
+            elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+                for index, item in enumerate(value):
+                    rows = self._rows(item, f"{path}.{index}.")
+                    yield from (row for row in rows if row.value is not None)
+            else:
+                plain_value = list(value) if isinstance(value, tuple) else value
+                yield Row(path, plain_value, self._origins.get(path, "default"))
+
+    @classmethod
+    def schema(cls) -> dict[str, Any]:  # type: ignore[override]  # takes the place of pydantic's deprecated method
+        """JSON schema of a configuration file, short forms included."""
+        schema = cls.model_json_schema()
+        for path, short in SHORT_FORMS.items():
+            section, _, name = path.rpartition(".")
+            owner = schema["$defs"][cls.model_fields[section].annotation.__name__] if section else schema  # type: ignore[union-attr]
+            whole = owner["properties"][name]
+            leaf = schema["$defs"][whole["$ref"].rpartition("/")[2]]["properties"][short]
+            short_form = {key: leaf[key] for key in ("type", "enum", "minimum") if key in leaf}
+            owner["properties"][name] = {"anyOf": [whole, short_form]}
+        return schema
+
+    @classmethod
+    def help(cls, program: str = "colossal-lite") -> str:
+        """What `overrides` may hold: every option with its type, meaning and default."""
+        import tyro  # 0.1 s that only this text costs
+
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            options = (tyro.conf.FlagConversionOff,)
+            tyro.cli(cls, default=cls(), args=["--help"], prog=program, use_underscores=True, config=options)
+        return text.getvalue()
+
+
+def _prune(raw: dict[str, Any], path: str) -> bool:
+    """Remove an invalid setting, of a list of sections the whole list; False if it is gone already."""
+    holder: Any = raw
+    for name in path.split("."):
+        inside = holder.get(name, ABSENT)
+        if not isinstance(inside, dict):
+            return holder.pop(name, ABSENT) is not ABSENT
+        section, holder = holder, inside
+    del section[name]
+    return True
+
+
+def render(rows: Iterable[Row]) -> str:
+    """Resolved settings as a table for people: path, value, origin."""
+    cells = [(row.path, shown(row.value), row.origin) for row in rows]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(2)]
+    return "\n".join(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for path, value, origin in cells)

@@ -1,0 +1,247 @@
+"""What is wrong with a configuration, in words: path, value, rule, what is legal, and the nearest name.
+
+Note: `Problem` is data.  `ConfigError` carries all of them and prints them as a list; nothing here raises.
+What a field takes is read off its annotation, so a message never drifts from the schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from colossal_lite.config.schema import Legal
+
+if typing.TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+WIDTH = 120  # characters of a value that a message shows
+
+
+class Absent(enum.Enum):
+    """The value of a setting that must be given and is not."""
+
+    ABSENT = "not given"
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault: where, what stands there, the rule it breaks, what is legal, and the nearest legal name."""
+
+    path: str
+    value: object
+    rule: str
+    legal: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        hint = f"; did you mean {self.nearest}?" if self.nearest else ""
+        return f"{self.path} = {shown(self.value)}: {self.rule}; legal: {self.legal}{hint}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. `problems` has every fault found; the text is their list."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)  # args rebuild the error on another process
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"the configuration has {count} problem{'s' if count > 1 else ''}:"
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError if there are any problems."""
+    if found := tuple(problems):
+        raise ConfigError(found)
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 4]} ..."
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """The legal name that looks most like `name`; None if none is near. Our names are in lower case."""
+    found = difflib.get_close_matches(str(name).lower(), list(names), n=1)
+    return found[0] if found else None
+
+
+# ----------------------------------------------------------------------------------------------------- schema
+
+
+def is_section(annotation: Any) -> typing.TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def item_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a list holds: ParamGroup of tuple[ParamGroup, ...]."""
+    args = get_args(annotation)
+    return args[0] if get_origin(annotation) is tuple and is_section(args[0]) else None
+
+
+def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every leaf below a model: its dotted path and its field. A list of sections is one leaf."""
+    for name, field in model.model_fields.items():
+        if is_section(field.annotation):
+            yield from walk(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """The strings among the legal values."""
+    if get_origin(annotation) is Literal:
+        return tuple(value for value in get_args(annotation) if isinstance(value, str))
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return tuple(name for part in get_args(annotation) for name in choices(part))
+    return ()
+
+
+def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a field takes, in words: "an int >= 1 or 'auto'"."""
+    metadata = [item for entry in metadata for item in getattr(entry, "metadata", [entry])]
+    for item in metadata:
+        if isinstance(item, Legal):
+            return item.text
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(part, metadata) for part in args)
+    if origin is Literal:
+        return ", ".join(repr(value) for value in args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"a list of {_plural(describe(args[0]))}"
+        return f"a list of {len(args)}: " + ", ".join(describe(part) for part in args)
+    if is_section(annotation):
+        return f"a dict with {', '.join(annotation.model_fields)}"
+    words = {int: "an int", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return " ".join([words[annotation], _bounds(metadata)]).rstrip()
+
+
+def _plural(words: str) -> str:
+    return re.sub(r"^an? (\w+)", r"\1s", words)
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    limits = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
+    known = [(limits[type(item)], item) for item in metadata if type(item) in limits]
+    return " and ".join(f"{sign} {getattr(item, key)}" for (key, sign), item in known)
+
+
+# ------------------------------------------------------------------------------------- from pydantic's errors
+
+
+def problems_of(error: ValidationError, root: type[BaseModel], raw: Mapping[str, Any]) -> list[Problem]:
+    """pydantic's errors as one problem for each path. `raw` is what was validated against `root`."""
+    by_path: dict[str, list[ErrorDetails]] = {}
+    places: dict[str, tuple[type[BaseModel], str, FieldInfo | None]] = {}
+    for details in error.errors(include_url=False):
+        path, place = locate(root, details["loc"])
+        if details["type"] == "value_error" and (named := _field_of_rule(details, place)):
+            path, place = ".".join([path, named]).strip("."), (place[0], named, place[0].model_fields[named])
+        by_path.setdefault(path, []).append(details)
+        places[path] = place
+    return [_problem(root, path, errors, places[path], dig(raw, path)) for path, errors in by_path.items()]
+
+
+def locate(
+    root: type[BaseModel], loc: tuple[str | int, ...]
+) -> tuple[str, tuple[type[BaseModel], str, FieldInfo | None]]:
+    """The setting an error is about: its path; section, name and field. Tags of unions are left out."""
+    model, path, name, field = root, [], "", None
+    steps = iter(loc)
+    for step in steps:
+        name, field = str(step), model.model_fields.get(str(step))
+        path.append(name)
+        if field is None:
+            break
+        if is_section(field.annotation):
+            model = field.annotation
+        elif (item := item_section(field.annotation)) and (index := next(steps, None)) is not None:
+            path.append(str(index))
+            model = item
+        else:
+            break
+    return ".".join(path), (model, name, field)
+
+
+def _field_of_rule(details: ErrorDetails, place: tuple[type[BaseModel], str, FieldInfo | None]) -> str | None:
+    """A rule over a whole section names its setting first: "chunks=3: ..."."""
+    match = re.match(r"(\w+)(=\S+)?: ", str(details["ctx"]["error"]))
+    return match[1] if match and match[1] in place[0].model_fields else None
+
+
+def _problem(
+    root: type[BaseModel],
+    path: str,
+    errors: list[ErrorDetails],
+    place: tuple[type[BaseModel], str, FieldInfo | None],
+    value: object,
+) -> Problem:
+    model, name, field = place
+    kinds = {details["type"] for details in errors}
+    if field is None:
+        return unknown_key(root, path, model, value)
+    if value is ABSENT:
+        return Problem(path, ABSENT, "must be given", describe(field.annotation, field.metadata))
+    if "value_error" in kinds:
+        told = next(str(details["ctx"]["error"]) for details in errors if details["type"] == "value_error")
+        rule, _, legal = re.sub(r"^\w+(=\S+)?: ", "", told).partition("; ")
+        return Problem(path, value, rule, legal or describe(field.annotation, field.metadata))
+    names = choices(field.annotation)
+    near = nearest(value, names) if isinstance(value, str) else None
+    if kinds & {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "string_too_short"}:
+        rule = "is out of range"
+    elif "finite_number" in kinds:
+        rule = "is not a finite number"
+    elif names and isinstance(value, str):
+        rule = "is not one of the legal values"
+    else:
+        rule = f"has the wrong type, {type(value).__name__}"
+    return Problem(path, value, rule, describe(field.annotation, field.metadata), near and repr(near))
+
+
+def unknown_key(root: type[BaseModel], path: str, model: type[BaseModel], value: object) -> Problem:
+    """The problem of a key that its section does not have; the nearest may stand in another section."""
+    section, _, name = path.rpartition(".")
+    legal = list(model.model_fields)
+    near = nearest(name, legal)
+    if near is None:
+        elsewhere = {leaf.rpartition(".")[2]: leaf for leaf, _ in walk(root)}
+        found = nearest(name, elsewhere)
+        near = elsewhere[found] if found else None
+    elif section:
+        near = f"{section}.{near}"
+    return Problem(path, value, "is an unknown key", ", ".join(legal), near)
+
+
+def dig(raw: Any, path: str) -> Any:
+    """The value at a dotted path of nested dicts and lists; ABSENT if there is none."""
+    for step in path.split(".") if path else ():
+        if isinstance(raw, Mapping) and step in raw:
+            raw = raw[step]
+        elif isinstance(raw, tuple) and step.isdecimal() and int(step) < len(raw):
+            raw = raw[int(step)]
+        else:
+            return ABSENT
+    return raw

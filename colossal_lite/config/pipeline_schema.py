@@ -1,0 +1,89 @@
+"""Part of what was pipeline.schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, _check_chunks
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]
+
+
+class PipelineConfig(BaseModel):
+    """`parallel.pipeline`; an int is the size alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    size: Annotated[int, Field(ge=1)] = 1
+    """Ranks on the `pipeline` axis."""
+    schedule: ScheduleName = "1f1b"
+    """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
+    micro_batches: Annotated[int, Field(ge=1)] | None = None
+    """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
+    chunks: Annotated[int, Field(ge=1)] = 1
+    """Stages on each rank; left out, the least that the schedule is defined for."""
+    partition: Literal["balanced", "profiled", "uniform"] | tuple[Annotated[int, Field(ge=1)], ...] = (
+        "balanced"
+    )
+    """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal counts, or the
+    counts of all size x chunks stages."""
+    activation_cap: Annotated[int, Field(ge=1)] | None = None
+    """Most activations, of one stage and micro-batch each, that a rank may hold: `auto` searches within it, any other
+    schedule that holds more is refused. None: what the schedule holds, and for auto size x chunks, as 1f1b does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = {"size": value}
+        if isinstance(value, dict) and "chunks" not in value and value.get("schedule") in SCHEDULES:
+            value = value | {"chunks": SCHEDULES[value["schedule"]].chunks[0]}
+        return value
+
+    @model_validator(mode="after")
+    def _rules(self) -> PipelineConfig:
+        _check_chunks(self.schedule, self.chunks)
+        if isinstance(self.partition, tuple) and len(self.partition) != self.stages:
+            raise ValueError(
+                f"partition: {len(self.partition)} counts for {self.stages} stages "
+                f"(size {self.size} x chunks {self.chunks}); give one count for each stage"
+            )
+        return self
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.size * self.chunks
+
+    def parts(self, samples: int) -> int:
+        """Micro-batches for a batch of `samples` on one data rank. Raises ValueError if there are too few."""
+        if self.micro_batches is None:
+            return max(1, min(samples, 4 * self.size)) if self.size > 1 else 1
+        if samples == 0:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: a data rank has no samples in a part of the batch, and needs one "
+                f"for each micro-batch; use at least {self.micro_batches} samples for each data rank and accumulated "
+                f"part, or micro_batches=None, which passes over what is empty"
+            )
+        if samples < self.micro_batches:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: the batch has {samples} samples on this data rank; "
+                f"use at most {samples} micro-batches or a larger global batch"
+            )
+        return self.micro_batches
+
+    def parts_of(self, sizes: Sequence[int], turns: int) -> int:
+        """Micro-batches of each of `turns` accumulated parts of a batch with so many samples on each data rank, the
+        same on all of them. Raises ValueError as `parts`."""
+        if self.size == 1:
+            return 1
+        return self.parts(-(-max(sizes) // turns) if self.micro_batches is None else min(sizes) // turns)
+
+    def fewer_of(self, sizes: Sequence[int], turns: int) -> int:
+        """For evaluation, which takes any batch: no more micro-batches than samples."""
+        if self.size == 1:
+            return 1
+        return min(self.micro_batches or 4 * self.size, max(1, *(-(-size // turns) for size in sizes)))

@@ -1,0 +1,431 @@
+"""Rules over the whole configuration: against a world, against a model, and against what is built.
+
+Note: a rule is a pure function that yields every `Problem` it finds, so that `Config` tells them all at once.
+`NOT_BUILT` lists the settings that the schema has and the code does not have yet: whoever builds a part
+deletes its row, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colossal_lite.config.errors import Problem, dig
+from colossal_lite.config.memory_schema import MemoryConfig
+from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig
+from colossal_lite.config.schema import WHOLE_TENSORS, ZeroConfig
+from colossal_lite.config.settings import ParallelConfig, Settings
+from colossal_lite.config.zero_stage import Sharding
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+# ------------------------------------------------------------------------------------------------------ world
+
+
+class Sizes(NamedTuple):
+    """Ranks along each axis."""
+
+    data: int
+    pipeline: int
+    sequence: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+def world_problems(
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs."""
+    if world_size < 1:
+        yield Problem("world_size", world_size, "is out of range", "an int >= 1")
+        return
+    yield from _product_problems(parallel, world_size, origins)
+    tensor, sequence = parallel.tensor, parallel.sequence
+    if not tensor.fits(tensor.size):
+        near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
+        below, above = [n for n in near if n < tensor.size][-1:], [n for n in near if n > tensor.size][:2]
+        legal = ", ".join(map(str, below + above))
+        yield Problem("parallel.tensor.size", tensor.size, _shape_rule(tensor), legal)
+    if not sequence.fits(sequence.size):
+        rule = f"must divide parallel.sequence.size={sequence.size}"
+        legal = ", ".join(map(str, divisors(sequence.size)))
+        yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
+
+
+def _shape_rule(tensor: TensorConfig) -> str:
+    need = {"2d": "a square, q*q", "2.5d": f"q*q*depth with depth={tensor.depth}", "3d": "a cube, l*l*l"}
+    return f"mode={tensor.mode!r} needs {need[tensor.mode]}"
+
+
+def _product_problems(
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    inner = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if parallel.data == "auto":
+        if world_size % inner == 0:
+            return
+        rule = f"{_terms(parallel, origins)}; the world has {ranks}, no multiple of {inner}"
+    else:
+        if parallel.data * inner == world_size:
+            return
+        rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
+    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size)))
+    yield Problem("parallel.data", parallel.data, rule, legal)
+
+
+def shard_problems(
+    parallel: ParallelConfig, zero: ZeroConfig, world_size: int, origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Whether the data axis can be cut into the copies of hybrid sharding."""
+    data, rest = parallel.data, parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    whence = origins.get("parallel.data", "default")
+    if data == "auto":
+        if world_size < 1 or world_size % rest:  # told already
+            return
+        data, whence = world_size // rest, "derived"
+    if zero.stage and zero.shard is not None and data % zero.shard:
+        rule = f"must divide parallel.data={data} ({whence})"
+        yield Problem("zero.shard", zero.shard, rule, _listed(divisors(data)))
+        return
+    copy = zero.shard or data
+    if zero.near is not None and (copy % zero.near or zero.near == copy):
+        rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
+        legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
+        yield Problem("zero.reshard_after_forward", zero.near, rule, legal)
+
+
+def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_type: str) -> Iterator[Problem]:
+    """What of `memory` is not for a device of this type, where there are `data` ranks along the data axis."""
+    if device_type == "cpu":
+        return
+    for name in memory.emulates:
+        rule = f"emulates a link, and {device_type} has one"
+        yield Problem(f"memory.{name}", getattr(memory, name), rule, "0" if name.endswith("_s") else "None")
+    if memory.moves and zero.is_hybrid(data):
+        rule = f"keeps gradients on the host, over which copies of {zero.shard} ranks are not summed on {device_type}"
+        legal = "zero.shard=None, or memory.placement='host', 'disk' or 'device'"
+        yield Problem("memory.placement", memory.placement, rule, legal)
+
+
+def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
+    values = {
+        "data": parallel.data,
+        "pipeline.size": parallel.pipeline.size,
+        "sequence.size": parallel.sequence.size,
+        "tensor.size": parallel.tensor.size,
+    }
+    terms = [f"{value} ({origins.get(f'parallel.{path}', 'default')})" for path, value in values.items()]
+    return f"data x pipeline x sequence x tensor = {' x '.join(terms)}"
+
+
+def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[Sizes]:
+    """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
+
+    Sizes that a mode cannot cut are left out.  `data` follows from the others and weighs if it was given.
+    """
+    wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
+
+    def distance(sizes: Sizes) -> tuple[int, float, Sizes]:
+        factors = [
+            math.log(size / want) for size, want in zip(sizes, wanted, strict=True) if isinstance(want, int)
+        ]
+        return sum(factor != 0 for factor in factors[-3:]), sum(map(abs, factors)), sizes
+
+    found = [
+        Sizes(world_size // (pipeline * sequence * tensor), pipeline, sequence, tensor)
+        for pipeline in divisors(world_size)
+        for sequence in divisors(world_size // pipeline)
+        if parallel.sequence.fits(sequence)
+        for tensor in divisors(world_size // (pipeline * sequence))
+        if parallel.tensor.fits(tensor)
+    ]
+    return sorted(found, key=distance)[:count]
+
+
+# ------------------------------------------------------------------------------------------------------ model
+
+
+def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Whether a model can be cut as the configuration says. The vocabulary is padded and may be any size."""
+    broken = list(_facts_problems(facts))
+    yield from broken
+    if broken:
+        return
+    stages, chunks = parallel.pipeline.stages, parallel.pipeline.chunks
+    if facts.layers < stages:
+        product = f"size {parallel.pipeline.size} x chunks {chunks}"
+        rule = f"{facts.layers} layers are fewer than {stages} stages ({product})"
+        most = facts.layers // chunks
+        legal = f"1 to {most}" if most else f"at most {facts.layers} chunks"
+        yield Problem("parallel.pipeline.size", parallel.pipeline.size, rule, legal)
+    tensor, sequence = parallel.tensor, parallel.sequence
+    if rules := list(tensor_rules(tensor, sequence, facts)):
+        legal = ", ".join(map(str, legal_tensor_sizes(tensor, sequence, facts)))
+        yield from (Problem("parallel.tensor.size", tensor.size, rule, legal) for rule in rules)
+    yield from _sequence_problems(sequence, facts)
+
+
+def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[Problem]:
+    if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
+        rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
+        yield Problem("parallel.sequence.mode", sequence.mode, rule, "ring, ulysses, usp, allgather_kv")
+    tokens, heads = list(_token_rules(sequence, facts)), list(_head_rules(sequence, facts))
+    if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
+        inner = [
+            n for n in divisors(sequence.size) if not any(_head_rules(_with(sequence, "ulysses", n), facts))
+        ]
+        for rule in heads:
+            yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, _listed(inner))
+        heads = []
+    sizes = [
+        n for n in divisors(facts.sequence) if not any(sequence_rules(_with(sequence, "size", n), facts))
+    ]
+    for rule in (*tokens, *heads):
+        yield Problem("parallel.sequence.size", sequence.size, rule, _listed(sizes or [1]))
+
+
+def _with(sequence: SequenceConfig, name: str, value: int) -> SequenceConfig:
+    return sequence.model_copy(update={name: value})
+
+
+def _facts_problems(facts: ModelFacts) -> Iterator[Problem]:
+    sizes = ("layers", "heads", "kv_heads", "width", "ffn", "vocabulary", "sequence")
+    small = [name for name in sizes if getattr(facts, name) < 1]
+    yield from (
+        Problem(f"model.{name}", getattr(facts, name), "is out of range", "an int >= 1") for name in small
+    )
+    if small:
+        return
+    if facts.width % facts.heads:
+        near = sorted(divisors(facts.width), key=lambda d: abs(d - facts.heads))[:3]
+        yield Problem("model.heads", facts.heads, f"must divide width={facts.width}", _listed(near))
+    if facts.heads % facts.kv_heads:
+        rule = f"must divide heads={facts.heads}"
+        yield Problem("model.kv_heads", facts.kv_heads, rule, _listed(divisors(facts.heads)))
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
+
+
+def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    """What the tensor axis breaks. Divisors as in 1909.08053 (1d), 2104.05343 (2d), 2105.14450 (3d)."""
+    if tensor.size == 1:
+        return
+    if not tensor.fits(tensor.size):
+        yield _shape_rule(tensor)
+        return
+    edge = tensor.edge
+    parts = edge * sequence.head_parts
+    inner = f" ({edge} of tensor x {sequence.head_parts} of ulysses)" if sequence.head_parts > 1 else ""
+    if facts.heads % parts:
+        yield f"{facts.heads} heads do not divide into {parts} parts{inner}"
+    if facts.kv_heads % parts and parts % facts.kv_heads:
+        yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts{inner} nor divide that number"
+    hidden = edge * edge if tensor.mode == "3d" else edge  # 3d cuts a weight's input dimension twice
+    if tensor.mode != "1d" and facts.width % hidden:
+        yield f"width {facts.width} does not divide into {hidden} parts"
+    if facts.ffn % hidden:
+        yield f"ffn {facts.ffn} does not divide into {hidden} parts"
+    if facts.vocabulary < edge:
+        yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
+    tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
+    if tensor.mode == "1d" and tensor.sequence_parallel and not rest and tokens % tensor.size:
+        whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
+        yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
+
+
+def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> list[int]:
+    """Sizes of the tensor axis that break no rule, in the mode and with the sequence axis as they are."""
+    sizes = {1, *(tensor.size_of(edge) for edge in divisors(facts.heads))}
+    return sorted(
+        size
+        for size in sizes
+        if not any(tensor_rules(tensor.model_copy(update={"size": size}), sequence, facts))
+    )
+
+
+def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    """What the sequence axis breaks."""
+    yield from _token_rules(sequence, facts)
+    yield from _head_rules(sequence, facts)
+
+
+def _token_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    if sequence.size == 1:
+        return
+    if not sequence.fits(sequence.size):
+        yield f"ulysses={sequence.ulysses} does not divide it"
+    if facts.sequence % sequence.multiple:
+        low = facts.sequence // sequence.multiple * sequence.multiple
+        why = "zigzag pieces, 2 for each rank" if sequence.multiple > sequence.size else "pieces"
+        near = f"{low} or {low + sequence.multiple}" if low else f"{sequence.multiple}"
+        yield f"sequence {facts.sequence} does not divide into {sequence.multiple} {why}; {near} would"
+
+
+def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
+    parts = sequence.head_parts
+    if facts.heads % parts:
+        yield f"{facts.heads} heads do not divide into {parts} parts"
+    if facts.kv_heads % parts and parts % facts.kv_heads:
+        yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts nor divide that number"
+
+
+def joint_problems(config: Settings) -> Iterator[Problem]:
+    """Settings that those of other sections forbid."""
+    if config.precision.gradient == "bf16" and (parts := _parts_of_a_step(config)):
+        what = "and ".join(f"{name}={value} " for name, value in parts.items())
+        rule = f"keeps the sum of one micro-batch, and {what}would round it again with each further one"
+        legal = "'auto', or " + " and ".join(f"{name}=1" for name in parts)
+        yield Problem("precision.gradient", "bf16", rule, legal)
+    if config.optimizer.update == "backward" and (forbids := dict(_needs_all_gradients(config))):
+        what = ", ".join(f"{name}={dig(config.model_dump(), name)!r}" for name in forbids)
+        rule = f"updates a chunk before other gradients are known, and has no place for {what}"
+        legal = "'step', or " + " and ".join(f"{name}={value}" for name, value in forbids.items())
+        yield Problem("optimizer.update", "backward", rule, legal)
+
+
+def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
+    """(setting, what would be legal) of what an update within backward does without, or is not built beside."""
+    if config.clip_grad_norm is not None:
+        yield "clip_grad_norm", "None"
+    if config.gradient_accumulation > 1:
+        yield "gradient_accumulation", "1"
+    if config.parallel.pipeline.size > 1:
+        yield "parallel.pipeline.size", "1"
+    if config.precision.dtype == "fp16":
+        yield "precision.dtype", "'bf16'"
+    for prefix, held in config.optimizer.by_prefix().items():
+        if held.type in WHOLE_TENSORS:
+            yield f"optimizer.{prefix}type", "'adamw'"
+    if config.memory.moves:
+        yield "memory.placement", "'device'"
+    if config.memory.update == "host":
+        yield "memory.update", "'device'"
+    for name in ("device_budget", "host_budget"):
+        if getattr(config.memory, name) is not None:
+            yield f"memory.{name}", "None"
+
+
+def _parts_of_a_step(config: Settings) -> dict[str, int | None]:
+    """The settings that cut a step into more than one micro-batch, and their values."""
+    pipeline, turns = config.parallel.pipeline, config.gradient_accumulation
+    found: dict[str, int | None] = {"gradient_accumulation": turns} if turns > 1 else {}
+    if pipeline.size > 1 and pipeline.micro_batches != 1:
+        found["parallel.pipeline.micro_batches"] = pipeline.micro_batches
+    return found
+
+
+def unread_across(config: Settings) -> Iterator[tuple[str, str]]:
+    """(path, why) of settings that have no effect because of another section's."""
+    if config.zero.stage == 2 and not _parts_of_a_step(config):
+        yield "zero.reduce", "a step has one micro-batch, after which stage 2 reduces in any case"
+    if config.memory.placement != "static":
+        return
+    sharding = Sharding.of(config.zero, config.gradient_accumulation)
+    if not sharding.weight:
+        yield (
+            "memory.host_fraction.weights",
+            f"weights rest apart at zero.stage=3 only, now {config.zero.stage}",
+        )
+    if not (sharding.by_micro_batch and (sharding.state or config.parallel.data == 1)):
+        why = "gradients are kept whole where they fill, unless they are sharded (zero.stage=3, or 2 by micro-batch)"
+        yield "memory.host_fraction.gradients", why
+
+
+# -------------------------------------------------------------------------------------------------- not built
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A setting of which only the values in `built` work today, where `when` holds; `missing` says why."""
+
+    path: str
+    built: tuple[object, ...]
+    missing: str
+    when: Callable[[Settings], bool] = lambda config: True
+
+
+def _is_cut(config: Settings) -> bool:
+    """Whether blocks are run twice, hold less than the serial model's, or are measured."""
+    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
+    measured = config.memory.device_budget is not None
+    return (
+        config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3 or measured
+    )
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt(
+        "zero.reshard_after_forward",
+        (True, False),
+        "groups that keep weights which rest on the host",
+        when=lambda config: config.zero.near is not None and config.memory.moves,
+    ),
+    NotBuilt(
+        "activation_checkpoint",
+        ("none", "full"),
+        "kept products under sequence parallelism and tensor modes but 1d",
+        when=lambda c: (
+            c.parallel.sequence.size > 1 or (c.parallel.tensor.size > 1 and c.parallel.tensor.mode != "1d")
+        ),
+    ),
+    NotBuilt(
+        "kernels",
+        ("auto", "torch"),
+        "Triton kernels in float64, which take their torch path",
+        when=lambda config: config.precision.dtype == "fp64",
+    ),
+    NotBuilt(
+        "compile", ("none",), "compilation of recomputed, cut and measured blocks", when=lambda c: _is_cut(c)
+    ),
+)
+
+
+WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
+    NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
+    for path, built, missing in (
+        (
+            "zero.stage",
+            (0, 1, 2),
+            "sharded weights under a pipeline, which each of k micro-batches gathers again: of P parameters k(2w + r)P "
+            "bytes a step, where stage 1 sends (w + r)P, for w and r bytes of a weight and a gradient",
+        ),
+        ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
+        ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
+        ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
+    )
+)
+"""What of the built parts is not composed with a pipeline."""
+
+
+def unbuilt_problems(config: Settings) -> Iterator[Problem]:
+    """Settings whose part does not exist yet, alone or beside a pipeline."""
+    values = config.model_dump()
+    told: set[str] = set()
+    for row in (*NOT_BUILT, *WITH_PIPELINE):
+        value = dig(values, row.path)
+        if row.path in told:
+            continue
+        if value not in row.built and row.when(config):
+            told.add(row.path)
+            legal = ", ".join(map(repr, row.built))
+            yield Problem(row.path, value, f"is not built yet ({row.missing})", legal)
+    given = {"": config.optimizer.moments} | {
+        f"groups.{i}.": g.moments for i, g in enumerate(config.optimizer.groups)
+    }
+    if config.precision.dtype == "fp64":
+        for prefix, moments in given.items():
+            if moments == "bf16":
+                yield Problem(
+                    f"optimizer.{prefix}moments", moments, "is not built beside float64 weights", "'auto'"
+                )

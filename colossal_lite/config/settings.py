@@ -1,0 +1,73 @@
+"""Puts the schemas together: every setting, with its default and meaning.
+
+Note: each schema stands in a file of its own.  Rules over several sections are in `rules`; they take `Settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from colossal_lite.config.memory_schema import MemoryConfig
+from colossal_lite.config.parallel_schema import SequenceConfig, TensorConfig
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.config.schema import (
+    CheckpointConfig,
+    Count,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    Positive,
+    PrecisionConfig,
+    Section,
+    Unread,
+    ZeroConfig,
+)
+
+A_MONTH_S = 30 * 24 * 3600
+
+
+class ParallelConfig(Section):
+    """How the world is cut: data x pipeline x sequence x tensor ranks."""
+
+    data: Count | Literal["auto"] = "auto"
+    """Copies of the model that see different samples; auto: what the other axes leave of the world."""
+    pipeline: PipelineConfig = PipelineConfig()
+    tensor: TensorConfig = TensorConfig()
+    sequence: SequenceConfig = SequenceConfig()
+
+    def unread(self) -> Iterable[Unread]:
+        if self.pipeline.size == 1:
+            yield Unread("pipeline.schedule", "pipeline.size is 1")
+            yield Unread("pipeline.partition", "pipeline.size is 1")
+            yield Unread("pipeline.activation_cap", "pipeline.size is 1")
+
+
+class Settings(Section):
+    """Every setting of a configuration. `config.Config` adds how one is read and where each value comes from."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = ZeroConfig()
+    memory: MemoryConfig = MemoryConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
+    clip_grad_norm: Positive | None = None
+    """Largest norm of all gradients together; None: no clipping."""
+    gradient_accumulation: Count = 1
+    """Parts, run one after the other, that the batch of one optimizer step is cut into."""
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """Activations dropped in forward and computed again in backward."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Fused kernels; auto: Triton where it runs, else torch; triton: nothing else, or an error."""
+    compile: Literal["none", "block"] = "none"
+    """torch.compile of each block."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Transport of collectives; auto: nccl between CUDA devices; on CPUs shared memory between the ranks of one host
+    and gloo between hosts. gloo: CPUs, and gloo alone."""
+    timeout_s: Annotated[float, Field(gt=0, le=A_MONTH_S)] = 600.0
+    """Seconds that a collective may wait."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1024
+    """Key of all random numbers: initial weights, dropout, the order of samples."""

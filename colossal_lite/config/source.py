@@ -1,0 +1,273 @@
+"""Where a configuration comes from: dict, file, options of the command line, all brought to one nested dict.
+
+Note: what is read here is not judged here, except that it can be read at all.  Lists become tuples (JSON
+and TOML have no tuples), short forms are written out, and numbers written as text are accepted from the
+command line only, where everything is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import runpy
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from colossal_lite.config.errors import (
+    ABSENT,
+    ConfigError,
+    Problem,
+    dig,
+    item_section,
+    locate,
+    nearest,
+    unknown_key,
+)
+
+# A section that is given as a bare value: the setting which that value is.
+SHORT_FORMS: Mapping[str, str] = {
+    "parallel.pipeline": "size",
+    "parallel.tensor": "size",
+    "parallel.sequence": "size",
+    "precision": "dtype",
+}
+WORDS = {"true": True, "false": False, "null": None}
+SUFFIXES = (".py", ".json", ".toml")
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "file"]]:
+    """The dict in a source, and what to call its origin. Raises ConfigError if there is none."""
+    if isinstance(source, Mapping):
+        return source, "user"
+    if not isinstance(source, (str, Path)):
+        raise _unreadable(
+            source, f"has the wrong type, {type(source).__name__}", "a dict, a Config or a file name"
+        )
+    name = str(source)
+    file, _, chosen = name.partition(".py:")
+    path = Path(f"{file}.py" if chosen else name)
+    if path.suffix not in SUFFIXES:
+        raise _unreadable(
+            name, f"ends in {path.suffix!r}" if path.suffix else "has no ending", ", ".join(SUFFIXES)
+        )
+    if not path.is_file():
+        known = (
+            [str(near) for near in path.parent.glob("*") if near.suffix in SUFFIXES]
+            if path.parent.is_dir()
+            else []
+        )
+        raise _unreadable(name, "is no file", "the name of an existing file", nearest(path, known))
+    try:
+        if path.suffix == ".py":
+            return _from_python(path, chosen), "file"
+        text = path.read_text(encoding="utf-8")
+        read = (
+            tomllib.loads(text)
+            if path.suffix == ".toml"
+            else json.loads(text, object_pairs_hook=_each_key_once)
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's file raises is the user's to read, on one line
+        line = _line_of(error, path)
+        raise _unreadable(
+            name, f"cannot be read: {type(error).__name__}{line}: {error}", "a file that runs alone"
+        ) from error
+    if not isinstance(read, Mapping):
+        raise _unreadable(name, f"holds a {type(read).__name__}", "a dict")
+    return read, "file"
+
+
+def _unreadable(source: object, rule: str, legal: str, near: str | None = None) -> ConfigError:
+    return ConfigError([Problem("config", source, rule, legal, near)])
+
+
+def _from_python(path: Path, chosen: str) -> Mapping[Any, Any]:
+    """`config` of the module, or the name chosen; Colossal-AI's files have their settings at top level."""
+    names = runpy.run_path(str(path), run_name="colossal_lite_config")
+    names = {name: value for name, value in names.items() if not name.startswith("_")}
+    if not chosen and "config" not in names:
+        unlike_settings = (types.ModuleType, types.FunctionType, type)
+        return {name: value for name, value in names.items() if not isinstance(value, unlike_settings)}
+    wanted = chosen or "config"
+    if wanted not in names:
+        raise _unreadable(
+            f"{path}:{wanted}", "is not defined there", ", ".join(names), nearest(wanted, names)
+        )
+    value = names[wanted]() if callable(names[wanted]) else names[wanted]
+    if not isinstance(value, Mapping):
+        raise _unreadable(
+            f"{path}:{wanted}", f"is a {type(value).__name__}", "a dict, or a function that returns one"
+        )
+    return value
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in read:
+            raise ValueError(f"key {key!r} is given twice")
+        read[key] = value
+    return read
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """Where in the user's file an error arose: the last of its frames there."""
+    line, trace = getattr(error, "lineno", None), error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" in line {line}" if line else ""
+
+
+# ------------------------------------------------------------------------------------------------------ dicts
+
+
+def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """A copy made of dicts and tuples, and a problem for every key that is no name."""
+    problems: list[Problem] = []
+
+    def copied(value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str):
+                    problems.append(
+                        Problem(f"{path}[{key!r}]", value[key], "has a key that is no string", "a name")
+                    )
+            return {key: copied(item, f"{path}.{key}") for key, item in value.items() if isinstance(key, str)}
+        if isinstance(value, (list, tuple)):
+            return tuple(copied(item, f"{path}.{index}") for index, item in enumerate(value))
+        return value
+
+    return copied(given, "config"), problems
+
+
+def write_out(raw: dict[str, Any]) -> None:
+    """Replace each short form by the section that it stands for, in place."""
+    for path, name in SHORT_FORMS.items():
+        *sections, last = path.split(".")
+        holder: Any = raw
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and last in holder and not isinstance(holder[last], (dict, BaseModel)):
+            holder[last] = {name: holder[last]}
+
+
+def given_paths(model: type[BaseModel], raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Paths of the settings that `raw` gives; what the schema does not know is left out."""
+    for name, field in model.model_fields.items():
+        if name not in raw:
+            continue
+        path, value, item = prefix + name, raw[name], item_section(field.annotation)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if isinstance(value, Mapping):
+                yield from given_paths(field.annotation, value, f"{path}.")
+        elif item and isinstance(value, tuple) and value:
+            for index, entry in enumerate(value):
+                if isinstance(entry, Mapping):
+                    yield from given_paths(item, entry, f"{path}.{index}.")
+        else:
+            yield path
+
+
+# ----------------------------------------------------------------------------------------------- command line
+
+
+def lay_over(
+    root: type[BaseModel], raw: dict[str, Any], options: Sequence[str]
+) -> tuple[list[str], list[Problem]]:
+    """Set every option in `raw`, in place; the paths that were set, and the problems."""
+    paths: list[str] = []
+    problems: list[Problem] = []
+    for option, tokens in _options(options):
+        path = option.removeprefix("--").replace("-", "_")
+        path += "." + SHORT_FORMS[path] if path in SHORT_FORMS else ""
+        found, (model, _, field) = locate(
+            root, tuple(int(s) if s.isdecimal() else s for s in path.split("."))
+        )
+        if not option.startswith("--") or not path:
+            problems.append(Problem("overrides", option, "names no setting", "--section.setting value"))
+        elif found != path or field is None:
+            problems.append(unknown_key(root, path, model, " ".join(tokens)))
+        elif not tokens:
+            problems.append(Problem(path, ABSENT, "needs a value", f"--{path} value"))
+        elif not _set(raw, path, _typed(field, tokens)):
+            problems.append(
+                Problem(path, " ".join(tokens), "is no entry of the list", "an index that exists")
+            )
+        else:
+            paths.append(path)
+    return paths, problems
+
+
+def _options(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """`--a.b 1 2 --c=3` as (option, its values); a value before any option stands for itself."""
+    name, values = "", []
+    for token in tokens:
+        if not token.startswith("--") and name:
+            values.append(token)
+            continue
+        if name:
+            yield name, values
+        name, equals, value = token.partition("=") if token.startswith("--") else (token, "", "")
+        values = [value] if equals else []
+        if not token.startswith("--"):
+            yield name, []
+            name = ""
+    if name:
+        yield name, values
+
+
+def _typed(field: FieldInfo, tokens: list[str]) -> object:
+    """The value that the tokens spell for this field: literals if the field takes them, else text."""
+    literals = tuple(_literal(token) for token in tokens)
+    candidates: list[object] = [literals, tuple(tokens)]
+    if len(tokens) == 1:
+        candidates = [literals[0], tokens[0], literals]
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    for candidate in candidates:
+        try:
+            adapter.validate_python(candidate, strict=True)
+        except ValidationError:
+            continue
+        return candidate
+    return candidates[0]
+
+
+def _literal(token: str) -> object:
+    if token.lower() in WORDS:
+        return WORDS[token.lower()]
+    try:
+        value = ast.literal_eval(token)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return token
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _set(raw: dict[str, Any], path: str, value: object) -> bool:
+    """Put a value at a dotted path, making sections on the way; False if a list has no such entry."""
+    parent, _, last = path.rpartition(".")
+    if isinstance(entry := dig(raw, parent), dict):
+        entry[last] = value
+        return True
+    sections = parent.split(".")
+    if any(section.isdecimal() for section in sections):
+        return False
+    holder = raw
+    for section in sections:
+        if not isinstance(holder.get(section), dict):
+            holder[section] = {}
+        holder = holder[section]
+    holder[last] = value
+    return True

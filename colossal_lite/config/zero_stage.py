@@ -1,0 +1,42 @@
+"""Part of what was zero.stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colossal_lite.config.schema import ZeroConfig
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The three booleans of a stage and the way of its gradients."""
+
+    state: bool = False
+    gradient: bool = False
+    weight: bool = False
+    by_micro_batch: bool = False
+    ordered: bool = False
+    consumes: bool = False
+    """A gradient is used up as soon as it is summed: none has a place beside the slots that they pass through."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether sums over ranks leave a part with each."""
+        return self.state or self.ordered
+
+    @classmethod
+    def of(cls, zero: ZeroConfig, micro_batches: int, *, consumes: bool = False) -> Sharding:
+        """The plan of a config whose steps have so many micro-batches. With one, reducing by step and by micro-batch
+        move the same bytes, and the second needs less memory."""
+        ordered = zero.reduction == "ordered"
+        as_you_go = zero.stage == 3 or (
+            zero.stage == 2 and (zero.reduce == "micro_batch" or micro_batches == 1)
+        )
+        return cls(
+            state=zero.stage >= 1,
+            gradient=as_you_go,
+            weight=zero.stage == 3,
+            by_micro_batch=as_you_go or ordered or consumes,
+            ordered=ordered,
+            consumes=consumes,
+        )

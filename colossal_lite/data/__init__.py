@@ -1,0 +1,4 @@
+"""Text, the order of samples, batches and their checks.
+
+May import: config, distributed, memory.  Read first: `dataloader`.
+"""

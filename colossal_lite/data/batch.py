@@ -1,0 +1,77 @@
+"""What a user hands to a step: read into one form, cut into micro-batches.
+
+Note: a batch is `(inputs, labels)` or a dict with `input_ids`, `labels` and perhaps `attention_mask`, `position_ids`;
+batch first, whole sequences, the same on all ranks of one data coordinate.  Labels never reach the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossal_lite.memory.transfers import to_device
+
+KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments for the model and the labels. `samples` [B] indexes the step's global batch; `positions` [T] the whole
+    sequence, None where all of it is here."""
+
+    args: tuple[Tensor, ...]
+    kwargs: Mapping[str, Tensor]
+    labels: Tensor
+    samples: Tensor
+    positions: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.labels.shape[0]
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.args[0] if self.args else self.kwargs["input_ids"]
+
+    @property
+    def token_positions(self) -> Tensor:
+        """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.inputs.shape[1] if self.inputs.dim() > 1 else 1, device=self.inputs.device)
+
+    def cut(self, parts: int) -> tuple[Batch, ...]:
+        """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""
+
+        def piece(tensor: Tensor, part: int) -> Tensor:
+            return tensor.tensor_split(parts)[part]
+
+        return tuple(
+            Batch(
+                tuple(piece(tensor, part) for tensor in self.args),
+                {name: piece(tensor, part) for name, tensor in self.kwargs.items()},
+                piece(self.labels, part),
+                piece(self.samples, part),
+            )
+            for part in range(parts)
+        )
+
+
+def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Batch:
+    """The batch on `device`; its first sample is number `first_sample` of the step's global batch.
+
+    The form has been checked by `data.check_batch`.
+    """
+    if isinstance(batch, Mapping):
+        rest = {name: to_device(tensor, device) for name, tensor in batch.items() if name != "labels"}
+        args: tuple[Tensor, ...] = ()
+        labels = batch["labels"]
+    else:
+        inputs, labels = batch
+        rest, args = {}, (to_device(inputs, device),)
+    samples = torch.arange(first_sample, first_sample + labels.shape[0], device=device)
+    return Batch(args, rest, to_device(labels, device), samples)

@@ -1,0 +1,55 @@
+"""Part of what was comm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Calls and logical payload bytes of one operation on one axis."""
+
+    operation: str
+    axis: str
+    calls: int
+    payload_bytes: int
+
+
+@dataclass
+class Ledger:
+    """What one rank handed to its communicators since the last `clear`, and how long it waited for them."""
+
+    waited_s: float = 0.0
+    shared_bytes: int = 0
+    """Of a recording: the most that two exchanges, one after the other, laid in shared memory."""
+    _last_shared_bytes: int = 0
+    _counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing: reads of whole tensors are not part of a step."""
+        kept, waited = dict(self._counts), self.waited_s
+        yield
+        self._counts, self.waited_s = kept, waited
+
+    def add(self, operation: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
+        before, total = self._counts.get((operation, axis), (0, 0))
+        self._counts[operation, axis] = (before + calls, total + payload_bytes)
+
+    def share(self, posted_bytes: int) -> None:
+        """So many bytes are laid in shared memory. When the next are, the peers have come to read these."""
+        self.shared_bytes = max(self.shared_bytes, self._last_shared_bytes + posted_bytes)
+        self._last_shared_bytes = posted_bytes
+
+    def rows(self) -> tuple[LedgerRow, ...]:
+        return tuple(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(total for _, total in self._counts.values())
+
+    def clear(self) -> None:
+        self._counts.clear()
+        self.waited_s = 0.0

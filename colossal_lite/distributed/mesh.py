@@ -1,0 +1,214 @@
+"""The mesh of one rank: its layout, its coordinates, and a communicator for each axis.
+
+Note: groups.
+Ranks of one host reach each other through shared memory (`exchange.py`), all others through torch's groups.  Which of
+both a group has follows from where its ranks are, so every rank knows it of every group.
+All groups are made at once, in the layout's order, by every rank: no communicator is born inside a step, so none can
+be born in a different order on two ranks.  Sets of axes with the same ranks share a group.  A group of one rank has
+no process group.  `axis("data")` and `axis("data", "sequence")` look up; they never create.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from colossal_lite.distributed.communicator import AxisComm, CommError, everyones
+from colossal_lite.distributed.host_meeting import Meeting, host_of
+from colossal_lite.distributed.ledger import Ledger
+from colossal_lite.distributed.shared_memory import Exchange
+from colossal_lite.distributed.shared_memory_collectives import HostWire
+from colossal_lite.distributed.watchdog import Made, Progress, Watch, differences
+from colossal_lite.sharding.mesh_layout import AXES, MeshLayout
+
+
+class Mesh:
+    """What every layer receives: `mesh.axis(name)` to talk, `mesh.coord(name)` and `mesh.size(name)` to know."""
+
+    def __init__(
+        self,
+        layout: MeshLayout,
+        rank: int,
+        *,
+        groups: dict[tuple[str, ...], dist.ProcessGroup] | None = None,
+        exchange: Exchange | None = None,
+        hosts: Sequence[int] = (),
+        recording: bool = False,
+        timeout_s: float = 0.0,
+        explain: Callable[[], str] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.layout, self.rank, self.coords = layout, rank, layout.coords(rank)
+        self.ledger = Ledger()
+        self._groups, self._exchange = groups or {}, exchange
+        self._hosts = tuple(hosts)
+        """Of each rank: the first rank of its host. Empty: no rank shares memory with another."""
+        self._recording, self._timeout_s, self._explain = recording, timeout_s, explain
+        self._watch = watch
+        self.progress = watch.progress if watch else Progress()
+        """What this rank is doing: whoever is asked why others wait for it says so."""
+        self._axes: dict[tuple[str, ...], AxisComm] = {}
+        self._made: dict[tuple[str, ...], Made] = {}
+
+    @classmethod
+    def serial(cls) -> Mesh:
+        """A world of one: every axis has size 1 and no collective is ever made."""
+        return cls(MeshLayout.build(), 0)
+
+    @classmethod
+    def recording(cls, layout: MeshLayout, rank: int = 0, *, one_host: bool = False) -> Mesh:
+        """Rank `rank` of a world that need not exist: collectives are counted in the ledger and return at once.
+
+        `one_host`: as if all its ranks shared memory.
+        """
+        return cls(layout, rank, recording=True, hosts=[0] * layout.world_size if one_host else ())
+
+    @classmethod
+    def create(
+        cls,
+        layout: MeshLayout,
+        rank: int,
+        *,
+        timeout_s: float,
+        backend: str | None = None,
+        share_memory: bool = False,
+        explain: Callable[[], str] | None = None,
+        watch: Watch | None = None,
+    ) -> Mesh:
+        """Create the groups of a live world. Collective: every rank of the default group calls it.
+
+        Needs torch's default process group of `layout.world_size` ranks unless the world is one.  `share_memory`:
+        between ranks of one host; groups all of whose ranks share it have no group of torch's.
+        """
+        groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        meets = share_memory and layout.world_size > 1
+        exchange, hosts = _meet(rank, layout.world_size, timeout_s) if meets else (None, ())
+        for names in layout.communicating_groups():
+            for ranks in layout.groups(*names):
+                if _on_one_host(hosts, ranks):
+                    continue
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+                if rank in ranks:
+                    groups[names] = group
+        return cls(
+            layout, rank, groups=groups, exchange=exchange, hosts=hosts, timeout_s=timeout_s, explain=explain,
+            watch=watch,
+        )  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def size(self, *names: str) -> int:
+        return self.layout.size(*names)
+
+    def coord(self, *names: str) -> int:
+        return self.layout.coord(self.rank, *names)
+
+    def axis(self, *names: str) -> AxisComm:
+        """The communicator along these axes; ValueError names the axes that exist."""
+        if names not in self._axes:
+            spanning, ranks = self.layout.spanning(*names), self.layout.group(self.rank, *names)
+            self._axes[names] = AxisComm(
+                "world" if names == AXES else "*".join(names),
+                ranks,
+                self.rank,
+                self.ledger,
+                group=self._groups.get(spanning),
+                host=self._host_wire(spanning, ranks),
+                shares_memory=_on_one_host(self._hosts, ranks),
+                recording=self._recording,
+                timeout_s=self._timeout_s,
+                explain=self._explain,
+                watch=self._watch,
+                made=self._made.setdefault(spanning, Made()),
+            )
+        return self._axes[names]
+
+    def _host_wire(self, spanning: tuple[str, ...], ranks: Sequence[int]) -> HostWire | None:
+        if self._exchange is None or len(ranks) == 1 or not _on_one_host(self._hosts, ranks):
+            return None
+        number = self.layout.communicating_groups().index(spanning)
+        return HostWire(self._exchange, number, ranks, ranks.index(self.rank), self._timeout_s)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks of the world exchange through shared memory."""
+        return self.world_size > 1 and _on_one_host(self._hosts, range(self.world_size))
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most that this rank has laid in shared memory for others to read; 0 where no memory is shared."""
+        return self._exchange.outbox.peak_bytes if self._exchange else 0
+
+    @property
+    def posted_bytes(self) -> int:
+        """What this rank has laid in shared memory since the launch, each piece once for all its readers."""
+        return self._exchange.outbox.posted_bytes if self._exchange else 0
+
+    @property
+    def world(self) -> AxisComm:
+        return self.axis(*AXES)
+
+    @property
+    def apart(self) -> int:
+        """This rank's term of a sum over the world that is zero where the ranks of each group have made the same
+        collectives: what the first has made it counts for each of the others, who take away their own."""
+        terms = [
+            made.mark * (self.size(*names) - 1 if self.coord(*names) == 0 else -1)
+            for names, made in self._made.items()
+            if names
+        ]
+        return sum(terms)
+
+    def check_together(self, apart: float) -> None:
+        """Raise CommError where the sum of `apart` over the world is not zero, which every rank knows. Collective."""
+        if not apart:
+            return
+        own = [
+            {
+                "ranks": self.layout.group(self.rank, *names),
+                "calls": made.calls,
+                "mark": made.mark,
+                "last": [*made.last],
+            }
+            for names, made in self._made.items()
+            if names
+        ]
+        raise CommError(
+            f"rank {self.rank}: ranks have made other collectives than each other, so sums of this step may be wrong; "
+            f"nothing was updated: {differences(self.world.gather_json(own))}"
+        )
+
+    def destroy(self) -> None:
+        """Give back what this mesh made; its groups may have ended with the default one. Call once, on every rank."""
+        if self._exchange:
+            self._exchange.close()
+            self._exchange = None
+        for group in self._groups.values() if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self._axes.clear()
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank {self.rank}: {self.layout.describe()})"
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[Exchange | None, tuple[int, ...]]:
+    """This rank's exchange with those of its host, and of each rank the first of its host. Collective."""
+    meeting = Meeting.call(rank)
+    try:
+        known = everyones(meeting.card, world_size)
+        exchange = meeting.join(known, timeout_s)
+    except RuntimeError as error:
+        raise CommError(f"rank {rank}: the ranks of this host do not meet: {error}") from error
+    finally:
+        meeting.close()
+    first: dict[bytes, int] = {}
+    return exchange, tuple(first.setdefault(host_of(card), other) for other, card in enumerate(known))
+
+
+def _on_one_host(hosts: Sequence[int], ranks: Sequence[int]) -> bool:
+    return bool(hosts) and len({hosts[rank] for rank in ranks}) == 1

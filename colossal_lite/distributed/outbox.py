@@ -1,0 +1,79 @@
+"""Part of what was exchange."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+ALIGN_BYTES = 64
+"""Places begin on a line of the cache, which also suits every dtype."""
+
+
+class ExchangeError(RuntimeError):
+    """A neighbour has ended, does not come, or made another operation."""
+
+
+class Outbox:
+    """This rank's shared memory: places of it are lent to readers, the lowest that is free first."""
+
+    def __init__(self) -> None:
+        self.capacity_bytes = physical_bytes()
+        self.descriptor, self.memory = shared_memory("outbox", self.capacity_bytes)
+        self.posted_bytes = 0
+        """What was ever laid here."""
+        self.peak_bytes = 0
+        """The end of the highest place that was ever lent: what the outbox takes of the host's memory."""
+        self._lent: list[tuple[int, int]] = []
+        self._readers: dict[int, int] = {}
+
+    @property
+    def lent(self) -> int:
+        """Places that have readers."""
+        return len(self._lent)
+
+    def lend(self, size_bytes: int, readers: int) -> int:
+        """The offset of a free place of `size_bytes`, lent until `readers` have given it back."""
+        size_bytes = -(-max(size_bytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
+        offset, index = 0, len(self._lent)
+        for position, (start, end) in enumerate(self._lent):
+            if start - offset >= size_bytes:
+                index = position
+                break
+            offset = end
+        if offset + size_bytes > self.capacity_bytes:
+            raise ExchangeError(f"{size_bytes} bytes do not fit an outbox of {self.capacity_bytes} bytes")
+        self._lent.insert(index, (offset, offset + size_bytes))
+        self._readers[offset] = readers
+        self.peak_bytes = max(self.peak_bytes, offset + size_bytes)
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """One reader is done with the place at `offset`."""
+        self._readers[offset] -= 1
+        if not self._readers[offset]:
+            del self._readers[offset]
+            self._lent = [place for place in self._lent if place[0] != offset]
+
+
+def physical_bytes() -> int:
+    """Of the host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_memory(name: str, size_bytes: int) -> tuple[int, mmap.mmap]:
+    """A descriptor of memory without a name in any directory, and its mapping here; it takes no page that is not
+    written. Raises OSError."""
+    descriptor = os.memfd_create(f"colossal_lite {name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        return descriptor, mapped(descriptor, size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """The memory of a descriptor, which this process maps until the last tensor in it has gone. Raises OSError."""
+    memory = mmap.mmap(descriptor, size_bytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # a loader's workers need none of it
+    return memory

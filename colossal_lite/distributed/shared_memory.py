@@ -1,0 +1,298 @@
+"""Ranks of one host hand tensors to each other through shared memory: one copy in, one copy (or sum) out.
+
+Note: the exchange.
+Each rank has an **outbox**, anonymous shared memory that every rank of its host has mapped, and one socket to each of
+them.  Who sends copies a tensor into a free place of its outbox and tells each reader where it lies; who receives waits
+for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
+free again.  A post does not wait for its readers (only where hundreds of packets lie unread does it wait for room, and
+goes on reading meanwhile), so any order of posts and reads that ends on paper ends here.
+- **Order**: messages from one rank to another are numbered on each `Lane`; the n-th that is expected is the n-th that
+  was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
+  common sequence of operations are told at once, not after a timeout.
+- **Sums** are made in rank order by whoever needs them, so their bits depend neither on timing nor on sizes.
+- **Faults**: a rank that ends closes its sockets, and whoever waits for it hears so; a rank that stalls is waited for
+  no longer than the timeout.  What was posted before a rank ended can still be read.
+- **Cost**: the outbox grows to the most bytes that were posted and not yet read, and no further; a message is two short
+  packets (the place; that it has been read).  No thread, no spinning.
+Outbox addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
+elsewhere `Meeting` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from colossal_lite.distributed.outbox import ExchangeError, Outbox
+
+Stage = tuple[list["Arrival"], "Finish"]
+Finish = Callable[[], Stage | None]
+MOST_LENT = 64
+"""Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
+MESSAGE_BYTES = 4096
+TOKEN_BYTES = 16
+_HEADER = struct.Struct("<BHQQQ")  # kind, lane, number, offset, size in bytes; then the tag
+_POSTED, _DONE = 1, 2
+
+
+@dataclass
+class _Neighbour:
+    """One rank of the same host: its socket, its outbox, and what it has posted and nobody has asked for yet."""
+
+    rank: int
+    socket: socket.socket
+    memory: mmap.mmap
+    arrived: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    """(offset, tag) by (lane, number)."""
+    gone: bool = False
+
+
+class Arrival:
+    """A message that is expected. `wait`, then read `view()`, then `done()`."""
+
+    def __init__(
+        self, exchange: Exchange, source: _Neighbour, key: tuple[int, int], like: Tensor, tag: str,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._exchange, self._source, self._key, self._tag = exchange, source, key, tag
+        self._shape, self._dtype, self._timeout_s = like.shape, like.dtype, timeout_s
+        self._offset = -1
+
+    def is_here(self) -> bool:
+        """Whether it would not have to be waited for. One that is not what was expected is not told of here."""
+        return self._source.arrived.get(self._key, (0, ""))[1] == self._tag
+
+    def wait(self) -> None:
+        """Return when the message is there. Raises ExchangeError."""
+        self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
+
+    def view(self) -> Tensor:
+        """The message where it lies, in the sender's outbox. It may be written: nobody else reads a place of one
+        reader."""
+        assert self._offset >= 0, "it has not been waited for"
+        return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
+
+    def done(self) -> None:
+        """The place may be used again."""
+        self._exchange.say_done(self._source, self._offset, self._timeout_s)
+        self._offset = -1
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What was posted for a rank that has ended."""
+
+    rank: int
+
+    def wait(self) -> None:
+        raise ExchangeError(f"Connection closed by rank {self.rank}")
+
+
+class Operation:
+    """A collective in flight: messages that are expected, and what is done when all are here.
+
+    `finish` may return a next stage, which posts and expects again.  What is here is taken up whenever this rank begins
+    another operation, so that neighbours need not keep it until it is waited for.
+    """
+
+    def __init__(self, exchange: Exchange, arrivals: Sequence[Arrival], finish: Finish) -> None:
+        self._exchange, self._arrivals, self._finish = exchange, list(arrivals), finish
+        if self._arrivals:
+            exchange.unfinished.append(self)
+
+    def wait(self) -> None:
+        """Return when it has come to its end. Raises ExchangeError."""
+        while self._arrivals:
+            self._take_stage()
+
+    def advance(self) -> None:
+        """As far as it goes without waiting."""
+        while self._arrivals and all(each.is_here() for each in self._arrivals):
+            self._take_stage()
+
+    def _take_stage(self) -> None:
+        for each in self._arrivals:
+            each.wait()
+        following = self._finish()
+        for each in self._arrivals:
+            each.done()
+        self._arrivals, self._finish = following if following else ([], nothing)
+        if not self._arrivals:
+            self._exchange.unfinished.remove(self)
+
+
+class Exchange:
+    """This rank's end of all the pairs of its host. One thread at a time may use it."""
+
+    def __init__(self, rank: int, outbox: Outbox, neighbours: Sequence[_Neighbour]) -> None:
+        self.rank, self.outbox = rank, outbox
+        self._neighbours = {each.rank: each for each in neighbours}
+        self._by_descriptor = {each.socket.fileno(): each for each in neighbours}
+        self._poll = select.poll()
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+        self.unfinished: list[Operation] = []
+        self._posted: Counter[tuple[int, int]] = Counter()
+        self._expected: Counter[tuple[int, int]] = Counter()
+
+    def reserve(self, lane: int, readers: Sequence[int]) -> Mapping[int, int]:
+        """The numbers of the next message to each of `readers` on `lane`, to be posted later."""
+        numbers = {reader: self._posted[lane, reader] for reader in readers}
+        self._posted.update((lane, reader) for reader in readers)
+        return numbers
+
+    def post(
+        self, tensor: Tensor, lane: int, numbers: Mapping[int, int], tag: str, timeout_s: float
+    ) -> Sequence[Lost]:
+        """Copy `tensor`, of any strides, where the ranks of `numbers` can read it, and tell them. Does not wait.
+
+        Those that have ended are returned: whether they are needed, what is expected of them will show.
+        """
+        if self.outbox.lent >= MOST_LENT:
+            self._hear_all()
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.outbox.posted_bytes += size_bytes
+        offset = self.outbox.lend(size_bytes, len(numbers))
+        _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
+        lost = []
+        for reader, number in numbers.items():
+            words = _HEADER.pack(_POSTED, lane, number, offset, len(text)) + text
+            if not self._tell(self._neighbours[reader], words, timeout_s):
+                lost.append(Lost(reader))
+                self.outbox.give_back(offset)
+        return lost
+
+    def expect(self, like: Tensor, lane: int, source: int, tag: str, timeout_s: float) -> Arrival:
+        """The next message of rank `source` on `lane`, of the shape and dtype of `like`."""
+        number = self._expected[lane, source]
+        self._expected[lane, source] = number + 1
+        return Arrival(self, self._neighbours[source], (lane, number), like, tag, timeout_s)
+
+    def advance(self) -> None:
+        """Take up what is here of operations in flight."""
+        if self.unfinished:
+            self._hear_all()
+            for each in tuple(self.unfinished):
+                each.advance()
+
+    def await_message(self, source: _Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
+        """The offset of a message, when it has come."""
+        self._hear(source, key)
+        end = time.monotonic() + timeout_s
+        while key not in source.arrived:
+            if source.gone:
+                raise ExchangeError(f"Connection closed by rank {source.rank}")
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise ExchangeError(f"Timed out after {timeout_s:g} s waiting for rank {source.rank}")
+            for descriptor, _ in self._poll.poll(left_s * 1000):
+                self._hear(self._by_descriptor[descriptor], key)
+        offset, theirs = source.arrived.pop(key)
+        if theirs != tag:
+            raise ExchangeError(f"rank {source.rank} has come with {theirs}, this rank with {tag}")
+        return offset
+
+    def say_done(self, source: _Neighbour, offset: int, timeout_s: float) -> None:
+        """Tell the sender that its place has been read. One that has ended needs it no more."""
+        self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
+
+    def close(self) -> None:
+        """Close the sockets; shared memory goes with the last view of it."""
+        for each in self._neighbours.values():
+            each.socket.close()
+        self._neighbours.clear()
+        os.close(self.outbox.descriptor)
+
+    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> bool:
+        """Send one packet; False if the reader has ended. While its socket is full this rank goes on hearing: all may
+        be full."""
+        end = time.monotonic() + timeout_s
+        while not reader.gone:
+            try:
+                reader.socket.send(words)
+                return True
+            except BlockingIOError:
+                if (left_s := end - time.monotonic()) <= 0:
+                    message = f"Timed out after {timeout_s:g} s: rank {reader.rank} reads nothing"
+                    raise ExchangeError(message) from None
+                descriptor = reader.socket.fileno()
+                self._poll.modify(descriptor, select.POLLIN | select.POLLOUT)
+                ready = self._poll.poll(left_s * 1000)
+                self._poll.modify(descriptor, select.POLLIN)
+                for other, events in ready:
+                    if events & ~select.POLLOUT:
+                        self._hear(self._by_descriptor[other])
+            except (BrokenPipeError, ConnectionResetError):
+                return False  # its last words may still be unread: who reads them finds that it is gone
+        return False
+
+    def _hear_all(self) -> None:
+        for each in self._neighbours.values():
+            self._hear(each)
+
+    def _hear(self, source: _Neighbour, until: tuple[int, int] | None = None) -> None:
+        """Take what has come from one neighbour, at most to the message `until`."""
+        while not source.gone and (until is None or until not in source.arrived):
+            try:
+                packet = source.socket.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it ended with unread words of ours; its own last ones come yet, then nothing
+            if not packet:
+                source.gone = True
+                self._poll.unregister(source.socket.fileno())
+                return
+            kind, lane, number, offset, size = _HEADER.unpack_from(packet)
+            if kind == _DONE:
+                self.outbox.give_back(offset)
+            else:
+                tag = packet[_HEADER.size : _HEADER.size + size].decode(errors="replace")
+                source.arrived[lane, number] = (offset, tag)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One sequence of messages between the ranks of one group."""
+
+    exchange: Exchange
+    number: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+    def reserve(self, readers: Sequence[int]) -> Mapping[int, int]:
+        """The place in the sequence of what is given to the coordinates `readers` later."""
+        return self.exchange.reserve(self.number, [self.ranks[coord] for coord in readers])
+
+    def post(self, tensor: Tensor, to: Mapping[int, int], tag: str) -> Sequence[Lost]:
+        """Give `tensor`, in its reserved place."""
+        return self.exchange.post(tensor, self.number, to, tag, self.timeout_s)
+
+    def expect(self, like: Tensor, source: int, tag: str) -> Arrival:
+        """What coordinate `source` gives next, of the shape and dtype of `like`."""
+        return self.exchange.expect(like, self.number, self.ranks[source], tag, self.timeout_s)
+
+
+def _tensor(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not numel:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(tuple(shape))
+
+
+def nothing() -> None:
+    """What is done where nothing is left to do."""
+    return None

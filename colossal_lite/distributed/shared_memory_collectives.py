@@ -1,0 +1,221 @@
+"""The collectives of a group whose ranks share a host, over shared memory (exchange.py).
+
+Note: who copies and who adds.
+Every operation posts what others need and expects what they post; the rest happens when it is here.  A piece that one
+rank reads is summed where it was posted, so nothing needs scratch, but for more than two terms of 16 bits: these are
+added in float32, tile by tile, and rounded once; a large sum of more than two ranks has two stages,
+each rank adding one piece.  A rank of n writes and reads, of a tensor of B bytes: all-reduce B and B (n = 2), else
+(1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all (n - 1)/n B each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from colossal_lite.distributed.shared_memory import (
+    Arrival,
+    Exchange,
+    Finish,
+    Lane,
+    Lost,
+    Operation,
+    Stage,
+    nothing,
+)
+
+ReduceOp = Literal["sum", "max"]
+Started = tuple[Sequence[Any], Callable[[], Any]]
+"""What has to be waited for, and what is done then."""
+WIDE_NUMEL = 1 << 18
+"""Elements of 16 bits that are summed in float32 at once, so that all passes over them stay in the caches."""
+WHOLE_BYTES = 1 << 16
+"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
+
+
+class HostWire:
+    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
+
+    Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
+    version is not that of other views of one buffer.
+    """
+
+    def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
+        self._exchange = exchange
+        self._together = Lane(exchange, 2 * number, tuple(ranks), timeout_s)
+        self._pairs = Lane(exchange, 2 * number + 1, tuple(ranks), timeout_s)
+        """Messages of two ranks have a sequence of their own: they may be posted and expected ahead of collectives."""
+        self._size, self._coord = len(ranks), coord
+        self._others = [coord for coord in range(self._size) if coord != self._coord]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
+        tensor, combine = tensor.data, _COMBINE[op]
+        self._post(self._together, tensor, self._others, tag)
+        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+        is_large = tensor.numel() * tensor.element_size() > WHOLE_BYTES
+        if self._size > 2 and is_large and tensor.is_contiguous():
+            return self._begun(list(came.values()), self._by_pieces(tensor, came, combine, f"{tag}, a piece"))
+
+        def add_all() -> None:
+            views = {j: each.view() for j, each in came.items()}
+            if self._size == 2:
+                combine(tensor, views[1 - self._coord], out=tensor)
+            else:
+                tensor.copy_(self._combined(tensor, views, combine))
+
+        return self._begun(list(came.values()), add_all)
+
+    def _by_pieces(
+        self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
+    ) -> Callable[[], Stage]:
+        """Combine this rank's piece and give it to the others, who give theirs.
+
+        The numbers of these messages are taken now: ranks come to this stage at different times, beside other
+        operations.
+        """
+        pieces = tensor.view(-1).tensor_split(self._size)
+        place = self._together.reserve(self._others)
+        filling = self._filling({j: pieces[j] for j in self._others}, tag)
+
+        def add_own_piece() -> Stage:
+            own = pieces[self._coord]
+            parts = {j: each.view().view(-1).tensor_split(self._size) for j, each in came.items()}
+            own.copy_(self._combined(own, {j: part[self._coord] for j, part in parts.items()}, combine))
+            self._together.post(own, place, tag)
+            return filling
+
+        return add_own_piece
+
+    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        shard, whole = shard.data, whole.data
+        self._post(self._together, shard, self._others, tag)
+        places = cut(whole, self._size, dim, shard.shape)
+        if places[self._coord].data_ptr() != shard.data_ptr():
+            places[self._coord].copy_(shard)
+        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+
+    def reduce_scatter(
+        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
+    ) -> Started:
+        """Always in rank order. `target` may be this rank's own part."""
+        full, target = full.data, target.data
+        parts = cut(full, self._size, dim, target.shape)
+        own = parts[self._coord]
+        for j in self._others:
+            self._post(self._together, parts[j], [j], tag)
+        came = {j: self._together.expect(own, j, tag) for j in self._others}
+
+        def add_in_rank_order() -> None:
+            self._add_up(own, {j: each.view() for j, each in came.items()}, target)
+
+        return self._begun(list(came.values()), add_in_rank_order)
+
+    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        tensor = tensor.data
+        if self._coord == source:
+            return self._post(self._together, tensor, self._others, tag), nothing
+        return self._begun(*self._filling({source: tensor}, tag))
+
+    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        tensor = tensor.data
+        if self._coord != target:
+            return self._post(self._together, tensor, [target], tag), nothing
+        came = {j: self._together.expect(tensor, j, tag) for j in self._others}
+
+        def add_in_rank_order() -> None:
+            self._add_up(tensor, {j: each.view() for j, each in came.items()}, tensor)
+
+        return self._begun(list(came.values()), add_in_rank_order)
+
+    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
+        parts, places = tensor.data.chunk(self._size), out.data.chunk(self._size)
+        for j in self._others:
+            self._post(self._together, parts[j], [j], tag)
+        places[self._coord].copy_(parts[self._coord])
+        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+
+    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
+        self._post(self._together, tensor.data, [to], tag)
+        return self._begun(*self._filling({source: out.data}, tag))
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
+        return self._post(self._pairs, tensor.data, [to], tag), nothing
+
+    def receive(self, into: Tensor, source: int, tag: str) -> Started:
+        return self._begun(*self._filling({source: into.data}, tag, self._pairs))
+
+    def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
+        self._exchange.advance()
+        return lane.post(tensor, lane.reserve(readers), tag)
+
+    def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
+        return [Operation(self._exchange, arrivals, finish)], nothing
+
+    def _filling(self, places: Mapping[int, Tensor], tag: str, lane: Lane | None = None) -> Stage:
+        """What each of these coordinates posts next is copied to a place."""
+        came = [((lane or self._together).expect(place, j, tag), place) for j, place in places.items()]
+
+        def copy() -> None:
+            for message, place in came:
+                place.copy_(message.view())
+
+        return [message for message, _ in came], copy
+
+    def _add_up(self, own: Tensor, theirs: Mapping[int, Tensor], target: Tensor) -> None:
+        """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
+        before = [theirs[j] for j in range(self._coord)]
+        after = [theirs[j] for j in range(self._coord + 1, self._size)]
+        if is_rounded(own, self._size):
+            return add_wide([*before, own, *after], target)
+        # The own one may lie in `target`: what comes before it is summed where it was posted.
+        for term in before[1:]:
+            before[0].add_(term)
+        torch.add(own, before[0] if before else after.pop(0), out=target)
+        for term in after:
+            target.add_(term)
+
+    def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
+        """All terms in the order of ranks, in new memory."""
+        terms = [theirs.get(j, own) for j in range(self._size)]
+        if combine is torch.add and is_rounded(own, self._size):
+            total = torch.empty_like(own)
+            add_wide(terms, total)
+            return total
+        first, second, *rest = terms
+        total = combine(first, second)
+        for term in rest:
+            combine(total, term, out=total)
+        return total
+
+
+def is_rounded(term: Tensor, count: int) -> bool:
+    """Whether a sum of so many such terms would be rounded more than once if it were kept in their dtype."""
+    return count > 2 and term.is_floating_point() and term.element_size() == 2
+
+
+def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
+    """The sum of terms of 16 bits in float32, in their order, rounded once: into `target`, of their shape, which may
+    be one of them."""
+    flat, out = [term.reshape(-1) for term in terms], target.reshape(-1)
+    wide = torch.empty(min(WIDE_NUMEL, out.numel()), device=target.device)
+    scratch = torch.empty_like(wide)
+    for start in range(0, out.numel(), WIDE_NUMEL):
+        first, *rest = (each[start : start + WIDE_NUMEL] for each in flat)
+        total = wide[: first.numel()].copy_(first)
+        for term in rest:  # widened first: torch adds other dtypes one by one
+            total.add_(scratch[: total.numel()].copy_(term))
+        out[start : start + WIDE_NUMEL].copy_(total)
+    if not target.is_contiguous():  # then `out` is a copy
+        target.copy_(out.view(target.shape))
+
+
+def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:
+    """The pieces of `whole`, one a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
+    return whole.chunk(size, dim) if dim else whole.view(size, *piece).unbind()
+
+
+Combine = Callable[..., Tensor]
+_COMBINE: Mapping[ReduceOp, Combine] = {"sum": torch.add, "max": torch.maximum}

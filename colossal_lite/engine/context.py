@@ -1,0 +1,232 @@
+"""What `launch` returns: one rank's mesh, device and configuration, from its first group to its last.
+
+Note: the life of a context.
+A context owns what `launch` made for it, and gives it back once, in reverse order, when it is closed; a
+second close does nothing.  Two things it says about ranks that end early:
+- a rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store
+  *before* it closes its connections, and never over another rank's words.  The others, whose collective then
+  fails because a connection is closed, read it and raise a `CommError` that begins with it.  So does one whose
+  engine has raised an error that was caught, if it leaves without a call of the engine that went well since;
+- SIGTERM and SIGUSR1 do not end a rank: they are recorded, and whoever runs the steps stops at one that all
+  ranks agree on.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut
+from colossal_lite.data.dataloader import dataloader as build_loader
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from colossal_lite.config.config import Config
+    from colossal_lite.distributed.mesh import Mesh
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+REASON_CHARS = 500
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Context:
+    """One rank of one launched world. Use it in a `with` statement, or call `close`."""
+
+    config: Config
+    """As checked for this world: `parallel.data` is a number."""
+    mesh: Mesh
+    device: torch.device
+    local_rank: int
+    store: Store
+    """Where the ranks of this context agree on small things; its keys are its own."""
+    launched: str
+    """One line for people: the launcher, and this rank's place in it."""
+    _last_words: LastWords
+    _signals: StopSignals
+    _owned: ExitStack
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank has received SIGTERM or SIGUSR1. Other ranks may not have."""
+        return self._signals.received is not None
+
+    def local_batch(self, global_batch: int) -> slice:
+        """This rank's samples of a batch of `global_batch`: cut over the data axis as `tensor_split` does.
+
+        Ranks of one data coordinate get the same samples. The slice may be empty.
+        """
+        return slice(*cut(global_batch, self.mesh.size("data"), self.mesh.coord("data")))
+
+    def dataloader(
+        self,
+        dataset: MapDataset,
+        *,
+        global_batch: int,
+        start: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        workers: int = 0,
+        collate: Collate | None = None,
+    ) -> Loader:
+        """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`."""
+        return build_loader(
+            dataset,
+            num_parts=self.mesh.size("data"),
+            part=self.mesh.coord("data"),
+            global_batch=global_batch,
+            start=start,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=workers,
+            collate=collate,
+            seed=self.config.seed,
+            device=self.device,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def heard(self) -> str:
+        """`rank r stopped: reason` if a rank has left this world by an error, else ""."""
+        return self._last_words.heard()
+
+    def stops(self, reason: str) -> None:
+        """Tell the other ranks why this one leaves them, unless one of them was first."""
+        self._last_words.say(reason)
+
+    def tell_fault(self) -> None:
+        """As `stops`, where the last call of an engine has raised and its caller has caught that."""
+        if fault := self.mesh.progress.fault:
+            self.stops(fault)
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the context is closed, before anything is given back; the last one given is first."""
+        self._owned.callback(callback)
+
+    def close(self) -> None:
+        """Give back groups and signal handlers. A second call does nothing."""
+        self._owned.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.stops(reason_of(error))
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Context({self.mesh!r} on {self.device}, {self.launched})"
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Who stopped first and why, told through the store. Neither method raises: both run while ranks end."""
+
+    store: Store
+    rank: int
+
+    def say(self, reason: str) -> None:
+        """Tell the others, unless one of them was first."""
+        try:
+            self.store.compare_set("stopped", "", f"rank {self.rank} stopped: {reason}")
+        except RuntimeError:  # the store has ended with the rank or the launcher that served it
+            return
+
+    def heard(self) -> str:
+        """`rank r stopped: reason` of the rank that stopped first, or "" if none has said so."""
+        try:
+            return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""
+        except RuntimeError:
+            return "the store is gone: the rank or the launcher that served it has ended"
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line for other ranks."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
+
+
+class _OfMesh(Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+Owner = TypeVar("Owner", bound=_OfMesh)
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def noting_faults(
+    call: Callable[Concatenate[Owner, Given], Found],
+) -> Callable[Concatenate[Owner, Given], Found]:
+    """Other ranks that wait for this one are told what the call has raised, if they ask or it leaves them."""
+
+    @wraps(call)
+    def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        try:
+            found = call(self, *args, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            self.mesh.progress.fault = reason_of(error)
+            raise
+        self.mesh.progress.fault = ""
+        return found
+
+    return noting
+
+
+@dataclass
+class StopSignals:
+    """Records the stop signals while installed; only the main thread of a process can install handlers."""
+
+    received: int | None = None
+    _replaced: dict[int, Handler] = field(default_factory=dict)
+    _open: bool = True
+
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not None:  # None: not set from Python, so it could not be put back
+                self._replaced[number] = signal.signal(number, self._record)
+
+    def restore(self) -> None:
+        """Put the old handlers back, except where somebody else has installed one since."""
+        self._open = False
+        for number, handler in self._replaced.items():
+            while (owner := _owner(handler)) and not owner._open:  # contexts may close in any order
+                handler = owner._replaced[number]
+            if signal.getsignal(number) == self._record:
+                signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        if outer := _owner(self._replaced[number]):  # a context around this one is asked to stop as well
+            outer._record(number, frame)
+
+
+def _owner(handler: Handler) -> StopSignals | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None

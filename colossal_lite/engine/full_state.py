@@ -1,0 +1,243 @@
+"""The state of a run as the serial model names it: whole tensors, and what of them this rank holds.
+
+Note: whole and held.
+Every tensor of a run has one name, the serial model's, and one `ShardSpec`; a rank holds a box of it (tensor
+parallelism) and of that an interval (ZeRO), or, of another pipeline stage's tensor, nothing.  Whole tensors are
+gathered one at a time into host memory, and each goes from its stage to the others, so a read costs the rank one
+whole copy of what it returns and the ranks one all-gather and one broadcast a tensor; none of it is in the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.checkpoint.run_state import Held
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.packing import stages_of
+from colossal_lite.memory.transfers import to_device, to_host
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.pipeline.stages import Stages
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
+from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.user_optimizer import OwnOptimizer
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a model calls its tensors before anything of it is taken away."""
+
+    first: Mapping[str, str]
+    """Every name of a parameter, ties included, to its first."""
+    state: Mapping[str, tuple[int, ...]]
+    """Keys of its `state_dict()`, with whole shapes."""
+
+    @classmethod
+    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> Names:
+        """`specs` by first names: of what is cut already the whole shape is told there."""
+        first = {id(p): name for name, p in model.named_parameters()}
+        firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: specs[firsts[name]].shape if name in firsts else tuple(value.shape)
+            for name, value in model.state_dict().items()
+        }
+        return cls(firsts, shapes)
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that `model` has now, by their first names."""
+        return {self.first[name]: p for name, p in model.named_parameters()}
+
+
+class WholeState:
+    """Reads and writes of one model in training, by the serial model's names."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, names: Names, stages: Stages, specs: Mapping[str, ShardSpec],
+        chunks: Sequence[Chunk], weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+        frozen: Sequence[WeightChunk] = (),
+    ) -> None:  # fmt: skip
+        """`frozen`: the chunks that do not train."""
+        self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
+        self._specs = specs
+        self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
+        self._frozen = tuple(frozen)
+        self._parameters = names.parameters(model)
+
+    def gradients(self, weight: float) -> dict[str, Tensor]:
+        """What the chunks have summed, divided by `weight`; zeros for a parameter that no rank used. Collective."""
+        with self._mesh.ledger.paused():
+            wide = torch.float32  # or wider
+            mine = {
+                name: whole.to(torch.promote_types(whole.dtype, wide)) / weight
+                for name, whole in self._tensors("gradient")
+            }
+            return self._of_all_stages(mine)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in the
+        dtype that they are kept in. Collective."""
+        first = self._names.first
+        with self._mesh.ledger.paused():
+            mine = dict(self._tensors("master"))
+            for chunk in self._frozen:
+                flat = chunk.whole(chunk.own_value)
+                for entry in chunk.spec.entries:
+                    local = chunk.of(flat, entry, self._parameters[entry.name].shape)
+                    mine[entry.name] = self._whole(entry.name, local)
+            in_chunks = set(mine)
+            for name, parameter in self._parameters.items():
+                if name not in in_chunks:
+                    mine[name] = self._whole(name, parameter.detach())
+            for name, value in self._weights.state_dict().items():
+                if name not in first:
+                    mine[name] = to_host(value)
+            whole = self._of_all_stages(mine)
+        return {
+            name: whole[first[name]].clone() if name in first else whole[name] for name in self._names.state
+        }
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        with self._mesh.ledger.paused():
+            mine = {
+                (entry.name, n): self._whole(entry.name, t) if t.dim() else t
+                for chunk in self._chunks
+                for entry, state in zip(chunk.spec.entries, self._optimizer.states_of(chunk), strict=True)
+                for n, t in state.items()
+            }
+            whole = self._of_all_stages({f"{kind}/{name}": t for (name, kind), t in mine.items()})
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in whole.items():
+            kind, _, name = key.partition("/")
+            found.setdefault(name, {})[kind] = tensor
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Set all parameters and buffers from a serial state dict.
+
+        Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
+        """
+        first = self._names.first
+        if faults := _misfits(self._names.state, state):
+            raise ValueError("load_full_state_dict:\n  " + "\n  ".join(faults))
+        self._weights.flush()
+        layout, coords = self._mesh.layout, self._mesh.coords
+        chunked = {entry.name: (chunk, entry) for chunk in self._chunks for entry in chunk.spec.entries}
+        kept = {entry.name: (chunk, entry) for chunk in self._frozen for entry in chunk.spec.entries}
+        with torch.no_grad():
+            for name, target in self._weights.state_dict().items():
+                value = to_device(state[name], target.device)
+                if name in first:
+                    value = cut_values(self._specs[first[name]], layout, coords, _reader(value))
+                if first.get(name) in chunked:
+                    chunk, entry = chunked[first[name]]
+                    with self._optimizer.at_hand(chunk, write=True):
+                        chunk.load(entry, value)
+                elif first.get(name) in kept:
+                    frozen, entry = kept[first[name]]
+                    frozen.load(entry, value)
+                else:
+                    target.copy_(value)
+        self._optimizer.settle()
+
+    def held(self) -> Iterator[Held]:
+        """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
+        for chunk in (*self._chunks, *self._frozen):
+            buffers: Mapping[str, Tensor] = {"model": chunk.own_value}
+            if isinstance(chunk, Chunk):
+                buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
+            flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(stages_of(chunk.spec))
+            for entry in chunk.spec.entries:
+                local, start = chunk.part_of(entry) or (slice(0, 0), 0)
+                for kind, flat in buffers.items():
+                    spec, fetch = self._specs[entry.name], None
+                    if flat.is_meta and isinstance(chunk, Chunk):
+                        fetch = partial(self._fetched, chunk, kind, local)
+                    yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch)
+        seen = {entry.name for chunk in (*self._chunks, *self._frozen) for entry in chunk.spec.entries}
+        for name, value in self._weights.state_dict(keep_vars=True).items():
+            name = self._names.first.get(name, name)
+            if name not in seen:
+                seen.add(name)
+                if not value.is_contiguous():
+                    value.data = value.data.contiguous()
+                spec = self._specs.get(name) or ShardSpec(name, dims_of(value.shape))
+                is_copy = name in self._stages.homes and not self._stages.is_first_holder(
+                    self._stages.homes[name]
+                )
+                yield Held(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
+
+    def _fetched(self, chunk: Chunk, kind: str, local: slice, write: bool) -> Tensor:
+        return self._optimizer.opened(chunk, kind, local, write=write)
+
+    def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
+        """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
+        self._weights.flush()
+        for chunk in self._chunks:
+            with self._optimizer.at_hand(chunk) if buffer == "master" else nullcontext():
+                flat = chunk.whole(chunk.masters() if buffer == "master" else chunk.gradient)
+                for entry in chunk.spec.entries:
+                    local = chunk.of(flat, entry, self._parameters[entry.name].shape)
+                    yield entry.name, self._whole(entry.name, local)
+
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor of a parameter's shape in host memory, from every rank's part; collective if it is cut."""
+        spec, layout = self._specs[name], self._mesh.layout
+        if layout.size(*spec.sharding_axes) == 1:
+            return to_host(local)
+        comm = self._mesh.axis(*spec.sharding_axes)
+        parts = to_host(comm.all_gather(local.contiguous().unsqueeze(0)))
+        full = torch.zeros(spec.shape, dtype=local.dtype)
+        spec.join(zip(map(layout.coords, comm.ranks), parts, strict=True), full, layout)
+        return full
+
+    def _of_all_stages(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors in host memory of this rank's stages, and those of all others: from the first that has it."""
+        pipeline = self._mesh.axis("pipeline")
+        if pipeline.size == 1:
+            return mine
+        forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in mine.items()}
+        rows = pipeline.gather_json(forms)
+        whole = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            source = next(coord for coord, row in enumerate(rows) if name in row)
+            dtype, shape = rows[source][name]
+            blank = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = mine[name].contiguous() if source == pipeline.coord else blank
+            whole[name] = pipeline.broadcast(tensor, source)
+        return whole
+
+
+def _misfits(own: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> list[str]:
+    """Every missing, unexpected and misshapen tensor of `state`, a line each."""
+    faults = [f"missing: {name} {own[name]}" for name in own.keys() - state.keys()]
+    faults += [f"unexpected: {name} {tuple(state[name].shape)}" for name in state.keys() - own.keys()]
+    faults += [
+        f"shape: {name} is {tuple(state[name].shape)}, the model has {own[name]}"
+        for name in own.keys() & state.keys()
+        if own[name] != tuple(state[name].shape)
+    ]
+    return sorted(faults)
+
+
+def _reader(value: Tensor) -> Callable[[int, int], Tensor]:
+    flat = value.reshape(-1)
+    return lambda start, stop: flat[start:stop]
+
+
+def own_config(model: nn.Module) -> dict[str, Any] | None:
+    """What a model says of itself, as JSON has it: a dataclass, or Hugging Face's configuration."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return dict(json.loads(json.dumps(config.to_dict(), default=str)))
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None

@@ -1,0 +1,387 @@
+"""From a model and a context to an engine: what is decided, refused, allocated and filled before the first step.
+
+Note: order.
+Facts are checked before anything is built, a model's values are compared between ranks before anything is cut, layers
+are swapped while parameters have no storage, and chunks are allocated last, at their final size, and filled shard by
+shard: no rank ever holds more than its part and one tensor on its way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.config.config import Config
+from colossal_lite.config.errors import ConfigError, refuse
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.rules import device_problems
+from colossal_lite.config.schema import OptimizerConfig
+from colossal_lite.data.batch import Batch, read_batch
+from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.engine.context import Context
+from colossal_lite.engine.engine import Built, Engine
+from colossal_lite.engine.full_state import Names
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.host_store import HostStore, TaskRecords
+from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.models import GPT
+from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
+from colossal_lite.numerics.precision import Precision
+from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
+from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.parallel.loss import Criterion, Loss
+from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.pipeline.layer_profile import Profiler
+from colossal_lite.pipeline.model_units import Sections
+from colossal_lite.pipeline.partition import Unit
+from colossal_lite.pipeline.stages import Stages, check_hooks, keep_own, lay_out, one_stage
+from colossal_lite.planner.planner import plan as plan_of
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms.activation_checkpoint import blocks_of, recompute
+from colossal_lite.transforms.batch_statistics import check_batchwide
+from colossal_lite.transforms.compile import compile_blocks
+from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.memory_budget import Foretell
+from colossal_lite.zero.parameter_order import by_order, notice_order, order_of_use
+from colossal_lite.zero.user_optimizer import Factory, check_apart
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    context: Context,
+    criterion: Criterion | None = None,
+    plan: Literal["auto"] | Mapping[str, str] = "auto",
+    optimizer: Factory | None = None,
+    example: Any = None,
+    store: HostStore | None = None,
+    task: str = "model",
+) -> Engine:
+    """A model and a context to an engine that trains it.
+
+    An nn.Module keeps its values, which must be the same on every rank (hashes are compared).  A callable is run with
+    parameters on the meta device; its initialisers are replayed from the seed, so it need never fit on one rank.
+    The trainable parameters are those that require a gradient now.  Raises ConfigError for a model that the config
+    cannot cut, ValueError for one that cannot be built or differs between ranks; before anything is allocated.
+    `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
+    `example`: a batch of this rank as `train_step` will get them, which `pipeline.partition='profiled'` takes its times
+    by; a model that states no sizes needs one there.
+    `store`: where the engine leaves its state under the name `task` when it is closed, for the next engine of that task
+    in this process, which goes on with it as if there had been one engine: weights, masters, moments, step counts, loss
+    scale and buffers (frozen parameters are the model's).  Raises ValueError on every rank if what was left there is
+    not what this engine has; then it is still there.  ConfigError if memory.host_budget has no room for what it leaves.
+    """
+    if store is None:
+        records = TaskRecords(task, context.device)
+    elif optimizer is not None:
+        raise ValueError(
+            "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
+        )
+    else:
+        records = store.open(task, beside=context.device)
+    try:
+        return _initialize(
+            model, context, criterion, plan, optimizer, example, records, outlives=store is not None
+        )
+    except BaseException:
+        records.give_up()
+        raise
+
+
+def _initialize(
+    model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | None,
+    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, records: TaskRecords, *,
+    outlives: bool,
+) -> Engine:  # fmt: skip
+    config = context.config
+    module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
+    facts = _check_model(module, context)
+    streams = DropoutStreams(config.seed)
+    foretell = _foretell(model, context, plan)
+    originals = dict(module.named_parameters())
+    if recipes is None:
+        _assert_same_on_all_ranks(module, context)
+    parallelized = _swap_layers(module, context, plan, streams)
+    _check_optimizer(optimizer, module, parallelized.specs, context)
+    data = context.mesh.size("data")
+    refuse(device_problems(config.memory, config.zero, data, context.device.type))
+    names = Names.of(module, parallelized.specs)
+    micro_batch = _first_micro_batch(example, facts, context)
+    measure = _measure(module, facts, parallelized, streams, context, micro_batch, criterion)
+    stages = _lay_out(module, facts, context, measure)
+    trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+    if optimizer is not None and context.mesh.size("pipeline") > 1:
+        of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
+        check_apart(optimizer, trainable, of_stages, context.device)
+    order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
+    numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
+    all_packed = pack_chunks(
+        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
+        numels.keys() - trainable.keys(),
+    )  # fmt: skip
+    packed = tuple(spec for spec in all_packed if trains(spec))
+    keep_own(module, stages)
+    chunks, frozen = _build_chunks(
+        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
+    )  # fmt: skip
+    if order is None and context.is_main and config.compile == "none":
+        notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
+    buffers_to_device(module, context.device)
+    built = Built(
+        module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
+    )  # fmt: skip
+    return Engine(built, context, criterion, optimizer, foretell)
+
+
+def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
+    """The sizes of a model, where it states them. Raises ConfigError for those that the config cannot cut, ValueError
+    for what cannot be trained, or not in parts."""
+    facts = facts_of(module)
+    if facts is not None:
+        context.config.check_model(facts)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    check_batchwide(module, _cuts(context.config, context))
+    if context.mesh.size("pipeline") > 1:
+        check_hooks(module)
+    return facts
+
+
+def _swap_layers(
+    module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams
+) -> Parallelized:
+    """Every layer of the model becomes this rank's part of it, run again in backward and compiled as the config says;
+    parameters that are cut have no values afterwards."""
+    config = context.config
+    parallelized = parallelize(
+        module,
+        context.mesh,
+        plan,
+        sequence_parallel=config.parallel.tensor.sequence_parallel,
+        regather=config.parallel.tensor.regather,
+        sequence_mode=config.parallel.sequence.mode,
+        kernels=config.kernels,
+        compiled=config.compile == "block",
+        device_type=context.device.type,
+        streams=streams,
+    )
+    recompute(module, config.activation_checkpoint, streams)
+    if config.compile == "block":
+        compile_blocks(blocks_of(module), context.device)
+    return parallelized
+
+
+def _cuts(config: Config, context: Context) -> tuple[str, ...]:
+    """What makes a module see a batch in parts, or twice."""
+    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
+    found = {
+        f"data={context.mesh.size('data')}": context.mesh.size("data") > 1,
+        f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
+        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
+        f"activation_checkpoint={recomputes!r}": recomputes != "none",
+    }
+    return tuple(name for name, cuts in found.items() if cuts)
+
+
+def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
+    """Of a batch that the user shows."""
+    pipeline, turns = context.config.parallel.pipeline, context.config.gradient_accumulation
+    if example is None:
+        return None
+    if pipeline.size == 1 or pipeline.partition != "profiled":
+        warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
+        return None
+    check_batch(example, vocabulary=facts.vocabulary if facts else None)
+    first = read_batch(example, device=context.device).cut(turns)[0]
+    return first.cut(pipeline.parts(first.size))[0]
+
+
+def _measure(
+    module: nn.Module, facts: ModelFacts | None, parallelized: Parallelized, streams: DropoutStreams, context: Context,
+    example: Batch | None, criterion: Criterion | None,
+) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
+    """What times the units of the model, where a pipeline is cut by the clock."""
+    pipeline, given = context.config.parallel.pipeline, context.config.precision
+    if pipeline.size == 1 or pipeline.partition != "profiled":
+        return None
+    dtype = Precision.of(given).compute
+    profiler = Profiler(
+        module,
+        parallelized,
+        streams,
+        context.mesh,
+        context.device,
+        dtype,
+        example,
+        Loss(parallelized, None if example is None else criterion),
+    )
+    return partial(profiler.costs, facts=facts)
+
+
+def _lay_out(
+    module: nn.Module,
+    facts: ModelFacts | None,
+    context: Context,
+    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None,
+) -> Stages:
+    """Which units of the model are on which stage of the pipeline; without one, all are here."""
+    pipeline, mesh = context.config.parallel.pipeline, context.mesh
+    if pipeline.size == 1:
+        return one_stage(module)
+    return lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
+
+
+def _foretell(
+    model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
+) -> Foretell | None:
+    """How `plan` foretells what a step here holds, of a model that can be built once more; None for any other."""
+    pipeline = context.config.parallel.pipeline
+    by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
+    if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
+        return None
+    frozen = {n: not p.requires_grad for n, p in model.named_parameters()} if isinstance(model, GPT) else {}
+    builder = partial(GPT, model.config) if isinstance(model, GPT) else model
+
+    def again() -> nn.Module:
+        module = on_meta(builder)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
+        return module
+
+    def foretell(
+        samples: int, tokens: int, *, changes: Sequence[str] = (), trains: bool = True
+    ) -> Mapping[str, int] | None:
+        if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
+            return None  # it was changed after it was built
+        mesh = context.mesh
+        try:
+            config = Config.load(context.config, changes)
+            with torch.enable_grad():  # an evaluation may ask
+                made = plan_of(
+                    config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
+                    world_size=mesh.world_size, rank=mesh.rank, one_host=mesh.shares_memory, trains=trains,
+                )  # fmt: skip
+        except ConfigError:
+            if not changes:
+                raise
+            return None
+        activations = made.bytes_of("activations") + made.bytes_of("logits")
+        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
+        return {"activations": activations, "device": made.peak_bytes} | beside
+
+    return foretell
+
+
+def _check_optimizer(
+    optimizer: object, module: nn.Module, specs: Mapping[str, ShardSpec], context: Context
+) -> None:
+    """What the optimizer cannot update here, said before anything is allocated."""
+    config, mesh = context.config, context.mesh
+    shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+    in_parts = {n for n in shapes if config.zero.stage or mesh.size(*specs[n].sharding_axes) > 1}
+    if optimizer is None:
+        groups = groups_of(config.optimizer)
+        return check_whole_tensors(shapes, assign_groups(shapes, groups), groups, in_parts)
+    if not callable(optimizer):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} is not callable; legal is a callable that takes the list of "
+            f"parameters and returns an optimizer, such as functools.partial(torch.optim.NAdam, lr=1e-3)"
+        )
+    if in_parts or config.memory.placement != "device":
+        raise ValueError(
+            f"optimizer: one of your own needs whole tensors and whole state on each device; legal is "
+            f"zero.stage=0 (now {config.zero.stage}), memory.placement='device' (now {config.memory.placement!r}) "
+            f"and no tensor axis (now {mesh.size('tensor')}); or a type of config.optimizer"
+        )
+    if config.precision.master_dtype == "split":
+        raise ValueError(
+            "optimizer: one of your own updates whole float32 weights, which precision.master='split' keeps nowhere; "
+            "legal: 'auto', or a type of config.optimizer"
+        )
+    if config.optimizer.update == "backward":
+        raise ValueError(
+            "optimizer: one of your own updates all weights at once, which optimizer.update='backward' does chunk by "
+            "chunk; legal: 'step', or a type of config.optimizer"
+        )
+    if config.optimizer != OptimizerConfig():
+        warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
+
+
+def _build_chunks(
+    module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
+    specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
+    order: Sequence[str], records: TaskRecords,
+) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
+    """Allocate the chunks of this rank's parameters, of which all are named in `order` of use, and fill them: those
+    that train, if no engine before has left their values, and frozen ones; of these, what is in no chunk is converted
+    where it is."""
+    config, device = context.config, context.device
+    precision = Precision.of(config.precision)
+    layout, coords = context.mesh.layout, context.mesh.coords
+    _materialise(module, device, precision.compute)
+    named = names.parameters(module)
+
+    def initial(name: str) -> Tensor:
+        def fetch(start: int, stop: int) -> Tensor:
+            if recipes is None:
+                return originals[name].detach().reshape(-1)[start:stop]
+            return replay(recipes[name], config.seed, name, start, stop)
+
+        return to_device(cut_values(specs[name], layout, coords, fetch), device)
+
+    in_turn = {name: named[name] for name in order if name in named}
+    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    chunks = build_chunks(
+        in_turn, mine, specs, config, context.mesh, device,
+        lambda spec: stages.is_first_holder(stages_of(spec)), records,
+    )  # fmt: skip
+    frozen = build_frozen(mine, config, context.mesh, device, records)
+    for chunk in (*chunks, *frozen):
+        left = records.kept is not None and trains(chunk.spec)
+        chunk.adopt(named, None if left else {e.name: initial(e.name) for e in chunk.spec.entries})
+    packed_names = {entry.name for spec in packed for entry in spec.entries}
+    for name in named.keys() - packed_names:
+        named[name].data = initial(name).to(precision.compute)
+    return chunks, frozen
+
+
+def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Put real parameters without storage of their own in the place of those on meta; ties stay ties."""
+    real: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in real:
+                empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
+                real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = real[id(parameter)]
+
+
+def _assert_same_on_all_ranks(module: nn.Module, context: Context) -> None:
+    """Refuse a module whose values differ between the ranks, naming the first tensor and the ranks."""
+    if context.world_size == 1:
+        return
+    digests = {
+        name: hashlib.blake2b(
+            to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8
+        ).hexdigest()
+        for name, value in module.state_dict().items()
+    }
+    rows = context.mesh.world.gather_json(digests)
+    for name in {name: None for row in rows for name in row}:
+        seen = [row.get(name, "absent") for row in rows]
+        if len(set(seen)) > 1:
+            odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
+            raise ValueError(
+                f"model: {name} on ranks {odd} differs from rank 0; build it from one seed on every rank, or pass "
+                f"a callable to initialize"
+            )

@@ -1,0 +1,227 @@
+"""What a rank holds and moves, kind by kind and tier by tier, beside what was foretold.
+
+Note: what is measured, and when.
+State (weights, masters, gradients, optimizer) is allocated once, at the start or when a budget is settled, and in use
+from then on, so its rows are read off the chunks at any time, and their peak is what they hold.  Of slots (staging,
+gathered, visiting, arena, passing, messages) the peak is what steps have really used, up to the furthest element or of
+the most buffers at once, whatever was set aside; where the plan is right it is as much.  `arena` is one allocation that
+several kinds share (memory/arena.py): beside it `staging` and `visiting` are what was taken beyond the plan, as a rule
+nothing.  What a step holds beside it is seen only by a `Metering` that is on: torch's dispatcher then calls Python for
+each operation, and nothing is paid outside.  Links count the bytes that copies were asked for and the seconds that the
+computing waited; a report of them begins with the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.config.config import Config
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.precision import ChunkTypes, Precision
+from colossal_lite.observe.memory_meter import StepMeter
+from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.zero.build_chunks import sharding_of, slots_of
+from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.memory_budget import Foretell
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.state_bytes import Extent, Widths, forecast
+from colossal_lite.zero.user_optimizer import OwnOptimizer
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind of state on one tier of this rank: set aside now, in use at the peak, and as the plan
+    foretold."""
+
+    kind: str
+    tier: str
+    now_bytes: int
+    peak_bytes: int
+    forecast_bytes: int | None
+    """None where nobody could foretell it."""
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One direction between two tiers since the last step began: bytes that copies were asked for, and seconds that
+    the computing has waited for them."""
+
+    link: str
+    moved_bytes: int
+    waited_s: float
+
+
+def rows_of_state(
+    chunks: Sequence[Chunk],
+    weights: Weights,
+    optimizer: ChunkOptimizer | OwnOptimizer,
+    config: Config,
+    device: str,
+    frozen: Sequence[WeightChunk] = (),
+    apart: Sequence[Tensor] = (),
+) -> tuple[MemoryRow, ...]:
+    """Weights, masters, gradients and optimizer state of a rank on every tier, the slots in which gradients wait to be
+    summed, those of gathered weights, those through which state visits the device, and frozen parameters: of the chunks
+    that do not train, `frozen`, and of those that are in none, `apart`."""
+    precision = Precision.of(config.precision)
+    types = ChunkTypes.of(precision)
+    widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
+    held: dict[str, Callable[[Chunk], int]] = {
+        "weights": lambda c: c.resting_bytes,
+        "masters": lambda c: c.master_bytes,
+        "gradients": lambda c: (c.gradient if c.filling is None else c.filling).nbytes,
+        "optimizer": lambda c: optimizer.bytes_of(c)[0],
+    }
+    rows = []
+    for kind, held_by in held.items():
+        for tier, here in _by_tier(chunks, kind, optimizer, device).items():
+            extents = [Extent(chunk.spec.numel, chunk.shards.size) for chunk in here]
+            foreseen = forecast(sharding_of(config), extents, widths) | {
+                "optimizer": sum(optimizer.bytes_of(chunk)[1] for chunk in here)
+            }
+            now = sum(map(held_by, here))
+            rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
+    slots = slots_of(chunks)
+    now, most, planned = (
+        sum(each.bytes for each in slots),
+        sum(each.most_bytes for each in slots),
+        sum(each.planned_bytes for each in slots),
+    )
+    rows.append(MemoryRow("staging", device, now, most, planned))
+    if isinstance(weights, ShardedWeights):
+        rows.append(
+            MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
+        )
+    if apart:
+        now, numel = sum(p.nbytes for p in apart), sum(p.numel() for p in apart)
+        rows.append(MemoryRow("frozen", device, now, now, types.resting_bytes(numel)))
+    for tier, at_rest in ((device, False), ("host", True)):
+        kept = [chunk for chunk in frozen if (chunk.weights_at_rest is not None) == at_rest]
+        now = sum(chunk.resting_bytes for chunk in kept)
+        numel = sum(Extent(chunk.spec.numel, chunk.shards.size).shard for chunk in kept)
+        rows += [MemoryRow("frozen", tier, now, now, types.resting_bytes(numel))] if kept else []
+    visits = optimizer.visits
+    return (
+        *rows,
+        *(MemoryRow(v.kind, v.tier or device, v.bytes, v.most_bytes, v.forecast_bytes) for v in visits),
+    )
+
+
+def _by_tier(
+    chunks: Sequence[Chunk], kind: str, optimizer: ChunkOptimizer | OwnOptimizer, device: str
+) -> Mapping[str, Sequence[Chunk]]:
+    """The chunks by where their state of a kind rests in memory of its own. Weights and gradients have a row on the
+    device in any case, the others where no chunk is."""
+    tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") or not chunks else {}
+    for chunk in chunks:
+        if kind in ("weights", "gradients"):
+            if chunk.by_turns(kind):
+                continue  # in the arena
+            at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
+            tier = None if at_rest is None else "host"
+        else:
+            tier = optimizer.tier_of(chunk)
+        tiers.setdefault(tier or device, []).append(chunk)
+    return tiers
+
+
+class Metering:
+    """What metered steps held beside the state; nothing before any was."""
+
+    def __init__(self) -> None:
+        self._meter, self._is_on = StepMeter(), False
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Meter the steps within, from the beginning."""
+        self._meter, self._is_on = StepMeter(), True
+        hooks = list(self._hooks(model))
+        try:
+            with self._meter:
+                yield
+        finally:
+            self._is_on = False
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._is_on:
+            self._meter.begin()
+
+    def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
+        """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""
+        if self._is_on and torch.is_grad_enabled():
+            self._meter.forward_ended(shapes)
+            self._meter.moment("loss")
+
+    def updated(self, chunk: int) -> None:
+        """A chunk has had its update."""
+        if self._is_on:
+            self._meter.moment(f"update {chunk}")
+
+    def rows(self, foretell: Foretell | None, device: str, shared_bytes: int) -> tuple[MemoryRow, ...]:
+        """The peaks beside what `plan` foretells for such steps; `shared_bytes` lay in host memory for other ranks."""
+        meter = self._meter
+        if not meter.kept_bytes:
+            return ()
+        foretold = (foretell(*meter.shape) if foretell else None) or {}
+        most = {"activations": meter.kept_bytes, "temporaries": meter.most_bytes - meter.kept_bytes}
+        rows = [MemoryRow(kind, device, 0, peak, foretold.get(kind)) for kind, peak in most.items()]
+        if shared_bytes:
+            rows.append(MemoryRow("exchange", "host", shared_bytes, shared_bytes, foretold.get("exchange")))
+        return tuple(rows)
+
+    def timeline(self, rows: Sequence[MemoryRow]) -> MemoryTimeline:
+        """The moments of the metered step that held most, over `rows`. Raises ValueError without `metered` steps."""
+        moments = self._meter.moments
+        if not moments:
+            raise ValueError(
+                "memory_timeline: no step was metered; legal: after a step within engine.metered()"
+            )
+        levels = []
+        for row in rows:
+            measured = tuple(row.now_bytes for _ in moments)
+            if row.kind == "activations":
+                measured = tuple(moment.live_bytes for moment in moments)
+            elif row.kind == "temporaries":
+                measured = tuple(moment.peak_bytes - moment.live_bytes for moment in moments)
+            levels.append(Level(row.kind, row.tier, measured, row.forecast_bytes))
+        return MemoryTimeline(tuple(moment.name for moment in moments), tuple(levels))
+
+    def _hooks(self, model: nn.Module) -> Iterator[Any]:
+        """They tell the meter when a block has gone forward, and when it has its gradients."""
+        for name, block in blocks_of(model).items():
+            yield block.register_forward_hook(lambda *_, name=name: self._meter.moment(f"forward {name}"))
+            first = next((p for p in block.parameters() if p.requires_grad), None)
+            if first is not None:
+                yield first.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._meter.moment(f"backward {name}")
+                )
+
+
+class LinkMarks:
+    """Where the counts of links stood when the last step began."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.begin(links)
+
+    def begin(self, links: Sequence[Link]) -> None:
+        self._marks = [(link.moved_bytes, link.waited_s) for link in links]
+
+    def rows(self, links: Sequence[Link]) -> tuple[LinkRow, ...]:
+        """What the links have done since."""
+        return tuple(
+            LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
+            for link, (moved, waited) in zip(links, self._marks, strict=True)
+        )

@@ -1,0 +1,100 @@
+"""What the ranks agree on at the end of a backward, in one all-reduce over the world.
+
+Note: the sums of loss, tokens and squares, which parameters were used, and whether to stop, are one row of float64:
+`5 + parameters` numbers, and with `reduction="ordered"` a square for each block of 1,024 elements in the place of their
+sum.  Every rank has the same row afterwards, so that whatever follows from it is decided alike everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.transfers import to_device
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the ranks have agreed on: sums over the world."""
+
+    loss: float
+    weight: float
+    squares: float
+    stop: bool
+    used: Mapping[int, tuple[bool, ...]]
+    """Of each chunk of the whole pipeline, by its number: for which entries some rank has a gradient."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.squares)
+
+    @property
+    def grad_norm(self) -> float:
+        return math.sqrt(self.squares) / self.weight if self.weight else 0.0
+
+    @property
+    def mean_loss(self) -> Tensor:
+        """0-d; not a number where nothing was counted."""
+        return torch.tensor(self.loss / self.weight if self.weight else math.nan, dtype=torch.float64)
+
+    def clip_factor(self, limit: float | None) -> float:
+        """What gradients are multiplied with so that their norm is `limit` at the most."""
+        return min(1.0, limit / (self.grad_norm + 1e-6)) if limit is not None else 1.0
+
+
+class Sums:
+    """What this rank adds up over the micro-batches of a step: on its device, so that nobody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._row = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, weight: Tensor | int | float) -> None:
+        """Of the labels of a micro-batch."""
+        self._row[0] += loss
+        self._row[1] += weight
+
+    @property
+    def auxiliary(self) -> Tensor:
+        """What losses beside that of the labels are added to, 0-d."""
+        return self._row[2]
+
+    def weigh_alike(self) -> None:
+        """The losses so far are one mean, which weighs as much as that of any other data rank."""
+        self._row[1] = 1.0
+
+    def clear(self) -> None:
+        self._row.zero_()
+
+    def told(self, tells: bool) -> Tensor:
+        """(loss, weight) of this rank: auxiliary losses are told where they are emitted, those of labels if `tells`."""
+        loss, weight, auxiliary = self._row
+        return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
+
+
+def agree(
+    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool
+) -> Totals:  # fmt: skip
+    """One all-reduce over the world: of what each rank has `told` [2], its terms of the sum of `squares`, which of
+    the entries of its `chunks` it has used, and whether it is asked to stop. Collective.
+
+    `packed`: the chunks of the whole pipeline.  Raises what `Mesh.check_together` does for ranks that are apart."""
+    here = {chunk.spec.id: chunk.used for chunk in chunks}
+    used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
+    flags = [stop, mesh.apart, *(flag for mine in used for flag in mine)]
+    marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
+    row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
+    total = row[2 + len(flags) :].sum().item()
+    loss, weight, stops, apart, *counts = row[: 2 + len(flags)].tolist()
+    mesh.check_together(apart)
+    found, start = dict[int, tuple[bool, ...]](), 0
+    for spec in packed:
+        found[spec.id] = tuple(count > 0 for count in counts[start : start + len(spec.entries)])
+        start += len(spec.entries)
+    return Totals(loss, weight, total, stops > 0, found)

@@ -1,0 +1,224 @@
+"""When the updates of a step are made: at its end, beside the next forward, or within its backward.
+
+Note: three times, one list of actions.
+An update needs its gradient summed, and the numbers that all updates of a step share: the divisor (tokens and clip
+factor) and the learning rate.  At the end of a step both are known, and every update runs at once; where records come
+over a link the step owes them, and they run beside the next forward (zero/owed.py); with `optimizer.update="backward"`
+the tokens are agreed on before backward, nothing is clipped, and each update stands right behind the sum of its chunk
+(zero/in_backward.py).  The actions and what they do are the same, `Updates._owing`; only who asks for them differs.
+Cost within backward: one all-reduce of two float64 more.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from colossal_lite.config.config import Config
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.engine.memory_report import Metering
+from colossal_lite.engine.step_totals import Totals
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.schedule.optimizer_updates import holds_up
+from colossal_lite.schedule.plan import Action, Kind
+from colossal_lite.zero.backward_updates import UpdatesInBackward
+from colossal_lite.zero.build_chunks import sharding_of
+from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.gradient_hooks import StageHooks
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.user_optimizer import OwnOptimizer
+
+Used = Mapping[int, Sequence[bool]]
+"""Of each chunk, by its number: for which entries some rank has a gradient."""
+
+
+class Updates:
+    """The updates of this rank's chunks, one step's after another's."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, weights: Weights, hooks: StageHooks,
+        metering: Metering, mesh: Mesh, config: Config,
+    ) -> None:  # fmt: skip
+        self._chunks, self._optimizer, self._weights, self._hooks = chunks, optimizer, weights, hooks
+        self._metering, self._mesh, self._config = metering, mesh, config
+        self._in_backward = UpdatesInBackward(chunks) if sharding_of(config).consumes else None
+        self._used: dict[int, Sequence[bool]] = {}  # as far as an update in backward knows
+        if self._in_backward is not None:
+            hooks.hand_on(self._in_backward.summed)
+
+    @property
+    def within_backward(self) -> bool:
+        """Whether they are made there, and no gradient is kept."""
+        return self._in_backward is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step is under way that has updated weights, or will before it is known to be one; the same on all
+        ranks."""
+        return self._in_backward is not None and self._in_backward.goes
+
+    @property
+    def defers(self) -> bool:
+        """Whether updates run while the next forward does: where state comes over a link. Compiled blocks take no
+        updates into their code."""
+        state = self._optimizer
+        moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
+        return moves and self._config.compile == "none"
+
+    # ---- at the end of a step ----
+
+    def owed(self, totals: Totals, factor: float) -> Owed:
+        """The updates of a step, every number of which is known; `factor` of the learning rate. From now on the weights
+        are others, wherever their updates run."""
+        for chunk in self._chunks:
+            if any(totals.used[chunk.spec.id]):
+                chunk.count_change()
+        scale = totals.weight / totals.clip_factor(self._config.clip_grad_norm)
+        return self._owing(totals.used, factor, scale)
+
+    # ---- within backward ----
+
+    def begin(self, told: Tensor, factor: float) -> None:
+        """Before a backward that updates: the ranks agree on what its updates divide by, from the (loss, weight) that
+        each has `told`. Collective."""
+        assert self._in_backward is not None
+        loss, weight = self._mesh.world.all_reduce(told).tolist()
+        if not math.isfinite(loss) or weight == 0:
+            self._in_backward.begin(None)
+            return
+        self._used = {chunk.spec.id: (True,) * len(chunk.spec.entries) for chunk in self._chunks}
+        self._in_backward.begin(self._owing(self._used, factor, weight))
+
+    def end(self, totals: Totals) -> None:
+        """The updates of a step under way are all made, and their weights on their way unless the step has spoilt
+        them."""
+        assert self._in_backward is not None
+        self._used.update(totals.used)
+        self._in_backward.finish()
+        self._in_backward.over()
+        for chunk in self._chunks if totals.is_finite else ():
+            self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
+
+    def give_up(self) -> None:
+        """What a backward has not updated stays as it is."""
+        if self._in_backward is not None:
+            self._in_backward.over()
+
+    # ---- where there are none ----
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether some weights that rest on the device by turns are nowhere until their update (memory/chunk.py)."""
+        return any(chunk.lacks_weights for chunk in self._chunks)
+
+    def remake(self) -> None:
+        """Of a step that makes no updates: weights that are nowhere are made of their masters again."""
+        optimizer = self._optimizer
+        if not self.lacks_weights or not isinstance(optimizer, ChunkOptimizer):
+            return
+
+        def remake(action: Action) -> None:
+            assert action.chunk is not None
+            optimizer.remake(self._chunks[action.chunk])
+
+        optimizer.owe()
+        handlers = {Kind.UPDATE: remake, **optimizer.moves}
+        self._weights.update(Owed(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
+
+    def refuse_within(self, what: str) -> None:
+        """Raises ValueError while some weights are new and others are not, or some are nowhere."""
+        if self.lacks_weights:
+            raise ValueError(
+                f"{what}: between the last backward of a step and its updates the device has gradients in the place of "
+                f"weights (memory.placement={self._config.memory.placement!r}); legal: after step or zero_grad"
+            )
+        if self.under_way:
+            raise ValueError(
+                f"{what}: backward has updated weights (optimizer.update='backward'), and the step is not over; legal: "
+                f"after step"
+            )
+
+    # ---- what the actions do ----
+
+    def _owing(self, used: Used, factor: float, scale: float) -> Owed:
+        """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
+        self._optimizer.changed = False
+        self._optimizer.owe()
+        # What the last backward has done, unless there were fewer than foreseen.
+        for chunk in self._chunks:
+            chunk.give_weights()
+        for chunk in self._chunks:
+            chunk.bring_sums()
+            chunk.have_sums()
+
+        def end() -> None:
+            self._optimizer.finish(factor)
+            self._warn_if_unchanged(factor)
+            self._hooks.clear()
+
+        def update(action: Action) -> None:
+            self._update(action, used, factor, scale)
+
+        def arrive(index: int) -> None:
+            assert isinstance(self._optimizer, ChunkOptimizer)
+            self._optimizer.arrived(self._chunks[index])
+            self._updated(self._chunks[index], used)
+
+        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end, arrive)
+
+    def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
+        """On the host it only sets out."""
+        assert action.chunk is not None
+        chunk = self._chunks[action.chunk]
+        with self._mesh.progress.during("update"):
+            if self._in_backward is not None and any(used[chunk.spec.id]):
+                chunk.count_change()
+            self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
+            if self._in_backward is not None:
+                self._metering.updated(chunk.spec.id)
+                chunk.use_up()
+            elif holds_up(action):
+                chunk.use_up()
+                self._updated(chunk, used)
+
+    def _updated(self, chunk: Chunk, used: Used) -> None:
+        """A chunk's new weights are there."""
+        self._metering.updated(chunk.spec.id)
+        chunk.pay()
+        self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
+
+    def _warn_if_unchanged(self, factor: float) -> None:
+        lr = self._optimizer.peak_lr * factor
+        if lr and self._chunks and not self._optimizer.changed and self._mesh.rank == 0:
+            warnings.warn(
+                f"step: it changed no parameter that rank 0 holds; either all gradients are zero, or steps at "
+                f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)",
+                stacklevel=3,
+            )
+
+
+def spoilt(why: str) -> ValueError:
+    """Weights have been updated by a step that is none."""
+    return ValueError(
+        f"{why} in backward (optimizer.update='backward'), so that they are a mix; legal: load a checkpoint, or "
+        f"optimizer.update='step', which skips such a step"
+    )
+
+
+def refuse_second_backward(config: Config) -> None:
+    """Raises ValueError where a step has one micro-batch, and a loop of the user's own calls backward again."""
+    if config.precision.gradient == "bf16":
+        raise ValueError(
+            "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
+            "'auto', or one call a step"
+        )
+    if config.optimizer.update == "backward":
+        raise ValueError(
+            "backward: a second call before step, and optimizer.update='backward' has updated the weights in the "
+            "first; legal: 'step', or one call a step"
+        )

@@ -1,0 +1,301 @@
+"""Records of model state in a file of this rank's own, past the system's page cache.
+
+Note: the file.
+It has room for each record that rests in it from the start (`posix_fallocate`), so that a disk that is too small says
+so before the first step, and it has no name: it is unlinked as soon as it is open.  Hence nobody can remove or cut it
+under the run, and it is gone when the process is, however that ends; `df` counts it, `ls` does not show it.  Every
+record has a place in it, and those that rest elsewhere are holes, which take nothing (`give_back`; a file system that
+makes no holes in a file keeps the room until the end).
+
+Blocks of a record are read and written by `THREADS` threads at once with `preadv` and `pwritev` on an `O_DIRECT` file
+descriptor, from and to pages in memory.  What a system call leaves over is asked for again, through the page cache
+where it no longer begins on a page.  Where the file system knows no direct access, all goes through the page cache,
+which is told to forget it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
+
+Every block has a checksum, taken when it is written, kept in memory and compared at each read: a page that was flipped,
+lost, misplaced or not yet written is an error, never a number.  It is always on: crc32 runs at 2.8 GB/s a thread in
+the threads that wait for the disk, which gave 1.5 GB/s.
+
+After a fault nothing is read or written any more: what is in the file and what is in memory may be of different steps.
+A system call that never returns keeps its thread, its pages and the file's descriptors until the process ends, and the
+process from nothing: its threads are not joined at exit.
+Cost: `THREADS` threads, the buffers of whoever calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from colossal_lite.memory.disk_layout import PAGE_BYTES, Block, FileLayout
+from colossal_lite.memory.pinned import pages
+
+THREADS = 4
+GRACE_S = 1.0
+"""How long what is under way is waited for when the file is closed after a fault."""
+DIRECT = getattr(os, "O_DIRECT", 0)
+T = TypeVar("T")
+
+
+class DiskError(OSError):
+    """The disk tier cannot go on. `errno` as the system says it, `filename` of the file, `strerror`: what was
+    being done, what came, and what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class DiskFile:
+    """The records of `layout` in an unnamed file in `directory`. Raises DiskError where there is no room for it.
+
+    `label` tells the files of one directory apart in messages; nothing is waited for longer than `timeout_s`;
+    `resting`: the records that have room from the start, None: all."""
+
+    def __init__(
+        self, directory: Path, layout: FileLayout, *, label: str, timeout_s: float = 600.0,
+        resting: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.timeout_s = layout, timeout_s
+        resting = range(len(layout.sizes_bytes)) if resting is None else resting
+        self.path = directory / f"colossal-lite-{label}-{secrets.token_hex(4)}"
+        self.why_buffered = ""
+        """Why there is no direct access; empty where there is."""
+        self.failure: DiskError | None = None
+        """The first fault, after which all else is refused."""
+        self._sums: list[list[int | None]] = [
+            [None] * len(layout.blocks(i)) for i in range(len(layout.sizes_bytes))
+        ]
+        self._lock = threading.Lock()
+        self._fds: list[int] = []
+        try:
+            self._open()
+            for record in sorted(resting):
+                self._allocate(record)
+        except OSError as error:
+            self._close_fds()
+            size_bytes = sum(map(layout.padded_bytes, resting))
+            raise DiskError(
+                error.errno,
+                f"a file of {size_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
+                str(directory),
+            ) from error
+        self._workers = Workers(THREADS, "disk")
+
+    @property
+    def is_direct(self) -> bool:
+        return not self.why_buffered
+
+    def write(self, record: int, source: Tensor) -> None:
+        """Write a record from `source`: uint8, its pages, in memory from a page's start on. Raises DiskError."""
+        self._all_blocks("written", record, source, self._write_block)
+
+    def read(self, record: int, target: Tensor) -> None:
+        """Read a record into `target`: as `source` of `write`. Raises DiskError, also for bytes that are not those last
+        written."""
+        self._all_blocks("read", record, target, self._read_block)
+
+    def make_room(self, record: int) -> None:
+        """A record rests here from now on. Raises DiskError where there is no room for it."""
+        self.check()
+        try:
+            self._allocate(record)
+        except OSError as error:
+            what = (
+                f"record {record} of {self.layout.sizes_bytes[record]:,} bytes has no room: {error.strerror}"
+            )
+            self._fail(what, error.errno or errno.EIO, error)
+
+    def give_back(self, record: int) -> None:
+        """A record rests elsewhere from now on, and its room is given back. Nothing of it may be on its way."""
+        self._sums[record] = [None] * len(self._sums[record])
+        if size_bytes := self.layout.padded_bytes(record):
+            # A system whose pages are larger, or a file system that makes no holes: the room is kept.
+            with (
+                suppress(OSError, ValueError),
+                mmap.mmap(self._fds[0], size_bytes, offset=self.layout.starts[record]) as place,
+            ):
+                place.madvise(mmap.MADV_REMOVE)
+
+    def check(self) -> None:
+        """Raise the DiskError that has ended this file's use, if one has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """What is under way is finished; then the file is gone. Closing twice is no fault. What does not end in time
+        (`GRACE_S` after a fault) is left behind, and told in a warning."""
+        grace_s = self.timeout_s if self.failure is None else min(GRACE_S, self.timeout_s)
+        if left := self._workers.close(grace_s):
+            # A descriptor that is closed under them could be another file's by the time they use it.
+            warnings.warn(
+                f"{self.path}: {left} reads or writes have not ended {grace_s:g} s after the file was closed; they and "
+                f"the file stay until the process ends",
+                stacklevel=2,
+            )
+        else:
+            self._close_fds()
+        self.failure = self.failure or DiskError(
+            errno.EBADF, "the file is closed: the run is over", str(self.path)
+        )
+
+    # ---- how it is opened ----
+
+    def _open(self) -> None:
+        self._fds = [os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)]
+        try:
+            self._open_direct()
+        finally:
+            os.unlink(self.path)
+
+    def _allocate(self, record: int) -> None:
+        if size_bytes := self.layout.padded_bytes(record):
+            os.posix_fallocate(self._fds[0], self.layout.starts[record], size_bytes)
+
+    def _open_direct(self) -> None:
+        """A second descriptor past the page cache, if a page can be written and read through it."""
+        if not DIRECT:
+            self.why_buffered = "this system has no O_DIRECT"
+            return
+        try:
+            self._fds.append(os.open(self.path, os.O_RDWR | DIRECT | os.O_CLOEXEC))
+            page = pages(PAGE_BYTES, torch.device("cpu")).numpy().data
+            os.pwritev(self._fds[1], [page], 0)
+            os.preadv(self._fds[1], [page], 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            self.why_buffered = f"the file system of {self.path.parent} refuses O_DIRECT ({error.strerror})"
+
+    def _close_fds(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+    # ---- blocks ----
+
+    def _all_blocks(
+        self, verb: str, record: int, buffer: Tensor, work: Callable[[int, int, Block, memoryview], None]
+    ) -> None:
+        self.check()
+        assert buffer.numel() == self.layout.padded_bytes(record) and buffer.data_ptr() % PAGE_BYTES == 0
+        view = buffer.numpy().data
+        futures: list[Future[None]] = [
+            self._workers.submit(partial(work, record, number, block, view[block.start : block.stop]))
+            for number, block in enumerate(self.layout.blocks(record))
+        ]
+        # All of them: a buffer that is handed back must be left alone.
+        ended, late = wait(futures, timeout=self.timeout_s)
+        if late:
+            self._fail(f"record {record} was not {verb} in {self.timeout_s:g} s", errno.ETIMEDOUT)
+        for number, future in enumerate(futures):
+            if (error := future.exception()) is not None:
+                if not isinstance(error, OSError):
+                    raise error
+                block, why = self.layout.blocks(record)[number], error.strerror or error
+                self._fail(
+                    f"bytes {block.start:,} to {block.stop:,} of record {record} were not {verb}: {why}",
+                    error.errno or errno.EIO,
+                    error,
+                )
+
+    def _fail(self, what: str, number: int, cause: BaseException | None = None) -> None:
+        error = DiskError(
+            number,
+            f"{what}; the step is lost: continue from the last checkpoint, with memory.disk_dir on a disk that is "
+            f"whole, or memory.placement='host'",
+            str(self.path),
+        )
+        with self._lock:
+            self.failure = self.failure or error
+        raise error from cause
+
+    def _write_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
+        self._sums[record][number] = zlib.crc32(view)
+        if (done := self._move(_write_some, block, view)) < len(view):
+            raise OSError(errno.ENOSPC, f"the file takes {done:,} bytes and no more")
+        self._forget(block)
+
+    def _read_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
+        if (done := self._move(_read_some, block, view)) < len(view):
+            raise OSError(errno.EIO, f"the file ends after {done:,} bytes of them")
+        self._forget(block)
+        found, expected = zlib.crc32(view), self._sums[record][number]
+        if found != expected:
+            stated = "nothing was" if expected is None else f"{expected:08x} was"
+            raise OSError(errno.EIO, f"their checksum is {found:08x}, and {stated} written")
+
+    def _move(self, some: Callable[[int, memoryview, int], int], block: Block, view: memoryview) -> int:
+        """Bytes of a block that were moved by call after call of `some`, until none came."""
+        done = 0
+        while done < len(view) and (count := some(self._fd(done), view[done:], block.offset + done)):
+            done += count
+        return done
+
+    def _fd(self, done: int) -> int:
+        """Direct access begins on a page; a system call may have stopped elsewhere."""
+        return self._fds[1 if self.is_direct and done % PAGE_BYTES == 0 else 0]
+
+    def _forget(self, block: Block) -> None:
+        """Nobody else reads this: the page cache is for others."""
+        if not self.is_direct:
+            os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)
+
+
+class Workers:
+    """Threads that do jobs as they come; an executor's would keep the process until the last job has ended."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self, timeout_s: float) -> int:
+        """Jobs given so far are done, and the threads end. How many have not after `timeout_s`."""
+        end_s = time.monotonic() + timeout_s
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (given := self._jobs.get()) is not None:  # an idle thread waits for nobody, and `close` ends it
+            future, job = given
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+            del given, future, job  # an idle thread holds no buffer
+
+
+def _read_some(fd: int, view: memoryview, offset: int) -> int:
+    """Some bytes of a file from `offset` on, at most as many as `view` has; how many."""
+    return os.preadv(fd, [view], offset)
+
+
+def _write_some(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)

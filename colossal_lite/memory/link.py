@@ -1,0 +1,327 @@
+"""Copies between two tiers in one direction, in order, by a thread or a stream of a GPU.
+
+Note: what travels in a step goes over a `Link`, each copy with a `Transfer` to wait for.  Two links run at once, so
+both directions of a bus are in use.  On one machine a link can be given a speed.  It then emulates a device behind a
+bus, so every order of copies, waits and reuse of buffers is tested without one.
+
+Order.  Demanded copies keep their order on a link; sums and written records rely on it.  A prefetch names the copies
+that it comes after, and keeps its order among prefetches.  A demanded copy may overtake it, and it can be revoked.
+Waiting for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy comes
+only after copies that were asked for earlier, and a link begins a copy only when nothing holds it back.  So the
+oldest copy that has not begun can always begin.  A copy on a stream that comes after work of a thread is enqueued by
+the link's thread when that work is done.  Other copies are enqueued at once, and then cannot be revoked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
+from functools import partial
+
+from torch import Tensor
+
+from colossal_lite.memory.copy_streams import Event, Lane, ended
+
+
+class Priority(IntEnum):
+    """Of a copy that has not begun."""
+
+    DEMAND = 0  # somebody waits for it, or others on its link may count on its place
+    PREFETCH = (
+        1  # nobody does: it comes after what it says it does, and whatever is demanded may come before it
+    )
+
+
+class Request:
+    """What is left to do of a copy that was asked for, and what came of it."""
+
+    def __init__(self, begin: Callable[[], Event | None]) -> None:
+        self._begin: Callable[[], Event | None] | None = begin
+        self.future: Future[Event | None] = Future()
+
+    def serve(self) -> None:
+        """Do it; an error is for whoever waits."""
+        begin = self._begin
+        assert begin is not None, "it was served, or dropped"
+        self.drop()
+        try:
+            event = begin()
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):  # of a user who interrupts the thread that asked
+                raise
+        else:
+            self.future.set_result(event)
+
+    def drop(self) -> None:
+        """Let go of its tensors."""
+        self._begin = None
+
+
+class Transfer:
+    """A copy on its way. Whoever waits for it is told what it raised."""
+
+    def __init__(
+        self, link: Link, request: Request, after: Sequence[Transfer], priority: Priority, size_bytes: int
+    ) -> None:
+        self.link, self.request, self.after, self.priority = link, request, tuple(after), priority
+        self.size_bytes = size_bytes
+        self.is_revoked = False
+        self.told: Future[None] | None = None
+        """When who is to be told of its end has been; None: nobody is, or that is a part of the copy."""
+
+    @property
+    def link_name(self) -> str:
+        return self.link.name
+
+    def wait(self) -> None:
+        """What is computed from now on finds the bytes in the target. On a GPU the device waits, and not the host."""
+        self.expedite()
+        for root in self.roots():
+            root.link.lane.hold(root.handed)
+
+    def finish(self) -> None:
+        """The target holds the bytes when this returns: for a host that reads or frees them itself."""
+        self.expedite()
+        start = time.perf_counter()
+        for root in self.roots():
+            if (event := root.handed()) is not None:
+                ended(event, root.link.timeout_s)
+            if root.told is not None:
+                root.told.result(timeout=root.link.timeout_s)
+        self.link.blocked_s += time.perf_counter() - start
+
+    def expedite(self) -> None:
+        """Somebody waits for it: from now on it is in demand, and so is what it comes after, over whatever link."""
+        if self.is_handed or self.priority is Priority.DEMAND:
+            return
+        self.link.demand(self)
+        for transfer in self.after:
+            transfer.expedite()
+
+    def revoke(self) -> bool:
+        """Nobody wants it any more. True if it had not begun: then it never will, its bytes are not counted, and its
+        target may be written as soon as it might have been by it, which whoever waits for it waits for.  What a stream
+        has been handed has begun."""
+        return self.link.revoke(self)
+
+    def roots(self) -> Iterator[Transfer]:
+        """What has to end before who comes after it may begin: itself, or, where it was revoked, what it came after."""
+        if not self.is_revoked:
+            yield self
+            return
+        for transfer in self.after:
+            yield from transfer.roots()
+
+    def tell(self, then: Callable[[], object]) -> None:
+        """Call `then` when it has ended."""
+        if (event := self.handed()) is not None:
+            ended(event, self.link.timeout_s)
+        then()
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether its lane has it, or it has ended, or was revoked."""
+        return self.request.future.done()
+
+    def handed(self) -> Event | None:
+        """When its lane has it: the event of its end, or None where it has ended."""
+        try:
+            return self.request.future.result(timeout=self.link.timeout_s)
+        except TimeoutError as error:
+            if self.is_handed:  # the copy's own
+                raise
+            raise self.link.late() from error
+
+
+class Link:
+    """One direction between two tiers: copies one after the other on a lane, in the order they are asked for; but what
+    is in demand goes before what is not, as soon as it waits for nothing."""
+
+    def __init__(self, name: str, lane: Lane, *, timeout_s: float = 600.0) -> None:
+        self.name, self.lane, self.timeout_s = name, lane, timeout_s
+        self.moved_bytes = 0
+        """Of all copies so far that were not revoked."""
+        self.blocked_s = 0.0
+        """That the host has waited for bytes that it reads itself."""
+        self._thread = ThreadPoolExecutor(1, f"link-{name}")
+        self._teller = ThreadPoolExecutor(
+            1, f"link-{name}-ends"
+        )  # has no thread before there is something to tell
+        self._changed = threading.Condition()
+        self._queue: list[Transfer] = []  # in the order they were asked for
+        self._serving = 0
+        self._last: Transfer | None = None  # that the lane was handed, after all others
+
+    @property
+    def waited_s(self) -> float:
+        """That whoever needed a copy has waited for it: on a GPU that its computing stood still, by its own clock, and
+        that the host did."""
+        return self.lane.held_s + self.blocked_s
+
+    def copy(
+        self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),
+        priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
+    ) -> Transfer:  # fmt: skip
+        """Copy `source` to `target` of the same size and dtype, when all `after` are done, and all that was computed so
+        far.  Neither may be written until then, nor `target` read.  `then` is called by a thread when the bytes are
+        there, before anybody who waits on the host goes on."""
+        assert target.shape == source.shape and target.dtype == source.dtype
+        work = partial(target.copy_, source, non_blocking=self.lane.on_stream)
+        size_bytes = source.numel() * source.element_size()
+        return self.run(work, size_bytes, after=after, priority=priority, then=then)
+
+    def run(
+        self, work: Callable[[], object], size_bytes: int, *, after: Sequence[Transfer] = (),
+        priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
+    ) -> Transfer:  # fmt: skip
+        """As `copy`, where `work` moves the `size_bytes`."""
+        told = then if not self.lane.on_stream else None
+        request = Request(partial(self._begin, work, size_bytes, after, self.lane.now(), told))
+        transfer = Transfer(self, request, after, priority, size_bytes)
+        if priority is Priority.DEMAND:
+            for each in after:
+                each.expedite()
+        with self._changed:
+            self.moved_bytes += size_bytes
+            is_next = self.lane.on_stream and not self._queue and not self._serving and _is_ready(transfer)
+            if is_next:
+                self._serving += 1
+            else:
+                self._queue.append(transfer)
+        if is_next:
+            self._serve(transfer)
+        else:
+            self._thread.submit(self._turn)
+        if then is not None and self.lane.on_stream:
+            transfer.told = self._teller.submit(transfer.tell, then)
+        return transfer
+
+    def drain(self) -> None:
+        """All copies so far have ended, and their memory may be freed."""
+        with self._changed:
+            left = [*self._queue]
+        for transfer in left:
+            transfer.handed()  # in the turn that it has
+        if not self._changed_until(lambda: not self._serving):
+            raise self.late()
+        if self._last is not None:
+            self._last.finish()
+
+    def close(self) -> None:
+        """No copy is asked for any more; those on their way are finished at once. What does not end in time is left
+        behind, and told in a warning."""
+        self.lane.hurry()
+        if not self._changed_until(lambda: not self._queue and not self._serving):
+            warnings.warn(
+                f"{self.late()}; it is left behind, and what it was to write may be old", stacklevel=2
+            )
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._teller.shutdown(wait=False, cancel_futures=True)
+            return
+        self._thread.shutdown()
+        if self.lane.on_stream and self._last is not None and self._last.request.future.exception() is None:
+            self._last.finish()
+        self._teller.shutdown()
+
+    def late(self) -> TimeoutError:
+        return TimeoutError(
+            f"a copy over the link {self.name} has not ended in {self.timeout_s:g} s (timeout_s)"
+        )
+
+    # ---- whose turn it is ----
+
+    def demand(self, transfer: Transfer) -> None:
+        """As `Transfer.expedite`, of one that may be in this link's queue."""
+        with self._changed:
+            transfer.priority = Priority.DEMAND
+            self._changed.notify_all()
+
+    def revoke(self, transfer: Transfer) -> bool:
+        """As `Transfer.revoke`, of one that may be in this link's queue."""
+        with self._changed:
+            if transfer not in self._queue:
+                return False
+            self._queue.remove(transfer)
+            self.moved_bytes -= transfer.size_bytes
+            transfer.is_revoked = True
+            self._changed.notify_all()
+        transfer.request.drop()
+        transfer.request.future.set_result(None)
+        return True
+
+    def _turn(self) -> None:
+        """Serve one of those that wait; there may be none left, if one was revoked."""
+        if (transfer := self._take()) is not None:
+            self._serve(transfer)
+
+    def _take(self) -> Transfer | None:
+        """The next one, when it waits for nothing. One that has waited too long is taken all the same, and fails."""
+        end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
+        with self._changed:
+            while self._queue:
+                found = self._next()
+                if found is None and (left_s := end_s - time.monotonic()) > 0:
+                    missing = {root for transfer in self._queue for root in _missing(transfer)} - watched
+                    watched |= missing
+                    for root in missing:
+                        root.request.future.add_done_callback(self._wake)
+                    if not missing:  # else one of them may have been handed meanwhile
+                        self._changed.wait(left_s)
+                    continue
+                found = found or self._queue[0]
+                self._queue.remove(found)
+                self._serving += 1
+                return found
+        return None
+
+    def _next(self) -> Transfer | None:
+        """The first that is in demand, if it waits for nothing; else the first of all, if it does not."""
+        demanded = next((each for each in self._queue if each.priority is Priority.DEMAND), None)
+        return next((each for each in (demanded, self._queue[0]) if each and _is_ready(each)), None)
+
+    def _serve(self, transfer: Transfer) -> None:
+        try:
+            transfer.request.serve()
+        finally:
+            transfer.after = ()  # else each would keep all before it
+            with self._changed:
+                self._serving -= 1
+                self._last = transfer
+                self._changed.notify_all()
+
+    def _wake(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _changed_until(self, is_so: Callable[[], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(is_so, self.timeout_s)
+
+    def _begin(
+        self, work: Callable[[], object], size_bytes: int, after: Sequence[Transfer], now: Event | None,
+        then: Callable[[], object] | None,
+    ) -> Event | None:  # fmt: skip
+        roots = [root for transfer in after for root in transfer.roots()]
+        for root in roots:
+            if not root.is_handed:  # it was waited for long enough
+                raise root.link.late()
+        ends = (now, *(root.handed() for root in roots))
+        end = self.lane.run(work, size_bytes, [end for end in ends if end is not None], self.timeout_s)
+        if then is not None:
+            then()
+        return end
+
+
+def _missing(transfer: Transfer) -> Iterator[Transfer]:
+    """What a copy still waits for."""
+    for each in transfer.after:
+        yield from (root for root in each.roots() if not root.is_handed)
+
+
+def _is_ready(transfer: Transfer) -> bool:
+    return not any(True for _ in _missing(transfer))

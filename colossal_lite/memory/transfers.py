@@ -1,0 +1,129 @@
+"""Copies tensors between devices and tiers once: initial values, buffers, batches; and buffers that links fill.
+
+Note: this file and `link` are the only ones that copy between devices.  `link` holds what travels in a step.  `Buffers`
+hand out equal buffers, and `Places` (memory/arena.py) buffers of different sizes, with the transfers that still use
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.memory.arena import Places
+from colossal_lite.memory.link import Link, Transfer
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; itself if it is there already. From pinned memory the copy is asynchronous."""
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, finished for whatever is computed there and for the host."""
+    return tensor.to(device, copy=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, finished when this returns."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def buffers_to_device(module: nn.Module, device: torch.device) -> None:
+    """Move every buffer of a module, in place."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.device != device:
+                owner._buffers[name] = to_device(buffer, device)
+
+
+class Buffers:
+    """Equal buffers that transfers fill and empty: the one that was handed back first is taken first.
+
+    A buffer is in use while it is taken, and from then on while the transfer that it was handed back with is the last
+    of its link: a link does one after the other, so those before are done, or the plan would have it wait."""
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._free: deque[tuple[Tensor, tuple[Transfer, ...]]] = deque((one, ()) for one in buffers)
+        self._count = len(self._free)
+        self._leaving: dict[
+            str, Transfer
+        ] = {}  # link -> the last transfer with which a buffer was handed back
+        self._each_bytes = self._free[0][0].nbytes if self._free else 0
+        self.most_taken = 0
+        """Buffers in use at once, at the most so far."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Of those."""
+        return self.most_taken * self._each_bytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, *after: Transfer) -> tuple[Tensor, tuple[Transfer, ...]]:
+        """A buffer, and the transfers after which it may be written. `after`: what has to be done before there is
+        anything to write, too."""
+        assert self._free, "the plan takes more buffers than there are"
+        buffer, before = self._free.popleft()
+        self._leaving = {name: t for name, t in self._leaving.items() if t not in (*before, *after)}
+        held = self._count - len(self._free)
+        self.most_taken = max(self.most_taken, held + len(set(self._leaving.values())))
+        return buffer, before
+
+    def give(self, buffer: Tensor, *last: Transfer) -> None:
+        """Hand a buffer back, which may be written when `last` are done."""
+        self._free.append((buffer, last))
+        self._leaving |= {transfer.link_name: transfer for transfer in last}
+
+    def rest(self) -> None:
+        """All transfers that buffers were handed back with are done."""
+        self._leaving.clear()
+
+
+class Outbox:
+    """Places on the device through which sums go down a link, so that whoever sends need not wait.
+
+    A thread adds on the host as it copies.  A stream cannot: its sums come down into `landings` [numel] there, from
+    which `adds` adds them."""
+
+    def __init__(self, down: Link, adds: Link, places: Places, landings: Iterable[Tensor] = ()) -> None:
+        self._down, self._adds = down, adds
+        self.places, self._landings = places, Buffers(landings)
+        self._sent: list[Transfer] = []
+        self.on_stream = down.lane.on_stream
+
+    def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> Transfer:
+        """Copy `source` to `target` on the host, or add it there, through place `number`. `source` may be written when
+        this returns, `target` read after the transfer that is returned, or after `flush`."""
+        here = self.places.take_now(number)
+        here.copy_(source)
+        size_bytes = source.numel() * source.element_size()
+        if not add:
+            gone = sent = self._down.copy(target, here)
+        elif not self.on_stream:
+            gone = sent = self._down.run(partial(target.add_, here), size_bytes)
+        else:
+            landing, free = self._landings.take()
+            landed = landing[: source.numel()]
+            gone = self._down.copy(landed, here, after=free)
+            sent = self._adds.run(partial(target.add_, landed), 0, after=(gone,))
+            self._landings.give(landing, sent)
+        self.places.give(number, gone)
+        self._sent.append(sent)
+        return sent
+
+    def flush(self) -> None:
+        """All that was sent is there."""
+        while self._sent:
+            self._sent.pop().finish()
+        self._landings.rest()
+
+    @property
+    def most_landed(self) -> int:
+        """As many on the host."""
+        return self._landings.most_taken

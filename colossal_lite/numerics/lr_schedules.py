@@ -1,0 +1,39 @@
+"""Part of what was optim."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colossal_lite.config.schema import LRSchedulerConfig
+
+
+def learning_rate_factor(config: LRSchedulerConfig, step: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) over its peak; past `total_steps` it stays at
+    `final_ratio`."""
+    if config.type == "constant":
+        return 1.0
+    assert config.total_steps is not None
+    warmup, total, final = config.warmup_steps, config.total_steps, config.final_ratio
+    if config.type == "one_cycle" and step < warmup:
+        return config.start_ratio + (1.0 - config.start_ratio) * _half_cosine(step / warmup)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.type == "wsd":
+        assert config.decay_steps is not None
+        warmup = total - config.decay_steps
+    done = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
+    match config.type:
+        case "cosine" | "one_cycle":
+            left = 1.0 - _half_cosine(done)
+        case "polynomial":
+            left = (1.0 - done) ** config.power
+        case _:
+            left = 1.0 - done
+    return final + (1.0 - final) * left
+
+
+def _half_cosine(x: float) -> float:
+    """From 0 at x = 0 to 1 at x = 1."""
+    return 0.5 * (1.0 - math.cos(math.pi * x))

@@ -1,0 +1,159 @@
+"""Which dtype holds what, and the loss scale that keeps fp16 gradients in range.
+
+Note: the loss scale.
+fp16 gradients end at 6e-8 below and 65504 above, so backward is seeded with more than 1.  A plain loop seeds the
+*mean* loss of its N tokens with S = 2^16: the largest gradient of a logit, S / N, and all behind it lie where fp16 is
+fine.  We seed the *sum*, so the same place is S / N; the seed of a part of T label positions is S over the power of
+two at or above T.  It is a power of two where S is one, so a gradient is divided by it exactly, when it leaves fp16:
+as it is added to the chunk's float32 buffer, in the pass that adds it.  Hence parts and ranks may have different seeds
+and nothing but that addition knows of the scale: sums, norms, clipping and `full_gradients` see true gradients.
+An overflow makes an infinity or NaN in some chunk of some rank, so in the one all-reduced sum of squares, from which
+every rank draws the same conclusion: no update, half the scale; after 2,000 finite steps in a row, double it.
+T is the size of the labels, ignored ones too: known without asking the device, the same on all ranks of one data
+coordinate, whichever stage or tensor shard they hold.
+
+Note: gradients of two bytes.
+Backward of a bf16 model gives bf16 gradients, so a buffer of bf16 keeps one micro-batch of one rank exactly, and a run
+on one rank has the bits of float32 buffers.  The sum over ranks travels in bf16 and has to be rounded to be kept: once,
+of a sum in float32 in rank order, where this package adds (ranks of one host, and reduce-scatters elsewhere; `ordered`
+in any case), and as the backend does it in other `fast` sums; over the copies of hybrid sharding a second time.  A sum
+of micro-batches would lose more with each of them, and is refused.  Norm, clipping and the update itself are computed
+in float32 from what was kept, and so are the whole tensors that `full_gradients` gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from colossal_lite.config.schema import PrecisionConfig
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`compute`: the weights the model multiplies with; `master`: what the optimizer updates, in two halves if `split`
+    (kernels/split.py); `gradient`: the buffer in which micro-batches and ranks are summed."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    split: bool = False
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> Precision:
+        """What a config asks for. Gradients are summed in float32 or better, unless it names their dtype."""
+        split = config.master_dtype == "split"
+        master = torch.float32 if split else DTYPES[config.master_dtype]
+        gradient = wide_as(master) if config.gradient == "auto" else DTYPES[config.gradient]
+        return cls(DTYPES[config.dtype], master, gradient, split)
+
+    @property
+    def master_copy_bits(self) -> int:
+        """Of each parameter, for master weights beside those the model multiplies with."""
+        if self.split:
+            return 17
+        return 8 * self.master.itemsize if self.master != self.compute else 0
+
+
+def wide_as(master: torch.dtype) -> torch.dtype:
+    """What updates of such masters are computed in, and states kept in: float32 or better."""
+    return torch.promote_types(master, torch.float32)
+
+
+@dataclass(frozen=True)
+class ChunkTypes:
+    """How the numbers of a chunk are kept and sent: weights at rest (`storage`), as shards of them travel (`wire`), and
+    as the model multiplies with them (`compute`); sums of gradients; masters, in two halves if `split`.
+
+    `storage` and `wire` None: as `compute`.  `scale_block`: elements of the wire that share one float32 scale; 0: none.
+    Whatever allocates, gathers or counts weights asks here, and all gathers are `WeightChunk._gather`: another wire
+    (int8 in blocks, arXiv 2306.10209 section 3) is a conversion there and a slot for what comes.  None is built: raises
+    ValueError for weights that rest or travel in another dtype than `compute`."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    split: bool = False
+    storage: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    scale_block: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("storage", self.storage), ("wire", self.wire)):
+            if dtype not in (None, self.compute):
+                raise ValueError(f"chunk: {name}={dtype} is not built; legal: {self.compute}, which computes")
+        if self.scale_block:
+            raise ValueError(
+                f"chunk: scale_block={self.scale_block} is not built; legal: 0, a wire without scales"
+            )
+
+    @classmethod
+    def of(cls, precision: Precision) -> ChunkTypes:
+        return cls(precision.compute, precision.master, precision.gradient, precision.split)
+
+    @property
+    def state(self) -> torch.dtype:
+        """Of what the optimizer keeps, and of its arithmetic."""
+        return wide_as(self.master)
+
+    def resting_bytes(self, numel: int) -> int:
+        """Of so many weights between steps."""
+        return numel * (self.storage or self.compute).itemsize
+
+    def wire_bytes(self, numel: int) -> int:
+        """Of so many weights on their way, with their scales."""
+        scales = -(-numel // self.scale_block) if self.scale_block else 0
+        return numel * (self.wire or self.compute).itemsize + 4 * scales
+
+
+GROWTH_STEPS = 2000
+FIRST_SCALE, LEAST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What backward is seeded with, for a mean loss. `scale` is 1 for every dtype but fp16."""
+
+    scale: float
+    is_dynamic: bool
+    finite_steps: int = 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> LossScale:
+        if config.dtype != "fp16":
+            return cls(1.0, is_dynamic=False)
+        if config.loss_scale == "dynamic":
+            return cls(FIRST_SCALE, is_dynamic=True)
+        return cls(float(config.loss_scale), is_dynamic=False)
+
+    def after(self, is_finite: bool) -> LossScale:
+        """The scale of the next step."""
+        if not self.is_dynamic:
+            return self
+        if not is_finite:
+            return replace(self, scale=max(self.scale / 2.0, LEAST_SCALE), finite_steps=0)
+        if self.finite_steps + 1 < GROWTH_STEPS:
+            return replace(self, finite_steps=self.finite_steps + 1)
+        return replace(self, scale=min(self.scale * 2.0, LARGEST_SCALE), finite_steps=0)
+
+    @property
+    def state(self) -> tuple[float, int] | None:
+        """What a checkpoint keeps of it; None where there is nothing that moves."""
+        return (self.scale, self.finite_steps) if self.is_dynamic else None
+
+    def at(self, state: tuple[float, int] | None) -> LossScale:
+        """This scale where a checkpoint left it; a fixed one stays what the config says."""
+        if state is None or not self.is_dynamic:
+            return self
+        return replace(self, scale=state[0], finite_steps=state[1])
+
+    def seed(self, positions: int) -> float:
+        """What backward of the sum of the losses at so many positions starts with; 1 where nothing is scaled."""
+        if self.scale == 1.0 and not self.is_dynamic:
+            return 1.0
+        return self.scale / float(1 << max(positions - 1, 0).bit_length())

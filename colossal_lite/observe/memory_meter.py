@@ -1,0 +1,135 @@
+"""What tensors a stretch of code holds: live bytes now, and at the most.
+
+Note: storages, not tensors.
+Views share their bytes, so storages are counted, once each, from the operation that makes them until they are freed.
+The meter sees whatever goes through torch's dispatcher while it is active, so it works on meta tensors, which hold no
+bytes: that is how a run that is not here is measured.  What is alive at the end of a forward pass is what autograd
+keeps for backward, recomputation included.  What a kernel takes and gives back within one operation it cannot see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.observe.shape_cache import storage_of, tensors_in
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made while this was active and are still alive. Operations run by `run`."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any] = _plainly) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = self.peak_bytes = 0
+        self._alive: set[int] = set()
+        self._run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler (155 MB)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_of(x) for x in tensors_in((args, kwargs))}
+        out = self._run(func, args, kwargs or {})
+        for x in tensors_in(out):
+            if (key := storage_of(x)) not in given and key not in self._alive:
+                self._count(x, key)
+        return out
+
+    def window(self) -> int:
+        """The peak since this was last called; a new window begins with what is alive now."""
+        peak, self.peak_bytes = self.peak_bytes, self.now_bytes
+        return peak
+
+    def _count(self, x: Tensor, key: int) -> None:
+        storage = x.untyped_storage()
+        held_bytes = storage.nbytes()
+        self._alive.add(key)
+        self.now_bytes += held_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._forget, key, held_bytes)
+
+    def _forget(self, key: int, held_bytes: int) -> None:
+        self._alive.discard(key)
+        self.now_bytes -= held_bytes
+
+
+class AllocatedBytes:
+    """What the allocator of a GPU has given at the most while this was active, over `base_bytes`: workspaces and what
+    kernels take within one operation included. Its peak counts anew from each beginning."""
+
+    def __init__(self, device: torch.device, base_bytes: int, allocator: Any = torch.cuda) -> None:
+        """`allocator`: what has torch.cuda's statistics."""
+        self._device, self._allocator = device, allocator
+        # What is said to be there and is not must not hide what comes.
+        self._base_bytes = min(base_bytes, allocator.memory_allocated(device))
+        self.peak_bytes = 0
+
+    def __enter__(self) -> None:
+        self._allocator.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        most = self._allocator.max_memory_allocated(self._device) - self._base_bytes
+        self.peak_bytes = max(self.peak_bytes, most)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of a step: live bytes at its end, and at the most within it."""
+
+    name: str
+    live_bytes: int
+    peak_bytes: int
+
+
+def _most(moments: Sequence[Moment]) -> int:
+    return max((moment.peak_bytes for moment in moments), default=0)
+
+
+class StepMeter(LiveBytes):
+    """Live bytes over whole steps of training: `kept_bytes` is the most that the end of a forward pass left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept_bytes = 0
+        self.shape = (0, 0)
+        """Samples of all micro-batches of a step as long as the largest, and tokens of one sample."""
+        self._moments: list[Moment] = []
+        self._highest: tuple[Moment, ...] = ()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._highest, self._moments = self.moments, []
+
+    def moment(self, name: str) -> None:
+        """A moment of the step has ended."""
+        self._moments.append(Moment(name, self.now_bytes, self.window()))
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of the step that held most; what came after the last one that was named is `end`."""
+        here = tuple(self._moments)
+        if here and self.peak_bytes > self.now_bytes:
+            here = (*here, Moment("end", self.now_bytes, self.peak_bytes))
+        return max(self._highest, here, key=_most)
+
+    @property
+    def most_bytes(self) -> int:
+        """Live at the worst moment of all steps."""
+        return max(_most(self._highest), _most(self._moments), self.peak_bytes)
+
+    def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
+        """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""
+        self.kept_bytes = max(self.kept_bytes, self.now_bytes)
+        sizes = [(len(shapes) * shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
+        self.shape = max(self.shape, *sizes)

@@ -1,0 +1,325 @@
+"""What a run shows of itself: rows for machines, a line for people, a timeline of where time went.
+
+Note: observe
+    *Two kinds of numbers.* `metrics.jsonl` and `evaluation.jsonl` hold what seed, configuration and data
+    determine: the same command twice gives the same bytes. Times, rates and memory differ from run to run and
+    stand in `timing.jsonl`. Every row is flushed as it is written, so a killed run keeps all the rows it
+    earned. A number that is not finite is null, because JSON has no other word for it.
+    *Nothing is sampled.* Times are taken where the loop stands, memory once a step; no thread runs.
+    *Who shows.* One rank; on the others the same calls do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from colossal_lite.observe.sinks import Sink
+from colossal_lite.observe.timeline import Timeline, memory_bytes
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One optimizer step, as determined by seed, configuration and data: a row of metrics.jsonl."""
+
+    step: int
+    loss: float
+    """nats per token, mean over the valid tokens of the global batch"""
+    bits_per_byte: float
+    """the same in bits per byte of text"""
+    grad_norm: float
+    """before clipping"""
+    lr: float
+    tokens: int
+    """valid tokens of the global batch"""
+    skipped: bool
+    """the optimizer did not move, because a gradient was not finite or no token was valid"""
+    sent_bytes: int
+    """logical payload that this rank gave to its communicators"""
+
+
+@dataclass(frozen=True)
+class TimingRow:
+    """The same step in time and memory: a row of timing.jsonl."""
+
+    step: int
+    step_s: float
+    """from the end of the step before, with the wait for data, without evaluation"""
+    tokens_per_s: float
+    """of all ranks"""
+    mfu: float | None
+    """share of the devices' peak that the model's own FLOPs took; None where no peak is known"""
+    memory_bytes: int
+    """host: resident now; CUDA: the most that was allocated so far"""
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """Loss on held-out text after a step: a row of evaluation.jsonl."""
+
+    step: int
+    loss: float
+    bits_per_byte: float
+
+
+class JsonLines:
+    """Writes rows to a file, one JSON object a line, each flushed. Of a file that is there, rows up to `keep_step`
+    stay: what a killed run wrote after its last checkpoint is written again."""
+
+    def __init__(self, path: Path, keep_step: int = 0) -> None:
+        kept = list(_rows_up_to(path, keep_step)) if keep_step and path.exists() else []
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)  # a kill here loses no row
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, row: Any) -> None:
+        """Append a dataclass or dict."""
+        values: Mapping[str, Any] = row if isinstance(row, Mapping) else asdict(row)
+        self._file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows_up_to(path: Path, step: int) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                yield line
+        except ValueError:  # cut short by a kill
+            return
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -------------------------------------------------------------------------------------------------------- run
+
+
+REDRAW_NS = 250_000_000
+"""between two drawings of the moving line: more often costs more than it tells"""
+
+
+class Step(Protocol):
+    """What a step tells of itself (the engine's StepResult)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss(self) -> Tensor: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def skipped(self) -> bool: ...
+    @property
+    def lr(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What makes the numbers of a run comparable with others."""
+
+    bytes_per_token: float = 1.0
+    """of the text; 1 for a vocabulary of bytes"""
+    yardsticks: str = ""
+    """shown beside bits per byte, such as "zlib 1.91, lzma 1.61" """
+    flops_per_token: float = 0.0
+    """`model_flops_per_token`"""
+    peak_flops: float | None = None
+    """of all devices together; None where no peak is known"""
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Of a loss in nats per token."""
+        return loss / math.log(2) / self.bytes_per_token
+
+
+def progress_line(row: StepRow, timing: TimingRow, total_steps: int, scale: Scale) -> str:
+    """One step for people."""
+    beside = f" ({scale.yardsticks})" if scale.yardsticks else ""
+    parts = [
+        f"step {row.step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {row.loss:.4f}",
+        f"{row.bits_per_byte:.3f} bits/byte{beside}",
+        f"norm {row.grad_norm:.2f}",
+        f"lr {row.lr:.2e}",
+        f"{timing.tokens_per_s:,.0f} tok/s",
+        f"mfu {timing.mfu:.1%}" if timing.mfu is not None else "",
+        f"mem {timing.memory_bytes / 2**20:,.0f} MiB",
+        f"sent {row.sent_bytes / 2**20:.1f} MiB",
+        "SKIPPED" if row.skipped else "",
+    ]
+    return "  ".join(filter(None, parts))
+
+
+class RunLog:
+    """Shows one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
+
+    On a terminal, a line that moves; elsewhere a line for the first step and every `every` steps. The rows go
+    to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made, and the timeline to
+    trace.json at the end. With `folder` None nothing is written and nothing shown: so it is on all ranks but
+    one.
+    """
+
+    def __init__(
+        self, folder: Path | None, *, total_steps: int, scale: Scale, device: torch.device, every: int = 10,
+        console: Console | None = None, clock: Callable[[], int] = time.perf_counter_ns, resumed_step: int = 0,
+        also: Sequence[Sink] = (),
+    ) -> None:  # fmt: skip
+        """`resumed_step`: the step a resumed run goes on from, whose rows so far are kept; `also`: further
+        places that numbers go to (`run_sinks`)."""
+        self._resumed_step, self._sinks = resumed_step, tuple(also)
+        self.timeline = Timeline(clock=clock)
+        self._folder, self._total_steps, self._scale, self._device = folder, total_steps, scale, device
+        self._every, self._clock = every, clock
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._files: dict[type, JsonLines] = {}
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)
+        self._bar: Progress | None = None
+        self._shown_ns = self._lap_ns = 0
+
+    def __enter__(self) -> RunLog:
+        self._lap_ns = self._clock()
+        if self._folder is None:
+            return self
+        self._folder.mkdir(parents=True, exist_ok=True)
+        names = {StepRow: "metrics", TimingRow: "timing", EvaluationRow: "evaluation"}
+        self._files = {
+            kind: JsonLines(self._folder / f"{name}.jsonl", self._resumed_step)
+            for kind, name in names.items()
+        }
+        if self._console.is_terminal:
+            columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, auto_refresh=False)
+            self._bar.add_task("first step", total=self._total_steps)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.refresh()
+            self._bar.stop()
+        for file in self._files.values():
+            file.close()
+        for sink in self._sinks:
+            sink.close()
+        if self._folder:
+            self.timeline.export(self._folder / "trace.json")
+
+    def step(self, result: Step, sent_bytes: int) -> None:
+        """Record and show a step that has just ended."""
+        if self._folder is None:
+            return
+        loss = float(result.loss)
+        row = StepRow(
+            result.step, loss, self._scale.bits_per_byte(loss), result.grad_norm, result.lr, result.tokens,
+            result.skipped, sent_bytes,
+        )  # fmt: skip
+        step_s = (self._clock() - self._lap_ns) / 1e9
+        self._recent.append((row.tokens, step_s))
+        timing = self._timing(row.step, row.tokens, step_s)
+        self._files[StepRow].write(row)
+        self._files[TimingRow].write(timing)
+        for sink in self._sinks:
+            sink.write("train", row.step, asdict(row) | asdict(timing))
+        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        self._show(row, self._timing(row.step, tokens, seconds))
+        self._lap_ns = self._clock()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Record and show the held-out loss after a step; the time since then counts for no step."""
+        if self._folder is None:
+            return
+        row = EvaluationRow(step, loss, self._scale.bits_per_byte(loss))
+        self._files[EvaluationRow].write(row)
+        for sink in self._sinks:
+            sink.write("held_out", row.step, asdict(row))
+        self.say(f"step {step}: held-out loss {loss:.4f}, {row.bits_per_byte:.3f} bits/byte")
+        self._lap_ns = self._clock()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the moving one."""
+        if self._folder is not None:
+            self._console.print(text, markup=False)
+
+    def lap(self) -> None:
+        """The time since the last step counts for no step: the run was saved."""
+        self._lap_ns = self._clock()
+
+    def _timing(self, step: int, tokens: float, seconds: float) -> TimingRow:
+        rate, peak = tokens / seconds, self._scale.peak_flops
+        mfu = self._scale.flops_per_token * rate / peak if peak else None
+        return TimingRow(step, seconds, rate, mfu, memory_bytes(self._device))
+
+    def _show(self, row: StepRow, timing: TimingRow) -> None:
+        line = progress_line(row, timing, self._total_steps, self._scale)
+        now_ns, is_last = self._clock(), row.step == self._total_steps
+        if self._bar is None:
+            if not self._shown_ns or row.step % self._every == 0 or is_last:
+                self.say(line)
+                self._shown_ns = now_ns
+        elif is_last or now_ns - self._shown_ns > REDRAW_NS:
+            self._bar.update(self._bar.task_ids[0], completed=row.step, description=line)
+            self._bar.refresh()
+            self._shown_ns = now_ns
+
+
+class RankLog:
+    """What one rank says, in a file of its own: `with RankLog(folder, rank):` appends to `folder/rank-00003.log`.
+
+    Lines of Python's logging from INFO on, warnings, and the traceback of an error that leaves the block, each with
+    its time. What is printed stays where it was.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(folder / f"rank-{rank:05}.log", encoding="utf-8")
+        self._handler.setFormatter(
+            logging.Formatter(f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s")
+        )
+        self._logger = logging.getLogger()
+        self._level = self._logger.level
+
+    def __enter__(self) -> logging.Logger:
+        self._shown, warnings.showwarning = warnings.showwarning, self._show
+        self._logger.addHandler(self._handler)
+        self._logger.setLevel(min(self._level or logging.INFO, logging.INFO))
+        return logging.getLogger("colossal_lite")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            logging.getLogger("colossal_lite").error("ended by an error", exc_info=error)
+        warnings.showwarning = self._shown
+        self._logger.setLevel(self._level)
+        self._logger.removeHandler(self._handler)
+        self._handler.close()
+
+    def _show(self, message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        logging.getLogger("colossal_lite").warning("%s: %s", category.__name__, message)
+        self._shown(message, category, *rest, **more)

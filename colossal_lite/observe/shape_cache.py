@@ -1,0 +1,148 @@
+"""What forms an operation on meta tensors gives: by a rule, or asked of torch; once, and remembered.
+
+Note: a form is shape, strides and dtype.
+On the meta device an operation only works out the forms of what it gives.  Torch does much of that in Python, which
+takes 1 to 6 ms for a norm, its backward or a GELU, and loads its compiler: so a transformer's operations have rules of
+their own (memory/rules.py), and torch is asked for the others.  A run without tensors does the same operations again in
+every block, with arguments of the same forms.  What is remembered gives empty tensors of its own: so only operations
+are remembered whose schema says that nothing they take is changed or given back, and which kept to it when they were
+asked.  Cost: 20 us an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, Form, Made
+
+SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+
+
+class Forms(TorchDispatchMode):
+    """Within it, or by its `run`, operations on meta tensors whose forms have been seen are not asked again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given: dict[Hashable, Made | None] = {}
+        """By operation and forms of its arguments; None: what cannot be remembered."""
+        self._is_pure: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler (155 MB)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func(*args, **kwargs)`, or something of the same forms."""
+        written = _written(func, args, kwargs)
+        if written is not None:
+            return written
+        pure = self._is_pure.get(func)
+        if pure is None:
+            pure = self._is_pure[func] = _is_pure(func)
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if pure else None
+        if key is None or None in key:
+            return func(*args, **kwargs)
+        if key not in self._given and (form := _by_rule(func, args, kwargs)) is not None:
+            self._given[key] = form
+        elif key not in self._given:
+            out = func(*args, **kwargs)
+            self._given[key] = _forms(out, (args, tuple(kwargs.values())))
+            return out
+        given = self._given[key]
+        if given is None:
+            return func(*args, **kwargs)
+        made = tuple(None if form is None else _empty(form) for form in given)
+        return made if len(func._schema.returns) > 1 else made[0]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that it writes, and gives, as it is; None if that is for torch to say."""
+    if func in IN_PLACE and _is_here(args, kwargs):
+        return args[0]  # type: ignore[no-any-return]
+    if func not in GIVEN_OUT or not _is_here((args, kwargs), {}):
+        return None
+    out: Tensor = kwargs["out"]
+    forms = GIVEN_OUT[func](*args)
+    return out if forms is not None and forms[0] and forms[0][0::2] == (tuple(out.shape), out.dtype) else None
+
+
+def _by_rule(func: Any, args: Any, kwargs: Any) -> Made | None:
+    """What our own rules say that it gives; None if that is for torch to say."""
+    rule = RULES.get(func)
+    return rule(*args, **kwargs) if rule is not None and _is_here(args, kwargs) else None
+
+
+def _is_here(args: Any, kwargs: Any) -> bool:
+    """Whether what an operation takes is on meta, and what it gives is to be there."""
+    tensors, device = list(tensors_in(args)), kwargs.get("device")
+    if not all(x.is_meta for x in tensors):
+        return False
+    return bool(tensors) if device is None else device.type == "meta"
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results of an operation, which holds them in lists at the most."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for each in given:
+            yield from tensors_in(each)
+    elif isinstance(given, dict):
+        for each in given.values():
+            yield from tensors_in(each)
+
+
+def _is_pure(func: Any) -> bool:
+    """Whether by its schema it changes nothing and gives nothing but new tensors."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    if any(each.alias_info is not None for each in (*schema.arguments, *schema.returns)):
+        return False
+    return all(str(each.type) in ("Tensor", "Optional[Tensor]") for each in schema.returns)
+
+
+def _key(given: Any) -> Hashable | None:
+    """What of an argument the forms of the results depend on; None for what is not known."""
+    if isinstance(given, Tensor):
+        return (given.shape, given.stride(), given.dtype) if given.is_meta and not given.is_sparse else None
+    if isinstance(given, (tuple, list)):
+        keys = tuple(_key(each) for each in given)
+        return None if None in keys else keys
+    return (type(given), given) if isinstance(given, SCALARS) else None
+
+
+def _forms(out: Any, given: Any) -> Made | None:
+    """The forms of results that lie in storages of their own, each as large as its form needs."""
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    seen = {storage_of(x) for x in tensors_in(given)}
+    for x in results:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or not x.is_meta or storage_of(x) in seen:
+            return None
+        if x.untyped_storage().nbytes() != _empty(_form(x)).untyped_storage().nbytes():
+            return None
+        seen.add(storage_of(x))
+    return tuple(None if x is None else _form(x) for x in results)
+
+
+def _form(x: Tensor) -> Form:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _empty(form: Form) -> Tensor:
+    shape, strides, dtype = form
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def storage_of(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)

@@ -1,0 +1,73 @@
+"""Part of what was observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+# ------------------------------------------------------------------------------------------------ further places
+
+
+class Sink(Protocol):
+    """Somewhere else that numbers go."""
+
+    def write(self, group: str, step: int, values: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in _numbers(values):
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """An offline run in `folder/wandb`; nothing leaves the machine until `wandb sync` is called on it."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            mode="offline", dir=str(folder), project="colossal_lite", name=folder.name, config=dict(facts)
+        )
+
+    def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({f"{group}/{name}": value for name, value in _numbers(values)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if name != "step" and isinstance(value, int | float):
+            yield name, float(value)
+
+
+SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def run_sinks(names: Sequence[str], folder: Path | None, facts: Mapping[str, Any]) -> tuple[Sink, ...]:
+    """The named sinks of a run; none where `folder` is None. `facts` describe the run.
+
+    Raises ValueError for an unknown name, and for one whose package is not installed.
+    """
+    if unknown := [name for name in names if name not in SINKS]:
+        raise ValueError(f"log: {', '.join(unknown)}; legal: {', '.join(SINKS)}")
+    if folder is None:
+        return ()
+    try:
+        return tuple(SINKS[name](folder, facts) for name in names)
+    except ImportError as error:
+        raise ValueError(f"log: {error}; install it with pip install 'colossal_lite[log]'") from error

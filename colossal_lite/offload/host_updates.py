@@ -1,0 +1,188 @@
+"""Updates on the host, where the state of a chunk rests: what comes down for them, the lane on which they run, and the
+new weights on their way up.
+
+Note: one lane, and slots.
+What an update needs that is on the device comes down into slots on the host: a gradient into one of `AHEAD + 1`,
+because it is used up there; weights that are their own masters, or a half of them, into one of `AHEAD + 2`, from which
+the new ones go up.  Weights beside whole masters are written whole, in one of two.  What rests on the host is updated
+in its place.  Updates run one after the other on one long-lived thread, so nothing of it waits in the thread that
+computes: an update comes after its copies down, its copy up after it, and whoever reads the weights waits for that one
+alone (`arrived`), with the timeout of all links and the error of whichever of them failed.  What is computed is the
+op that the device would run, on the same numbers in the same order, so on an emulated device the bits are the same; on
+a GPU they are those of the CPU's op.
+Bytes over the link (`bytes_of_update`): of an element of bf16 weights beside float32 masters 4 down and 2 up, where a
+record of AdamW's that visits is 12 each way; of float32 weights 8 down and 4 up, where it is 8 each way.
+Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from colossal_lite.memory.chunk import Chunk, PartOnHost
+from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.memory.link import Link, Transfer
+from colossal_lite.memory.pinned import host_room
+from colossal_lite.memory.transfers import Buffers
+from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, Slot
+from colossal_lite.schedule.optimizer_updates import Crossing, Part
+
+Job = Callable[[PartOnHost], None]
+
+
+def crossing_of(chunk: Chunk) -> Crossing:
+    """What of a chunk crosses the link for its update on the host."""
+    up = chunk.weights_at_rest is None
+    down = [Part.GRADIENT] if chunk.gradient_at_rest is None else []
+    down += [Part.WEIGHTS] if up and chunk.updates_weights else []
+    return Crossing(tuple(down), up)
+
+
+def bytes_of_update(crossing: Crossing, weights_bytes: int, gradient_bytes: int) -> tuple[int, int]:
+    """Up and down in a step for a chunk whose shard has so many bytes."""
+    sizes = {Part.GRADIENT: gradient_bytes, Part.WEIGHTS: weights_bytes}
+    return weights_bytes * crossing.up, sum(sizes[part] for part in crossing.down)
+
+
+def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:
+    """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
+    coming = {i: gradients[i] for i, c in crossings.items() if Part.GRADIENT in c.down}
+    both = {i: weights[i] for i, c in crossings.items() if Part.WEIGHTS in c.down}
+    written = {i: weights[i] for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down}
+    return GRADIENT_DOWN.bytes(coming) + WEIGHTS_BOTH.bytes(both) + WEIGHTS_UP.bytes(written)
+
+
+def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
+    """Of the slots for those of these chunks that are updated on the host."""
+    owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
+    weights = [n * c.own_value.element_size() for n, c in zip(owned, chunks, strict=True)]
+    gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
+    return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients)
+
+
+class HostUpdates:
+    """Slots on the host and the lane of the updates there, of those chunks that are updated there."""
+
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
+        self._chunks, self._up, self._down = tuple(chunks), up, down
+        self.lane = Link("cpu", ThreadLane(), timeout_s=down.timeout_s)
+        self.host_bytes = 0
+        """Of the slots."""
+        self.crossings: Mapping[int, Crossing] = {}
+        """Of the chunks that are updated here."""
+        self._came: dict[tuple[int, Part], tuple[Tensor, Transfer]] = {}
+        self._made: dict[int, tuple[Tensor, Transfer]] = {}  # new weights in a slot
+        self._coming: dict[int, Transfer] = {}
+
+    def settle(self, on_host: Collection[int]) -> None:
+        """These chunks are updated on the host from now on. Nothing may be on its way."""
+        self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
+        self._gradients = self._both = self._written = Buffers(())  # the old ones go first
+        self.host_bytes = 0
+        chunks, crossings = self._chunks, self.crossings
+        self._gradients = self._slots(
+            GRADIENT_DOWN, {i: chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down}
+        )
+        self._both = self._slots(
+            WEIGHTS_BOTH, {i: chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down}
+        )
+        self._written = self._slots(
+            WEIGHTS_UP,
+            {i: chunks[i].own_value for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down},
+        )
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the slots in use at once, at the most so far."""
+        return sum(slots.most_bytes for slots in (self._gradients, self._both, self._written))
+
+    @property
+    def forecast_bytes(self) -> int:
+        """By the formula: of the slots."""
+        return updating_bytes(self._chunks, self.crossings)
+
+    def bring(self, index: int, part: Part) -> None:
+        """Begin to bring a chunk's gradient or weights down."""
+        slots, source = self._of(index, part)
+        slot, free = slots.take()
+        here = slot[: source.numel()]
+        self._came[index, part] = slot, self._down.copy(here, source, after=free)
+
+    def update(
+        self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool,
+        then: Callable[[], object],
+    ) -> Transfer:  # fmt: skip
+        """Begin the update of a chunk, which `job` does, when what it needs is here, and all of `after` is done.
+        `words`: what its masters have beside the weights, if anything. `is_whole`: `job` writes all of the weights.
+        `then` is called when what it writes in its place has been written."""
+        chunk, crossing = self._chunks[index], self.crossings[index]
+        numel, before = chunk.own_value.numel(), [*after]
+        gradient, weights = chunk.gradient, chunk.own_value
+        took: list[Tensor] = []
+        if Part.GRADIENT in crossing.down:
+            slot, came = self._came.pop((index, Part.GRADIENT))
+            gradient, took = slot[:numel], [slot]
+            before.append(came)
+        if crossing.up:
+            if Part.WEIGHTS in crossing.down:
+                slot, came = self._came.pop((index, Part.WEIGHTS))
+                before.append(came)
+            else:
+                slot, free = self._written.take()
+                before += free
+            weights = slot[:numel]
+        part = _part_of(chunk, weights, words, gradient)
+        work = partial(_run, part, job, is_whole=is_whole)
+        done = self.lane.run(work, 0, after=before, then=then)
+        for slot_of_gradient in took:
+            self._gradients.give(slot_of_gradient, done)
+        if crossing.up:
+            self._made[index] = slot, done
+        self._coming[index] = done
+        return done
+
+    def take_up(self, index: int) -> None:
+        """Begin to take a chunk's new weights to the device."""
+        slot, done = self._made.pop(index)
+        target = self._chunks[index].own_value
+        self._coming[index] = gone = self._up.copy(target, slot[: target.numel()], after=(done,))
+        is_both = Part.WEIGHTS in self.crossings[index].down
+        (self._both if is_both else self._written).give(slot, gone)
+
+    def arrived(self, index: int) -> None:
+        """The new weights of a chunk are where the model reads them, for whatever is computed from now on."""
+        self._coming.pop(index).wait()
+
+    def close(self) -> None:
+        self.lane.close()
+
+    def _of(self, index: int, part: Part) -> tuple[Buffers, Tensor]:
+        chunk = self._chunks[index]
+        return (self._gradients, chunk.gradient) if part is Part.GRADIENT else (self._both, chunk.own_value)
+
+    def _slots(self, slot: Slot, like: Mapping[int, Tensor]) -> Buffers:
+        if not like:
+            return Buffers(())
+        some = tuple(like.values())
+        numel, dtype = max(tensor.numel() for tensor in some), some[0].dtype
+        slots = [host_room(numel, dtype, self._chunks[0].device) for _ in range(slot.buffers(like))]
+        self.host_bytes += sum(room.nbytes for room in slots)
+        return Buffers(slots)
+
+
+def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> PartOnHost:
+    """Of a chunk what its update reads and writes on the host."""
+    if chunk.residual is not None:
+        assert words is not None
+        return PartOnHost(weights, chunk.master, words.view(torch.int16), gradient)
+    return PartOnHost(weights, weights if words is None else words, None, gradient)
+
+
+def _run(part: PartOnHost, job: Job, *, is_whole: bool) -> None:
+    if not is_whole and not part.updates_weights:
+        part.own_value.copy_(part.master)  # of what is not updated
+    job(part)

@@ -1,0 +1,499 @@
+"""Which weights, gradients and optimizer records rest on the device, on the host and on disk, under budgets: a plan.
+
+Note: why what stays, stays for good.
+What may move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and its
+optimizer record (states, and the master where that is apart).  A step uses them in phases: the weights in every forward
+and every backward and, if they are their own master, in the update; gradients come in each backward and are read in the
+update; records are read and written there.  Frozen weights are read in forwards and backwards, and written never.
+Across the boundary between two phases the device keeps at most its capacity, and what it does not keep must come again,
+whatever the policy: that is `link_bound` (zero/bound.py), which Belady's rule (farthest next use first;
+10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the next
+forward, so every piece is used once in a phase and each boundary costs the same whoever is kept: keeping the same
+pieces for good meets the bound, with one micro-batch and with several, and leaves nothing to decide in a step.  Which
+pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.  Where
+masters are apart from the weights, nobody reads these between the last backward and their update: there gradients, or
+the last of their sums, have their places by turns (zero/stages.py).
+
+A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
+over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
+
+A chunk whose record rests on the host may be updated there.  Then the record moves nothing; what of weights and
+gradient is on the device crosses the link once a step, and what rests beside the record does not.  So what a piece
+moves depends on where the record of its chunk rests (`Piece.beside`), and what stays is chosen by steps of a chunk:
+of its pieces those that together save most per byte, then of the others.
+
+What is off the device and beyond the budget of the host goes to disk (`sink`): records alone, for weights and gradients
+are used too often.  Every byte on disk is read and written once a step, so the fewest bytes are best, and of as many
+those that are spread evenly over the updates, whose time the disk has.  Records on disk pass through slots on the host,
+each as large as the largest, so large records may be worth keeping off the disk; and a handful there saves nothing.
+The least sum of sizes that is enough is sought among all (the sums that can be reached, one size after the other),
+where there are many thousand different ones among nearly all.
+
+What does not move is counted first: weights that are whole, slots, the gathered windows of zero/unshard.py, frozen
+parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
+Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
+2101.06840 (states on the host).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, cached_property
+from itertools import accumulate, combinations, groupby
+from typing import NamedTuple
+
+from colossal_lite.offload.pieces import (
+    PASSING,
+    VISITORS,
+    Kind,
+    Name,
+    Piece,
+    Slot,
+    _padded,
+    passing_bytes,
+    unused_bytes,
+)
+from colossal_lite.schedule.interval_packing import (
+    ARENA_ALIGN_BYTES,
+    ArenaPlan,
+    Stay,
+    changes_of,
+    pack_stays,
+)
+from colossal_lite.schedule.step_moments import Backwards, Rest, rests
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every piece rests, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
+
+    pieces: tuple[Piece, ...]
+    on_host: frozenset[Name]
+    fixed: tuple[tuple[str, int], ...]
+    budget: int | None = None
+    beside: tuple[Stay, ...] | None = None
+    """What has places in one arena with all that pieces take on the device while they are away; None: each kind of
+    these has its own."""
+    on_disk: frozenset[Name] = frozenset()
+    """Optimizer records, none of which is in `on_host`."""
+    host_budget: int | None = None
+    first_host_bytes: int = 0
+    """On the host before the first update, if that has a budget."""
+
+    @property
+    def away(self) -> frozenset[Name]:
+        """What rests off the device."""
+        return self.on_host | self.on_disk
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, int], ...]:
+        """(kind, tier, bytes) of all that is not zero."""
+        found: dict[tuple[str, str], int] = {(kind, "device"): held for kind, held in self.fixed}
+        for piece in self.pieces:
+            where = str(piece.name.kind), (tier := self.tier_of(piece.name))
+            held = piece.own_bytes if tier == "device" else piece.resting_bytes
+            found[where] = found.get(where, 0) + held
+        kind = "visiting" if self.beside is None else "arena"
+        found[kind, "device"] = found.get((kind, "device"), 0) + self.visiting_bytes
+        found["updating", "host"] = slot_bytes(self.pieces, self.away, "host")
+        there = {piece.name.chunk: piece.bytes for piece in self.pieces if piece.name in self.on_disk}
+        found["passing", "host"], found["unused", "disk"] = passing_bytes(there), unused_bytes(there)
+        return tuple((kind, tier, held) for (kind, tier), held in found.items() if held)
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Slots on the device in which what rests off it is updated, and through which gradients leave; with what else
+        is in one arena with them."""
+        return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.away)
+
+    @cached_property
+    def arena(self) -> ArenaPlan:
+        """Where in it everything is, and when."""
+        return pack_stays([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
+
+    def tier_of(self, name: Name) -> str:
+        return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
+
+    @property
+    def device_bytes(self) -> int:
+        return self._bytes_on("device")
+
+    @property
+    def host_bytes(self) -> int:
+        return self._bytes_on("host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file, whole pages."""
+        return self._bytes_on("disk")
+
+    def _bytes_on(self, tier: str) -> int:
+        return sum(held for _, where, held in self.rows if where == tier)
+
+    @property
+    def up_bytes(self) -> int:
+        """From host to device in a step."""
+        return sum(piece.way(self.away).ups * piece.bytes for piece in self.pieces)
+
+    @property
+    def down_bytes(self) -> int:
+        return sum(piece.way(self.away).downs * piece.bytes for piece in self.pieces)
+
+    @property
+    def read_bytes(self) -> int:
+        """From disk in a step; as many are written."""
+        return sum(piece.bytes for piece in self.pieces if piece.name in self.on_disk)
+
+    def __str__(self) -> str:
+        lines = [f"{kind:<12} {tier:<6} {held:>14,}" for kind, tier, held in self.rows]
+        lines.append(_held("device", self.device_bytes, self.budget))
+        if self.host_budget is not None:
+            lines.append(_held("host", self.host_bytes, self.host_budget))
+            if self.first_host_bytes > self.host_bytes:
+                lines.append(_held("host at first", self.first_host_bytes, self.host_budget))
+        for kind in Kind:
+            if kind is Kind.LAST_SUM or (
+                kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces)
+            ):
+                continue
+            chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
+            lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
+        for rest in Rest:
+            turns = sorted(p.name.chunk for p in self.pieces if p.rest is rest and p.has_turns(self.away))
+            lines += [f"{rest} by turns in the arena: {_spans(turns)}"] if turns else []
+        if self.on_disk:
+            lines.append(f"optimizer on disk: {_spans(sorted(name.chunk for name in self.on_disk))}")
+        lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")
+        if self.on_disk:
+            lines.append(f"disk in a step: {self.read_bytes:,} read, {self.read_bytes:,} written")
+        return "\n".join(lines)
+
+
+def _held(tier: str, held_bytes: int, budget: int | None) -> str:
+    of = "" if budget is None else f" of {budget:,}{': does not fit' if held_bytes > budget else ''}"
+    return f"{tier:<19} {held_bytes:>14,}{of}"
+
+
+def visiting_bytes(
+    pieces: Sequence[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None = None
+) -> int:  # fmt: skip
+    """What the slots of pieces on the host take on the device, in one arena with what is `beside` them, if anything
+    may be."""
+    if beside is None:
+        return slot_bytes(pieces, on_host, "device")
+    return pack_stays([*beside, *_stays_of(pieces, on_host)]).bytes
+
+
+def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> int:
+    """What slots take on a tier, those of each kind by themselves."""
+    return sum(slot.bytes(some) for slot, some in _sizes(pieces, on_host, tier).items())
+
+
+def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict[Slot, dict[int, int]]:
+    """Of each kind of slots, who takes such: chunk -> bytes."""
+    sizes: dict[Slot, dict[int, int]] = {}
+    for piece in pieces:
+        for slot in piece.way(on_host).slots:
+            if slot.tier == tier:
+                sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
+    return sizes
+
+
+def _stays_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterator[Stay]:
+    """When pieces have places on the device, by the moments of a step."""
+    last = max((piece.name.chunk for piece in pieces), default=0)
+    return (taker.stay(last) for taker in _takers(pieces, on_host))
+
+
+class _Taker(NamedTuple):
+    """What takes a place on the device, of a chunk; sums of gradients leave in these backwards."""
+
+    what: Slot | Rest
+    chunk: int
+    bytes: int
+    backwards: Backwards = Backwards.LAST
+
+    def stay(self, last: int) -> Stay:
+        if isinstance(self.what, Rest):
+            return rests(self.what, self.chunk, self.bytes, last)
+        (stay,) = self.what.in_step({self.chunk: self.bytes}, last=last, backwards=self.backwards)
+        return stay
+
+
+def _takers(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[_Taker]:
+    for piece in pieces:
+        way, chunk = piece.way(on_host), piece.name.chunk
+        when = piece.backwards(on_host)
+        yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
+        if piece.rest is not None and piece.has_turns(on_host):
+            yield _Taker(piece.rest, chunk, piece.bytes)
+
+
+class _Least:
+    """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices of the
+    same pieces, each of which differs from the one before in a few."""
+
+    def __init__(self, pieces: Sequence[Piece], beside: Sequence[Stay] | None) -> None:
+        self._of_chunk, self._on_host = _by_chunk(pieces), frozenset(piece.name for piece in pieces)
+        self._last, self._is_shared = max(self._of_chunk, default=0), beside is not None
+        self._known: dict[_Taker, tuple[tuple[int, int], ...]] = {}
+        first = rests(Rest.WEIGHTS, 0, 0, self._last)
+        self._begin, self._end = first.start, first.stop + VISITORS + 2
+        # By how much more is held from a moment on than before: of what shares an arena, or of each kind of slots.
+        self._changes: dict[Slot | Rest | None, list[int]] = {}
+        self._count(None, self._changes_of(beside or ()), 1)
+        for taker in _takers(pieces, self._on_host):
+            self._count(taker.what, self._of(taker), 1)
+
+    def __call__(self, on_host: frozenset[Name]) -> int:
+        for chunk in {name.chunk for name in on_host ^ self._on_host}:
+            for times, away in ((-1, self._on_host), (1, on_host)):
+                for taker in _takers(self._of_chunk[chunk], away):
+                    self._count(taker.what, self._of(taker), times)
+        self._on_host = on_host
+        return sum(max(accumulate(changes)) for changes in self._changes.values())
+
+    def _count(self, what: Slot | Rest | None, changes: Iterable[tuple[int, int]], times: int) -> None:
+        key = None if self._is_shared else what
+        held = self._changes.setdefault(key, [0] * (self._end - self._begin))
+        for moment, change in changes:
+            held[moment] += times * change
+
+    def _of(self, taker: _Taker) -> tuple[tuple[int, int], ...]:
+        if (found := self._known.get(taker)) is None:
+            found = self._known[taker] = self._changes_of([taker.stay(self._last)])
+        return found
+
+    def _changes_of(self, stays: Iterable[Stay]) -> tuple[tuple[int, int], ...]:
+        align = ARENA_ALIGN_BYTES if self._is_shared else 1
+        changes = changes_of(stay.sized(align) for stay in stays)
+        return tuple((moment - self._begin, change) for moment, change in changes.items())
+
+
+def place(
+    pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None, beside: tuple[Stay, ...] | None = None
+) -> Placement:  # fmt: skip
+    """The placement with few bytes over the link that the device's `budget` allows; None: no limit. `beside` as
+    `Placement` has it.
+
+    If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
+
+    @cache
+    def at(on_host: frozenset[Name]) -> Placement:
+        return Placement(tuple(pieces), on_host, tuple(fixed.items()), budget, beside)
+
+    if budget is None or at(frozenset()).device_bytes <= budget:
+        return at(frozenset())
+    on_host, least = frozenset(piece.name for piece in pieces if piece.moves), _Least(pieces, beside)
+    for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
+        others = frozenset(name for name in on_host if name.kind is not kind)
+        on_host = others | frozenset(_fewest(pieces, kind, others, least))
+    room_bytes, groups = budget - at(on_host).device_bytes, _by_worth(_by_chunk(pieces), on_host)
+    for _ in range(GAPS_TRIED):
+        tried = _filled(pieces, groups, on_host, least, room_bytes)
+        if (over := at(tried[-1]).device_bytes - budget) <= 0:
+            return at(tried[-1])
+        room_bytes -= over
+    last = bisect_left(tried, True, 1, key=lambda some: at(some).device_bytes > budget) - 1
+    return at(tried[last])
+
+
+GAPS_TRIED = 4
+"""How often a device is filled anew, with so much less as places had gaps; then what comes last stays away."""
+
+
+def _filled(
+    pieces: Sequence[Piece],
+    groups: Iterable[list[Step]],
+    on_host: frozenset[Name],
+    least: _Least,
+    room_bytes: int,
+) -> list[frozenset[Name]]:
+    """What rests on the host, with less and less of it, the first of `groups` first, as far as there is room."""
+    visiting, tried, of_chunk = least(on_host), [on_host], _by_chunk(pieces)
+    for group in groups:
+        # All of a kind or the rest of it first: with the last of them go its slots.
+        for some in (group, *([step] for step in group)):
+            names = frozenset(piece.name for step in some for piece in step) & on_host
+            less = least(on_host - names) if names else visiting
+            own = sum(p.own_bytes for step in some for p in step if p.name in names)
+            mine = [piece for chunk in {name.chunk for name in names} for piece in of_chunk[chunk]]
+            fits = own + less - visiting <= room_bytes
+            if names and fits and _moved(mine, on_host - names) <= _moved(mine, on_host):
+                on_host, room_bytes, visiting = on_host - names, room_bytes - own - less + visiting, less
+                tried.append(on_host)
+    return tried
+
+
+def sink(placed: Placement, host_budget: int, beside_bytes: int = 0) -> Placement:
+    """The placement with the fewest bytes on disk whose host holds no more than `host_budget`, `beside_bytes` among
+    them. If nothing fits, the one whose host holds least."""
+    names = {name.chunk: name for name in placed.on_host if name.kind is Kind.OPTIMIZER}
+    sizes = {piece.name.chunk: piece.bytes for piece in placed.pieces if piece.name in names.values()}
+    room = host_budget - beside_bytes - placed.host_bytes + sum(sizes.values())
+    down = frozenset(names[chunk] for chunk in sunk(sizes, room))
+    return replace(placed, on_host=placed.on_host - down, on_disk=down, host_budget=host_budget)
+
+
+def sunk(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
+    """Which of these `records`, chunk -> bytes, rest on disk so that the others, and the slots by which those pass,
+    take at most `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is
+    enough, those that leave the host least."""
+    over = sum(records.values()) - room_bytes
+    if over <= 0:
+        return frozenset()
+    of_size: dict[int, list[int]] = {}
+    for chunk in sorted(records):
+        of_size.setdefault(records[chunk], []).append(chunk)
+    counts = {size: len(of_size[size]) for size in sorted(of_size)}
+    # So much must go to disk that the slots for it, which the largest decides, have room too: more than they take.
+    taken = _least_sum(counts, lambda largest: over + PASSING * _padded(largest))
+    if taken is None:
+        taken = min(
+            ({size: n for size, n in counts.items() if size <= largest} for largest in (0, *counts)),
+            key=lambda some: (
+                PASSING * _padded(max(some, default=0)) - sum(size * n for size, n in some.items())
+            ),
+        )
+    return frozenset(chunk for size, count in taken.items() for chunk in _spread(of_size[size], count))
+
+
+MOST_SUMS = 2**14
+
+
+def _least_sum(counts: Mapping[int, int], need: Callable[[int], int]) -> dict[int, int] | None:
+    """Of numbers of things of each size, given in growing order, with how many there are: those of least sum that is at
+    least `need(largest size among them)`; None if there is none. Of more than `MOST_SUMS` sums that can be reached only
+    as many are followed, always the largest among them: what is found is then enough all the same."""
+    reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # sum -> that before, size, how many of it
+    followed, best = [0], None
+    for size, count in counts.items():
+        for several in _powers(count):
+            for before in followed:
+                reached.setdefault(before + several * size, (before, size, several))
+            followed = sorted({*followed, *(before + several * size for before in followed)})
+            if len(followed) > MOST_SUMS:
+                unit = -(-followed[-1] // MOST_SUMS)
+                followed = [*{each // unit: each for each in followed}.values()]
+        enough = bisect_left(followed, need(size))
+        if enough < len(followed) and (best is None or followed[enough] < best):
+            best = followed[enough]
+    if best is None:
+        return None
+    found = Counter[int]()
+    while best:
+        best, size, several = reached[best]
+        found[size] += several
+    return dict(found)
+
+
+def _powers(count: int) -> Iterable[int]:
+    """Numbers some of which sum up to each number from 0 to `count`, and to no other."""
+    power = 1
+    while count > 0:
+        yield min(power, count)
+        count, power = count - power, 2 * power
+
+
+def _spread(chunks: Sequence[int], count: int) -> list[int]:
+    """So many of these, at equal distances."""
+    return [chunks[(2 * n + 1) * len(chunks) // (2 * count)] for n in range(count)]
+
+
+def divide(
+    pieces: Sequence[Piece],
+    fixed: Mapping[str, int],
+    fractions: Mapping[str, float],
+    budget: int | None = None,
+    beside: tuple[Stay, ...] | None = None,
+) -> Placement:
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
+    weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
+    largest piece off."""
+    on_host = {piece.name for piece in pieces if piece.name.kind is Kind.LAST_SUM}
+    for kind in (kind for kind in Kind if kind is not Kind.LAST_SUM):
+        seen = away = 0
+        for piece in sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda p: p.name):
+            seen += piece.bytes
+            if away + piece.bytes / 2 <= fractions[Kind.WEIGHTS if kind is Kind.FROZEN else kind] * seen:
+                away += piece.bytes
+                on_host.add(piece.name)
+    return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
+
+
+def _fewest(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least: _Least) -> list[Name]:
+    """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
+    that rest there: a few large ones may take less than the slots for them."""
+    mine = sorted(
+        (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
+    )
+
+    def on_device(count: int) -> int:
+        """Bytes if the `count` smallest are on the host."""
+        away = frozenset(piece.name for piece in mine[:count])
+        return least(others | away) + sum(piece.own_bytes for piece in mine[count:])
+
+    return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
+
+
+def _moved(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
+    """Bytes over the link in a step, both ways."""
+    ways = ((piece, piece.way(on_host)) for piece in pieces)
+    return sum((way.ups + way.downs) * piece.bytes for piece, way in ways)
+
+
+def _by_chunk(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name.chunk, []).append(piece)
+    return found
+
+
+Step = tuple[Piece, ...]
+"""Pieces of one chunk that go to the device together."""
+
+
+def _steps_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterable[tuple[Fraction, Step]]:
+    """How one chunk's pieces go to the device, what saves most per byte first, and how much that is."""
+    while True:
+        left = [piece for piece in pieces if piece.name in on_host]
+        before = _moved(pieces, on_host)
+        found: list[tuple[Fraction, Step]] = []
+        for count in range(1, len(left) + 1):
+            for some in combinations(left, count):
+                saved = before - _moved(pieces, on_host - {piece.name for piece in some})
+                found.append((Fraction(saved, sum(piece.bytes for piece in some)), some))
+        best = max(found, key=lambda each: each[0], default=None)  # of several the one of fewest pieces
+        if best is None or (best[0] <= 0 and any(piece.beside for piece in left)):
+            return
+        yield best
+        on_host -= {piece.name for piece in best[1]}
+
+
+def _by_worth(of_chunk: Mapping[int, Sequence[Piece]], on_host: frozenset[Name]) -> Iterable[list[Step]]:
+    """Steps that save as much per byte and are of the same kinds, those that save most first; larger ones first."""
+    steps = [step for pieces in of_chunk.values() for step in _steps_of(pieces, on_host)]
+
+    def worth(step: tuple[Fraction, Step]) -> tuple[Fraction, tuple[Kind, ...]]:
+        return -step[0], tuple(sorted(piece.name.kind for piece in step[1]))
+
+    def size(step: tuple[Fraction, Step]) -> tuple[int, Name]:
+        return -sum(piece.bytes for piece in step[1]), step[1][0].name
+
+    ordered = sorted(steps, key=lambda step: (*worth(step), *size(step)))
+    return [[step for _, step in group] for _, group in groupby(ordered, key=worth)]
+
+
+def _spans(chunks: Sequence[int]) -> str:
+    """`0-3, 7` of sorted numbers."""
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and chunk == runs[-1][-1] + 1:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

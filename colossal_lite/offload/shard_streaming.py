@@ -1,0 +1,216 @@
+"""Weights and gradients that rest on the host: how they visit the device for an update, and how gradients leave it.
+
+Note: three ways over the link.
+In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
+(`Chunk.fetch`).  A sum of gradients leaves through an outbox, a place on the device, and is added on the host to those
+of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
+squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
+(`Chunk.squares`).  For its update, with the optimizer's
+record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
+into places, and the weights go back.  Weights beside whole masters are written whole and need not come.  As many in a
+row are there at once as of records: one is updated, `AHEAD` come, one goes; of gradients, which do not go back, one
+less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `own_value`,
+`master` or `gradient` between steps reads what is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from colossal_lite.memory.arena import Arena, Places
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
+from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.pinned import host_room
+from colossal_lite.memory.transfers import Outbox
+from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, Kind, Slot
+
+
+def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
+    """Of what sums land in to be added on the host beside a device, where those of so many bytes rest there: a thread
+    adds as it copies, and needs nothing."""
+    return min(OUTGOING, len(gradients)) * max(gradients, default=0) if device.type == "cuda" else 0
+
+
+class HostShards:
+    """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
+
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
+        """`places`: what rests on the host lies there."""
+        self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, places
+        self._incoming: dict[int, list[Transfer]] = {}
+        self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
+        self._gradients_here: dict[int, Tensor] = {}
+        self._outgoing: list[Transfer] = []
+        self._adds = Link("add", ThreadLane(), timeout_s=down.timeout_s)
+        self.host_bytes = 0
+        """Of what sums land in."""
+        self._on_host: frozenset[int] = frozenset()
+
+    def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
+        """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
+        one for each kind. `is_first`: before any update, and there are none for visitors. Nothing may be on its way."""
+        self._on_host = frozenset(on_host)
+        self.let_go()
+        resting = {
+            i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
+        }
+        if not is_first:
+            visit = self._visitors
+            weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
+            gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
+            self._weight_slots = self._places(VISITING[Kind.WEIGHTS], weights, arena)
+            self._gradient_slots = self._places(VISITING[Kind.GRADIENTS], gradients, arena)
+        rest = tuple(resting.values())
+        self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
+        self._outgoing_count = min(OUTGOING, len(rest))
+        leaving = self._places(LEAVING, resting, arena)
+        self._outbox = Outbox(self._down, self._adds, leaving, self._landings(rest))
+        for chunk in self._chunks:
+            chunk.outbox = self._outbox if chunk.gradient_at_rest is not None else None
+
+    def let_go(self) -> None:
+        """Of all places on the device, before there are others."""
+        nothing = self._places(LEAVING, {}, None)
+        self._weight_slots = self._gradient_slots = nothing
+        self._outbox = Outbox(self._down, self._adds, nothing)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the places that are in no arena of others, and of what sums have left through beyond the plan."""
+        return self._outbox.places.bytes
+
+    @property
+    def most_device_bytes(self) -> int:
+        """As much of them as was used, at the most so far."""
+        return self._outbox.places.most_bytes
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Of what sums have landed in at once, at the most so far."""
+        return self._outbox.most_landed * self._largest_bytes
+
+    @property
+    def visited(self) -> tuple[Places, ...]:
+        """The places on the device, of weights, of gradients that come and of sums that leave."""
+        return self._weight_slots, self._gradient_slots, self._outbox.places
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Beside those up and down."""
+        return (self._adds,) if self._down.lane.on_stream else ()
+
+    @property
+    def moving(self) -> set[int]:
+        """Chunks of which something rests on the host."""
+        return {
+            index
+            for index, chunk in enumerate(self._chunks)
+            if chunk.weights_at_rest is not None or chunk.gradient_at_rest is not None
+        }
+
+    @property
+    def forecast_bytes(self) -> int:
+        """By the formula: of what sums leave through while that is in no arena of others."""
+        chunks = enumerate(self._chunks)
+        sizes = {
+            i: _owned(c) * c.gradient.element_size() for i, c in chunks if c.gradient_at_rest is not None
+        }
+        return LEAVING.bytes(sizes)
+
+    @property
+    def _visitors(self) -> list[tuple[int, Chunk]]:
+        """Those that are updated on the device, by their numbers."""
+        return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
+
+    def fetch(self, index: int) -> None:
+        """Begin to bring to the device what the update of a chunk reads."""
+        chunk = self._chunks[index]
+        self._incoming[index] = []
+        if (weights := chunk.weights_at_rest) is not None:
+            slot, before = self._weight_slots.take(index)
+            self._weights_here[index] = slot, before
+            if chunk.updates_weights:
+                self._bring(index, slot, weights, before)
+        if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
+            slot, before = self._gradient_slots.take(index)
+            self._gradients_here[index] = slot
+            self._bring(index, slot, gradient, before)
+
+    def _bring(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
+        coming = self._up.copy(slot[: source.numel()], source, after=before, priority=Priority.PREFETCH)
+        self._incoming[index].append(coming)
+
+    def here(self, index: int, *, is_whole: bool) -> None:
+        """A chunk's shards are on the device until `evict`. `is_whole`: the update will write all of the weights."""
+        chunk = self._chunks[index]
+        for transfer in self._incoming.pop(index, ()):
+            transfer.wait()
+        if (weights := chunk.weights_at_rest) is not None:
+            slot, before = self._weights_here[index]
+            slot = slot[: weights.numel()]
+            if chunk.master is weights:
+                chunk.master = slot
+            elif not chunk.updates_weights:
+                for transfer in before:
+                    transfer.wait()
+                if not is_whole:
+                    slot.copy_(chunk.master)
+            chunk.own_value = slot
+        if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
+            chunk.gradient = self._gradients_here[index][: gradient.numel()]
+
+    def evict(self, index: int) -> None:
+        """Begin to take the weights back to the host; a gradient is used up."""
+        chunk = self._chunks[index]
+        if (weights := chunk.weights_at_rest) is not None:
+            slot, _ = self._weights_here.pop(index)
+            landed = partial(self._records.commit, chunk.spec.id, WEIGHTS)
+            transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
+            self._weight_slots.give(index, transfer)
+            self._outgoing.append(transfer)
+            chunk.master = weights if chunk.master is chunk.own_value else chunk.master
+            chunk.own_value = weights
+        if chunk.gradient_at_rest is not None and not chunk.waits_on_device:
+            del self._gradients_here[index]
+            self._gradient_slots.give(index)
+            chunk.gradient = chunk.gradient_at_rest
+
+    def owe(self) -> None:
+        """A step has ended whose updates of all weights have yet to come."""
+        for chunk in self._chunks:
+            if chunk.weights_at_rest is not None:
+                self._records.owe(chunk.spec.id, WEIGHTS)
+
+    def flush(self) -> None:
+        """All weights are whole on the host."""
+        while self._outgoing:
+            self._outgoing.pop().finish()
+
+    def close(self) -> None:
+        self._adds.close()
+
+    def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
+        """Where sums come down to be added; a thread adds as it copies, and needs none."""
+        count = self._outgoing_count if self._down.lane.on_stream else 0
+        landings = [
+            host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)
+            for _ in range(count)
+        ]
+        self.host_bytes = sum(landing.nbytes for landing in landings)
+        return landings
+
+    def _places(self, slot: Slot, rest: Mapping[int, Tensor], arena: Arena | None) -> Places:
+        """On the device, for these."""
+        dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
+        stays = slot.stays({index: tensor.nbytes for index, tensor in rest.items()})
+        return Places(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
+
+
+def _owned(chunk: Chunk) -> int:
+    return chunk.owned[1] - chunk.owned[0]

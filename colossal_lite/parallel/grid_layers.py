@@ -1,0 +1,226 @@
+"""Part of what was parallel.grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.parallel.tensor_1d_layers import SharedHead
+from colossal_lite.transforms.split_backward import WeightQueue, add_bias, deliver
+
+# ---- the product ----
+
+
+@dataclass(frozen=True)
+class Along:
+    """The axis along which a tensor is cut, and the dim that is cut there: 0 or -1."""
+
+    comm: AxisComm
+    dim: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How x, w and y of a product y = x w^T are completed, or summed, from what the ranks hold (None: they are)."""
+
+    x: Along | None
+    weight: Along
+    y: Along | None = None
+    overlap: bool = True
+
+
+def _gather_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
+    if along is None:
+        return lambda: x
+    return along.comm.all_gather_async(x.contiguous(), dim=along.dim).wait
+
+
+def _scatter_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
+    if along is None:
+        return lambda: x
+    return along.comm.reduce_scatter_async(x.contiguous(), dim=along.dim).wait
+
+
+def product(x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None = None) -> Tensor:
+    """This rank's part of y = x w^T from its parts of x [..., D_in] and w [D_out, D_in]."""
+    y: Tensor = _Product.apply(x, weight, cut, queue)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None) -> Tensor:
+        ctx.cut, ctx.queue = cut, queue
+        if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
+            ctx.given = weight
+        ctx.save_for_backward(x, weight)
+        x_parts, w_parts = _gather_async(x, cut.x), _gather_async(weight, cut.weight)
+        return _scatter_async(F.linear(x_parts(), w_parts()), cut.y)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        cut: Cut = ctx.cut
+        x, weight = ctx.saved_tensors
+        if ctx.queue is not None and ctx.queue.is_open:
+            return _Product.in_two_parts(ctx, dy, x, weight), None, None, None
+        w_parts = _gather_async(weight, cut.weight)
+        dy_parts, x_parts = _gather_async(dy, cut.y), _gather_async(x, cut.x)
+        dy = dy_parts()
+
+        def started(gradient: Tensor, along: Along | None) -> Callable[[], Tensor]:
+            part = _scatter_async(gradient, along)
+            if not cut.overlap:
+                part()
+            return part
+
+        def of_weight() -> Callable[[], Tensor]:
+            return started(dy.flatten(0, -2).t() @ x_parts().flatten(0, -2), cut.weight)
+
+        if cut.x is None:  # the sum that runs beside the other product is that of w
+            dw, dx = of_weight(), dy @ w_parts()
+            return dx, dw(), None, None
+        terms = started(dy @ w_parts(), cut.x)
+        del w_parts  # and with it the gathered weight
+        dw = of_weight()
+        return terms(), dw(), None, None
+
+    @staticmethod
+    def in_two_parts(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+        """The gradient of x; that of w is put off, with its communication."""
+        cut, given = ctx.cut, getattr(ctx, "given", weight)
+        w_parts, dy_parts = _gather_async(weight, cut.weight), _gather_async(dy, cut.y)
+        dy = dy_parts()
+
+        def work() -> None:
+            x_parts = _gather_async(x, cut.x)()
+            terms = dy.flatten(0, -2).t() @ x_parts.flatten(0, -2)
+            deliver([given], [_scatter_async(terms, cut.weight)()])
+
+        if ctx.needs_input_grad[1]:
+            ctx.queue.put(work, given)
+        if not ctx.needs_input_grad[0]:
+            w_parts()
+            return None
+        return _scatter_async(dy @ w_parts(), cut.x)()
+
+
+# ---- the norm ----
+
+
+class _Norm(Function):
+    """LayerNorm (centred) or RMSNorm over features that are cut over `comm`; statistics in float32 or better.
+
+    x_hat = (x - mean) r, r = (var + eps)^(-1/2); dx = r (g - mean(g) - x_hat mean(g x_hat)), g = dy w.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, comm: AxisComm,
+        queue: WeightQueue | None,
+    ) -> Tensor:  # fmt: skip
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        width = x.shape[-1] * comm.size
+        if centred:
+            wide = wide - comm.all_reduce(wide.sum(-1, keepdim=True)) / width
+        square = comm.all_reduce(wide.square().sum(-1, keepdim=True))
+        rstd = (square / width + eps).rsqrt()
+        x_hat = wide * rstd
+        ctx.save_for_backward(x_hat.to(x.dtype), rstd, weight)
+        ctx.centred, ctx.comm, ctx.has_bias = centred, comm, bias is not None
+        ctx.queue, ctx.given = queue, (weight, bias)
+        y = x_hat * weight
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_hat, rstd, weight = ctx.saved_tensors
+        comm: AxisComm = ctx.comm
+        wide, g = x_hat.to(rstd.dtype), (dy * weight).to(rstd.dtype)
+        width = dy.shape[-1] * comm.size
+        sums = [(g * wide).sum(-1, keepdim=True)] + ([g.sum(-1, keepdim=True)] if ctx.centred else [])
+        means = comm.all_reduce(torch.cat(sums, -1)) / width
+        dx = g - wide * means[..., :1]
+        if ctx.centred:
+            dx = dx - means[..., 1:]
+        given, kind = ctx.given, weight.dtype
+
+        def of_weights() -> list[Tensor]:
+            rows = dy.flatten(0, -2)
+            dw = (rows * x_hat.flatten(0, -2)).sum(0).to(kind)
+            return [dw, rows.sum(0)] if given[1] is not None else [dw]
+
+        def work() -> None:
+            pairs = [(w, g) for w, g in zip(given, of_weights(), strict=False) if w.requires_grad]
+            deliver([w for w, _ in pairs], [g for _, g in pairs])
+
+        if ctx.queue is not None and ctx.queue.is_open:
+            if any(ctx.needs_input_grad[1:3]):
+                ctx.queue.put(work, *given)
+            return (dx * rstd).to(dy.dtype), *[None] * 6
+        dw, db = (*of_weights(), None)[:2]
+        return (dx * rstd).to(dy.dtype), dw, db, *[None] * 4
+
+
+# ---- layers ----
+
+
+class GridNorm(nn.Module):
+    """LayerNorm (`centred`) or RMSNorm: x [..., D], D this rank's part over `comm`; weight and bias [D]."""
+
+    def __init__(
+        self, comm: AxisComm, weight: nn.Parameter, bias: nn.Parameter | None, *, eps: float, centred: bool
+    ) -> None:
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.comm, self.eps, self.centred = comm, eps, centred
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = self.eps, self.centred, self.comm, self.weight_queue
+        y: Tensor = _Norm.apply(x, self.weight, self.bias, *settings)  # type: ignore[no-untyped-call]
+        return y
+
+
+class GridLinear(nn.Module):
+    """x [B, T, D_in] -> y [B, T, D_out], this rank's parts; weight [D_out, D_in], or its transpose if `transposed`.
+
+    The last `padded` outputs stand for nothing and are the least number there is.  With `shared`, all key heads' rows
+    lie on each rank of `heads` and one head of them is used; `q_rows` are those of a fused weight that are cut.
+    """
+
+    def __init__(
+        self, cut: Cut, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
+        padded: int = 0, shared: SharedHead | None = None, q_rows: int = 0, heads: AxisComm | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.cut, self.transposed, self.padded = cut, transposed, padded
+        self.shared, self.q_rows, self.heads = shared, q_rows, heads
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._used(self.weight.t() if self.transposed else self.weight)
+        y = product(x, weight, self.cut, self.weight_queue)
+        y = y if self.bias is None else add_bias(y, self._used(self.bias), self.weight_queue)
+        if not self.padded:
+            return y
+        real = y[..., : y.shape[-1] - self.padded]
+        return F.pad(real, (0, self.padded), value=torch.finfo(y.dtype).min)
+
+    def _used(self, rows: Tensor) -> Tensor:
+        if self.shared is None:
+            return rows
+        if not self.q_rows:
+            return self.shared.rows_of(rows)
+        assert self.heads is not None
+        q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.heads)
+        k, v = keys.chunk(2)
+        return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))

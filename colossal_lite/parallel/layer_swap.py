@@ -1,0 +1,225 @@
+"""Swaps the modules of a plan for a mode's layers, and says how every parameter is cut: what all tensor modes share.
+
+Note: swapping.
+Every parameter gets one ShardSpec, by its first name; a cut one is replaced by a placeholder of the local shape on the
+meta device, under the same name, once for all its ties.  Values come later, from the originals or from a recipe, so
+that a whole parameter need never be on a rank.  All faults are found before anything is changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.parallel.roles import Role
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import Dim, Factor, Partial, Placements, ShardSpec, dims_of
+
+# Attributes under which attention modules keep what a share of the heads changes: ours, and Hugging Face's.
+HEADS = ("heads", "num_heads", "num_attention_heads", "n_head")
+KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads")
+TOKENS_CUT: Placements = (("data", Partial), ("sequence", Partial))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query and key heads of one attention module."""
+
+    query: int
+    key: int
+
+
+@dataclass
+class Swap(ABC):
+    """One module being turned into one rank's part. `specs` and the new layers are the result."""
+
+    module: nn.Module
+    layout: MeshLayout
+    roles: Mapping[str, Role]
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    _local: dict[int, nn.Parameter] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def head_parts(self) -> int:
+        """Parts that the heads are cut into."""
+
+    @abstractmethod
+    def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
+        """The layer that takes the place of `module`; itself where only specs are needed. Calls `parameter` for each
+        parameter that the module holds."""
+
+    has_adapters = False
+    """Whether this mode knows the role `adapter`."""
+
+    def size_faults(self, name: str, role: Role, module: Any) -> list[str]:
+        """What this mode cannot cut in a module."""
+        return []
+
+    def prepare(self) -> None:  # noqa: B027  (a mode may have nothing to prepare)
+        """Called before the first layer is made."""
+
+    def run(self) -> dict[str, ShardSpec]:
+        """Swap every module that has a role; returns the spec of each parameter by its first name."""
+        owners: dict[str, Any] = dict(self.module.named_modules())
+        heads = {
+            name: heads_of(owners[name], name)
+            for name, role in self.roles.items()
+            if role.name == "attention"
+        }
+        faults = [text for name, held in heads.items() for text in self._head_faults(name, held)]
+        faults += [
+            text for name, role in self.roles.items() for text in self.size_faults(name, role, owners[name])
+        ]
+        for name, role in self.roles.items():
+            if role.name == "adapter" and not self.has_adapters:
+                faults.append(f"{name}: the role adapter is not built in this tensor mode; legal: mode='1d'")
+        if faults:
+            raise ValueError("parallelize: " + "; ".join(faults))
+        self._names = {id(p): name for name, p in self.module.named_parameters()}
+        self.prepare()
+        for name, role in self.roles.items():
+            held = next((heads[a] for a in ancestors(name) if a in heads), None)
+            layer = self.layer(name, owners[name], role, held)
+            if layer is not owners[name]:
+                _replace(self.module, name, layer)
+        for name, held in heads.items():
+            _set_heads(owners[name], held, self.head_parts)
+        return self.specs
+
+    def parameter(
+        self, original: nn.Parameter | None, dims: tuple[Dim, ...] | None = None, value: Placements = (),
+        gradient: Placements = (),
+    ) -> Any:  # fmt: skip
+        """The local parameter of `original`, the same one for every tie of it; `gradient` beside data and sequence."""
+        if original is None:
+            return None
+        name = self._names[id(original)]
+        spec = ShardSpec(name, dims or dims_of(original.shape), value, (*TOKENS_CUT, *gradient))
+        known = self.specs.setdefault(name, spec)
+        if known != spec:
+            raise ValueError(f"plan: {name} is shared by modules whose roles cut it in different ways")
+        if not value:
+            return original
+        if id(original) not in self._local:
+            shape = spec.local_shape(self.layout)
+            empty = torch.empty(shape, dtype=original.dtype, device="meta")
+            self._local[id(original)] = nn.Parameter(empty, requires_grad=original.requires_grad)
+        return self._local[id(original)]
+
+    def _head_faults(self, name: str, heads: Heads) -> list[str]:
+        n, faults = self.head_parts, []
+        if heads.query % n:
+            legal = ", ".join(str(d) for d in range(1, heads.query + 1) if heads.query % d == 0)
+            faults.append(f"{name}: tensor={n} does not divide {heads.query} heads; legal: {legal}")
+        if heads.key % n and n % heads.key:
+            faults.append(
+                f"{name}: {heads.key} key heads neither divide into {n} parts nor divide that number"
+            )
+        return faults
+
+
+def output_rows(rows: int, role: Role, heads: Heads | None, parts: int) -> tuple[Dim, str | None]:
+    """Output features of a first linear as factors, and the factor that is cut (None: all rows are kept)."""
+    if role.detail == "gate_up":
+        return ((Factor("ffn", rows // 2),), (Factor("ffn", rows // 2),)), "ffn"
+    if role.detail not in ("qkv", "kv"):
+        return plain("out", rows), "out"
+    assert heads is not None
+    total = heads.query + 2 * heads.key if role.detail == "qkv" else heads.key
+    width = Factor("K", rows // total)
+    are_cut = heads.key % parts == 0
+    keys = (Factor("heads" if are_cut else "keys", heads.key), width)
+    if role.detail == "kv":
+        return (keys,), "heads" if are_cut else None
+    return ((Factor("heads", heads.query), width), keys, keys), "heads"
+
+
+def plain(name: str, size: int) -> Dim:
+    """A dimension of one factor."""
+    return ((Factor(name, size),),)
+
+
+def padded(name: str, size: int, parts: int) -> Dim:
+    """A dimension of one factor, stored with the next size that `parts` divide."""
+    return ((Factor(name, size, -(-size // parts) * parts),),)
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether a linear stores its weight [D_in, D_out], as Conv1D of Hugging Face's GPT-2 does."""
+    return type(module).__name__ == "Conv1D"
+
+
+def oriented(outputs: Dim, inputs: Dim, transposed: bool) -> tuple[Dim, ...]:
+    return (inputs, outputs) if transposed else (outputs, inputs)
+
+
+def heads_of(module: Any, name: str) -> Heads:
+    """Heads as an attention module states them. Raises ValueError naming the attributes looked for."""
+    query = next((getattr(module, a) for a in HEADS if isinstance(getattr(module, a, None), int)), None)
+    config = getattr(module, "config", None)
+    if query is None:
+        query = next((getattr(config, a) for a in HEADS if isinstance(getattr(config, a, None), int)), None)
+    if query is None:
+        raise ValueError(f"parallelize: {name} does not state its heads; it needs one of {', '.join(HEADS)}")
+    places = (module, config)
+    key = next(
+        (getattr(p, a) for p in places for a in KEY_HEADS if isinstance(getattr(p, a, None), int)), query
+    )
+    return Heads(query, key)
+
+
+def _set_heads(module: Any, heads: Heads, parts: int) -> None:
+    """Tell an attention module that it holds a share of the heads."""
+    query, key = heads.query // parts, max(heads.key // parts, 1)
+    for names, value in ((HEADS, query), (KEY_HEADS, key)):
+        for name in names:
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, value)
+    if isinstance(getattr(module, "num_key_value_groups", None), int):
+        module.num_key_value_groups = query // key
+    if isinstance(getattr(module, "split_size", None), int):  # GPT-2 of Hugging Face: features of q
+        module.split_size //= parts
+
+
+def ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(module.get_submodule(parent), child, layer)
+
+
+def cut_values(
+    spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], fetch: Callable[[int, int], Tensor]
+) -> Tensor:
+    """This rank's part of a tensor given by `fetch(start, stop)` of its flattened elements; padding is zero.
+
+    Only the rows that the rank holds are ever fetched.
+    """
+    if not spec.sharding_axes:
+        return fetch(0, spec.numel).view(spec.shape)
+    rows, *rest = spec.pieces(layout, coords)
+    row_numel = spec.numel // spec.shape[0]
+    local: Tensor | None = None
+    for piece in rows:
+        part = fetch(piece.start * row_numel, (piece.start + piece.length) * row_numel)
+        part = part.view(piece.length, *spec.shape[1:])
+        if local is None:
+            local = part.new_zeros(spec.local_shape(layout))
+        for box in product(*rest):
+            into = (
+                slice(piece.local, piece.local + piece.length),
+                *(slice(p.local, p.local + p.length) for p in box),
+            )
+            local[into] = part[(slice(None), *(slice(p.start, p.start + p.length) for p in box))]
+    return fetch(0, 0).new_zeros(spec.local_shape(layout)) if local is None else local

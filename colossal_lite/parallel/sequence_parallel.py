@@ -1,0 +1,247 @@
+"""Sequence (context) parallelism: each rank holds 1/N of every sequence, and only attention looks across.
+
+Note: sequence.
+Weights are whole along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
+global positions, so rotary and learned positions, dropout and the loss come out right wherever a token lies.
+    contiguous  rank r holds tokens [r T/N, (r+1) T/N)
+    zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
+                (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order
+Modes; M = B T H K and M_kv = B T G K elements a layer, and what they move (blockwise.py has the rings):
+    ring          (2310.01889, zigzag) keys and values go round, their gradients behind them: 6 (N-1) M_kv/N
+    allgather_kv  (zigzag) keys and values gathered at once, in forward and again in backward: 6 M_kv
+    ulysses       (2309.14509, contiguous) one all-to-all from tokens to heads for q, k and v, one back for the output,
+                  and both again in backward: 2 (2 M + 2 M_kv)/N; where key heads are fewer than ranks each is sent to
+                  the ranks whose queries share it
+    usp           (2405.07719, zigzag) ulysses over U neighbours, inside it a ring over R: of its heads' M_kv/U each
+    ring_full     (2105.13120, contiguous) full attention with whole rows of scores: 6 (N-1) M_kv/N
+Attention is the one op of kernels, called on blocks: no mask tensor crosses a rank.  Documents (the attention mask) are
+gathered once a layer, as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.kernels import Mask, Ops
+from colossal_lite.parallel.hugging_face import local_arguments
+from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
+
+CARRIERS: dict[str, Callable[[AxisComm], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Which pieces of a sequence each rank holds, in local order, of `total` equal ones."""
+
+    by_rank: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, ring: int, heads: int, mode: str) -> Pieces:
+        """Of `ring` groups of `heads` ranks, ranks of one group next to each other."""
+        if mode not in CARRIERS:
+            return cls(tuple((rank,) for rank in range(ring * heads)))
+        early = [range(r * heads, (r + 1) * heads) for r in range(2 * ring)]
+        groups = [(*early[r], *early[-1 - r]) for r in range(ring)]
+        return cls(tuple(group[2 * i : 2 * i + 2] for group in groups for i in range(heads)))
+
+    @property
+    def total(self) -> int:
+        return sum(map(len, self.by_rank))
+
+    def order(self) -> list[int]:
+        """Where each global piece stands in the concatenation of all ranks' pieces."""
+        held = [piece for pieces in self.by_rank for piece in pieces]
+        return [held.index(piece) for piece in range(self.total)]
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """One rank's share of the sequence axis `comm`: keys travel on `ring`, tokens are changed for heads on `heads`."""
+
+    mode: str
+    comm: AxisComm
+    ring: AxisComm
+    heads: AxisComm
+
+    @classmethod
+    def on(cls, mesh: Mesh, mode: str) -> SequenceParallel:
+        whole, alone = mesh.axis("sequence"), mesh.axis()
+        if mode == "usp":
+            return cls(mode, whole, mesh.axis("sequence.ring"), mesh.axis("sequence.ulysses"))
+        return cls(mode, whole, alone, whole) if mode == "ulysses" else cls(mode, whole, whole, alone)
+
+    @property
+    def pieces(self) -> Pieces:
+        return Pieces.of(self.ring.size, self.heads.size, self.mode)
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that holds all. Raises ValueError if they do not divide."""
+        total, n = self.pieces.total, whole.shape[dim]
+        if n % total:
+            near = f"{n // total * total} or {n + -n % total}" if n > total else f"{total}"
+            raise ValueError(
+                f"sequence: {n} tokens do not divide into {total} pieces (mode {self.mode!r} on {self.comm.size} "
+                f"ranks); legal: a multiple of {total}, such as {near}: pad the inputs, with labels of -100"
+            )
+        parts = whole.chunk(total, dim)
+        return torch.cat([parts[piece] for piece in self.pieces.by_rank[self.comm.coord]], dim)
+
+    def in_order(self, ranks: Tensor, dim: int) -> Tensor:
+        """All tokens in global order from the concatenation of all ranks' along `dim`."""
+        parts = ranks.chunk(self.pieces.total, dim)
+        return torch.cat([parts[place] for place in self.pieces.order()], dim)
+
+    def local_part(self, batch: Batch) -> Batch:
+        """This rank's tokens of every sequence, with their global positions."""
+        positions = self.take(torch.arange(batch.inputs.shape[1], device=batch.inputs.device), 0)
+        kwargs = {name: self.take(tensor, 1) for name, tensor in batch.kwargs.items()}
+        kwargs.setdefault("position_ids", positions)
+        labels = batch.labels if batch.labels.dim() == 1 else self.take(batch.labels, 1)
+        return Batch(tuple(self.take(t, 1) for t in batch.args), kwargs, labels, batch.samples, positions)
+
+    def ops(self, ops: Ops) -> Ops:
+        """The op table with attention over the whole sequence."""
+        return replace(ops, attend=partial(self._attend, ops))
+
+    def _attend(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        scale: float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """out [B, T/N, H, K] of this rank's queries [B, T/N, H, K] over all keys; k and v [B, T/N, G, K].
+
+        `others`: arguments of the op of one rank, which have no form across ranks yet: a ValueError names them."""
+        if asked := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(
+                f"attend: {', '.join(asked)} across sequence ranks (mode {self.mode!r}) is not built; legal: mask and "
+                f"scale, or sequence=1"
+            )
+        n = self.heads.size
+        if k.shape[2] % n:  # checked against the model's facts: then n is a multiple of the key heads
+            k, v = (x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
+        q, k, v = autograd_collectives.tokens_to_heads((q, k, v), self.heads)
+        return autograd_collectives.heads_to_tokens(
+            self._attend_across(ops, q, k, v, mask, scale), self.heads
+        )
+
+    def _attend_across(
+        self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+    ) -> Tensor:
+        documents = self._documents(mask)
+        if self.ring.size == 1:
+            pair = (documents.queries[0], documents.keys[0]) if documents else None
+            whole: Tensor = ops.attend(q, k, v, mask=Mask(mask.causal, pair), scale=scale)
+            return whole
+        if self.mode == "ring_full":
+            if mask.causal:
+                raise ValueError("sequence: mode 'ring_full' is of full attention, and this one is causal")
+            return full_ring(q, k, v, comm=self.ring, documents=documents, scale=scale)
+        return attend_blocks(
+            q, k, v, carrier=CARRIERS[self.mode](self.ring), ops=ops, causal=mask.causal, documents=documents,
+            scale=scale,
+        )  # fmt: skip
+
+    def _documents(self, mask: Mask) -> Documents | None:
+        """Document numbers of every ring rank's tokens, as they lie there between the two exchanges."""
+        pair = mask.document_pair()
+        if pair is None:
+            return None
+        every = self.comm.all_gather(torch.stack(pair).unsqueeze(0))  # [N, 2, B, T/N]
+        groups = every.unflatten(0, (self.ring.size, self.heads.size)).permute(2, 0, 3, 1, 4)
+        return Documents(*groups.flatten(3))
+
+
+# ---- formulas (parallel.md 1.7), as the ledger counts them ----
+
+
+def micro_batch_payload(
+    sequence: SequenceParallel, *, layers: int, heads: int, kv_heads: int, head_width: int, batch: int, tokens: int,
+    itemsize: int,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """Calls and payload bytes on the sequence axis of forward and backward of one micro-batch without documents.
+
+    `heads` and `kv_heads`: those of this rank (a share where the tensor axis cuts them); `tokens`: of a whole sequence.
+    """
+    inner, n = sequence.heads.size, sequence.ring.size
+    rows: list[tuple[str, str, int, int]] = []
+    head_bytes = (
+        batch * tokens // sequence.comm.size * head_width * itemsize
+    )  # of one head of this rank's tokens
+    sent = kv_heads if kv_heads % inner == 0 else inner
+    if inner > 1:
+        rows.append(("all_to_all", sequence.heads.axis, 4, 2 * (2 * heads + 2 * sent) * head_bytes))
+    both_bytes = (
+        2 * sent * head_bytes
+    )  # keys and values between the exchanges: 1/U of the heads of U times the tokens
+    gradient_bytes = both_bytes // itemsize * max(itemsize, 4)
+    if n > 1 and sequence.mode == "allgather_kv":
+        rows.append(("all_gather", sequence.ring.axis, 2, 2 * n * both_bytes))
+        rows.append(("reduce_scatter", sequence.ring.axis, 1, n * gradient_bytes))
+    elif n > 1:  # in forward ring_full sends keys, then values
+        hops = (n - 1) * (4 if sequence.mode == "ring_full" else 3)
+        sizes = (n - 1) * (2 * both_bytes + gradient_bytes)
+        rows.append(("send", sequence.ring.axis, hops, sizes))
+    return tuple(LedgerRow(name, axis, layers * calls, layers * size) for name, axis, calls, size in rows)
+
+
+@dataclass(frozen=True)
+class OnSequence:
+    """A tensor strategy whose tokens are cut along the sequence axis as well."""
+
+    inner: Any
+    sequence: SequenceParallel
+    longest: int | None = None
+    """Tokens of the longest sequence that the model takes, of which each rank sees a part."""
+    is_hugging_face: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name} x {self.sequence.mode}"
+
+    @property
+    def tells_loss(self) -> bool:
+        tells: bool = self.inner.tells_loss
+        return tells
+
+    def local_part(self, batch: Batch) -> Batch:
+        tokens = batch.inputs.shape[1]
+        if self.longest is not None and tokens > self.longest:
+            raise ValueError(f"sequence: {tokens} tokens; the model takes at most {self.longest}")
+        if not self.is_hugging_face:
+            return self.sequence.local_part(self.inner.local_part(batch))
+        if "position_ids" in batch.kwargs:
+            raise ValueError(
+                "batch: position_ids of a Hugging Face model under sequence > 1, where packed documents are not read "
+                "from them; legal: input_ids, attention_mask, labels"
+            )
+        return local_arguments(self.sequence.local_part(self.inner.local_part(batch)))
+
+    def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.inner.cross_entropy(ops, logits, labels)
+        return result
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        whole: Tensor = self.inner.whole_vocabulary(logits)
+        return whole
+
+    def whole_batch(self, logits: Tensor) -> Tensor:
+        tokens = self.sequence.in_order(autograd_collectives.join(logits, self.sequence.comm, 1), 1)
+        whole: Tensor = self.inner.whole_batch(tokens)
+        return whole

@@ -1,0 +1,187 @@
+"""Parallel layers in a loop of the user's own: `parallelize` before it, `finish_gradients` before each optimizer step.
+
+Note: what the two promise.
+After `parallelize` the module holds this rank's part of every parameter, filled from the whole ones that it came with
+(the same on every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss, the sum over
+its own tokens divided by the number of tokens of all; then a whole gradient is the sum over the ranks that its spec
+names, and `finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
+
+    layers = cl.parallelize(model, context.mesh)
+    total, count = layers.cross_entropy(model(ids), labels)            # logits may be cut over the vocabulary
+    tokens = context.mesh.axis("data").all_reduce(count.clone())
+    (total / tokens).backward()
+    cl.finish_gradients(model)
+    optimizer.step()
+
+A parameter that no rank has used keeps `grad=None`; one that some rank has used gets its sum on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.kernels import Dropout
+from colossal_lite.parallel import parallelize as layers
+from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms.auxiliary_loss import modules_of
+
+# Where a module remembers how its gradients are summed.
+MEMORY = "_colossal_lite_layers"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A module's parallel layers: how they lie, and what takes the loss of outputs that may be cut."""
+
+    mesh: Mesh
+    made: Parallelized
+
+    @property
+    def specs(self) -> Mapping[str, ShardSpec]:
+        """How each parameter is cut, by its first name."""
+        return self.made.specs
+
+    @property
+    def plan(self) -> Mapping[str, str]:
+        """The roles that were given or found."""
+        return self.made.plan
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the valid labels [B, T] of this rank's data, from the logits that its module gives."""
+        return self.made.strategy.cross_entropy(self.made.ops, logits, labels)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits [B, T, V] over the full vocabulary, alike on all ranks of the tensor axis."""
+        return self.made.strategy.whole_vocabulary(logits)
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: Mesh,
+    plan: Literal["auto"] | Mapping[str, str] = "auto",
+    *,
+    sequence_parallel: bool = True,
+    regather: bool = True,
+    kernels: Literal["auto", "torch", "triton"] = "auto",
+) -> Layers:
+    """Turn `module` into this rank's part of it, in place, values included.
+
+    The module has all its values, the same on every rank, and is where it will stay: its device takes the kernels.
+    Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError, before anything is changed, for a
+    plan or sizes that do not fit the mesh, for parameters without values, for modes that cut the batch, and for dropout
+    under tensor parallelism: its masks need counters that only `initialize` gives.
+    """
+    if hasattr(module, MEMORY):
+        raise ValueError("parallelize: this module is parallel already; build it anew")
+    originals = dict(module.named_parameters())
+    _check(module, originals, mesh)
+    first = next(iter(originals.values()), None)
+    made = layers.parallelize(
+        module,
+        mesh,
+        plan,
+        sequence_parallel=sequence_parallel,
+        regather=regather,
+        kernels=kernels,
+        device_type=first.device.type if first is not None else "cpu",
+    )
+    _fill(module, originals, made.specs, mesh)
+    done = Layers(mesh, made)
+    object.__setattr__(module, MEMORY, done)
+    return done
+
+
+def finish_gradients(module: nn.Module) -> None:
+    """Sum the gradients of a parallel module over the ranks that have a term of them, in place. Collective.
+
+    Once, after the last backward of a step, before the optimizer. Raises ValueError for a module that
+    `parallelize` has not seen.
+    """
+    done = getattr(module, MEMORY, None)
+    if not isinstance(done, Layers):
+        raise ValueError(
+            "finish_gradients: this module is not parallel; call colossal_lite.parallelize first"
+        )
+    buckets: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        axes = done.specs[name].sync_axes(done.mesh.layout)
+        if parameter.requires_grad and axes:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            buckets.setdefault((axes, dtype), []).append(parameter)
+    for (axes, dtype), parameters in buckets.items():
+        _sum(parameters, dtype, done.mesh, axes)
+
+
+def _sum(parameters: list[nn.Parameter], dtype: torch.dtype, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """One all-reduce of all these gradients, and of the marks that say whose have arrived."""
+    device = parameters[0].device
+    marks = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=device)
+    parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters]
+    flat = mesh.axis(*axes).all_reduce(torch.cat([marks, *(part.to(dtype) for part in parts)]))
+    start = len(parameters)
+    for parameter, mark in zip(parameters, flat[:start].tolist(), strict=True):
+        whole = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+        if mark:
+            parameter.grad = whole.to(parameter.dtype, copy=True)
+
+
+def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    if mesh.size("pipeline") > 1:
+        raise ValueError(
+            f"parallelize: axis pipeline has {mesh.size('pipeline')} ranks; layers alone have no schedule: use "
+            f"initialize, or 1"
+        )
+    if auxiliary := list(modules_of(module)):
+        raise ValueError(
+            f"parallelize: {auxiliary[0]} is an auxiliary loss, which an engine collects; use initialize, or add it to "
+            f"the loss of your loop"
+        )
+    without = [name for name, parameter in originals.items() if parameter.is_meta]
+    if without:
+        raise ValueError(
+            f"parallelize: {', '.join(without[:3])} is on meta and has no values; build it on a device"
+        )
+    if mesh.size("tensor") == 1:
+        return
+    if any(leaf.name.startswith("tensor.") for leaf in mesh.layout.leaves):
+        raise ValueError(
+            "parallelize: a mesh in more than one tensor dimension cuts the batch; use initialize, or 1d"
+        )
+    dropping = [n for n, m in module.named_modules() if isinstance(m, (Dropout, nn.Dropout)) and m.p > 0]
+    if dropping:
+        raise ValueError(
+            f"parallelize: dropout ({', '.join(dropping[:3])}) under tensor parallelism needs masks that agree "
+            f"between ranks; use initialize, or set p=0"
+        )
+
+
+def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat[start:stop]
+
+
+def _fill(
+    module: nn.Module, originals: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: Mesh
+) -> None:
+    """Put this rank's values in the place of the placeholders; ties stay ties."""
+    real: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            fetch = partial(_part, originals[name].detach().reshape(-1))
+            value = cut_values(specs[name], mesh.layout, mesh.coords, fetch)
+            real[id(parameter)] = nn.Parameter(
+                value.contiguous().clone(), requires_grad=parameter.requires_grad
+            )
+    for owner in module.modules():
+        for name, held in owner.named_parameters(recurse=False):
+            if id(held) in real:
+                setattr(owner, name, real[id(held)])

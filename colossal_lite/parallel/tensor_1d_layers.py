@@ -1,0 +1,347 @@
+"""Part of what was parallel.tensor_1d."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.kernels import Ops
+from colossal_lite.transforms.saved_results import keep
+from colossal_lite.transforms.split_backward import WeightQueue, deliver, embedding, linear, linear_gradients
+
+AXIS = "tensor"
+
+
+@dataclass(frozen=True)
+class Tensor1D:
+    """The strategy: settings that every layer of this mode shares, and how its loss is taken."""
+
+    comm: AxisComm
+    vocabulary: int = 0
+    sequence_parallel: bool = True
+    regather: bool = True
+    overlap: bool = True
+    name = "1d"
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def coord(self) -> int:
+        return self.comm.coord
+
+    def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum over valid tokens, their number) from logits [B, T, V / n] that no rank ever gathers; labels [B, T]."""
+        return vocabulary_cross_entropy(logits, labels, self.comm, ops, self.vocabulary)
+
+    @property
+    def tells_loss(self) -> bool:
+        """All ranks of the axis compute the same loss."""
+        return self.coord == 0
+
+    def local_part(self, batch: Batch) -> Batch:
+        return batch
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits [B, T, V] on every rank, padding stripped, for a criterion that all ranks then compute alike."""
+        return autograd_collectives.join(logits, self.comm, logits.dim() - 1)[..., : self.vocabulary]
+
+    def whole_batch(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+# ---- the layers ----
+
+
+class FirstLinear(nn.Module):
+    """Linear with its output features cut: x [B, T(/n), D_in] -> y [B, T, D_out / n].
+
+    `input_is_whole`: whoever holds this layer has gathered the input already, for several such layers at once.
+    `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
+    """
+
+    def __init__(
+        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, input_is_whole: bool = False,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.used_parameters()
+        if self.input_is_whole:
+            return linear(x, weight, bias, self.weight_queue)
+        out: Tensor = _FirstLinear.apply(x, weight, bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
+        return out
+
+    def used_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [D_out, D_in] and bias [D_out] of the product."""
+        weight = self.weight.t() if self.transposed else self.weight
+        return self.used_rows(weight), None if self.bias is None else self.used_rows(self.bias)
+
+    def used_rows(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+@dataclass(frozen=True)
+class SharedHead:
+    """Which of the key heads, all of them held here, this rank's queries use."""
+
+    head: int
+    heads: int
+    head_width: int
+
+    def rows_of(self, keys: Tensor) -> Tensor:
+        return keys[self.head * self.head_width : (self.head + 1) * self.head_width]
+
+
+class SharedKeysLinear(FirstLinear):
+    """Rows of k or v where there are fewer heads than ranks: all are held, one head is used.
+
+    With `q_rows` it is a fused [q | k | v], of which the rows of q are cut.
+    """
+
+    def __init__(self, shared: SharedHead, *args: Any, q_rows: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared, self.q_rows = shared, q_rows
+
+    def used_rows(self, rows: Tensor) -> Tensor:
+        if not self.q_rows:
+            return self.shared.rows_of(rows)
+        # One parameter, two kinds of rows: the sum that a whole replicated parameter gets later is taken here.
+        q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.mode.comm)
+        k, v = keys.chunk(2)
+        return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
+
+
+class SecondLinear(nn.Module):
+    """Linear with its input features cut: x [B, T, D_in / n] -> y [B, T(/n), D_out]. The bias comes last, once.
+
+    `gives_terms`: whoever holds this layer sums the terms [B, T, D_out] and adds the bias.
+    """
+
+    def __init__(
+        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
+        gives_terms: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.mode, self.transposed, self.gives_terms = mode, transposed, gives_terms
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.gives_terms:
+            return linear(x, weight, None, self.weight_queue)
+        out: Tensor = _SecondLinear.apply(x, weight, self.bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
+        return out
+
+
+class VocabularyEmbedding(nn.Module):
+    """Embedding with its rows cut: ids [B, T] -> [B, T(/n), D]."""
+
+    def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.mode, self.weight = mode, weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start = self.mode.coord * self.weight.shape[0]
+        here = (ids >= start) & (ids < start + self.weight.shape[0])
+        x = embedding(torch.where(here, ids - start, 0), self.weight, self.weight_queue)
+        return leave(x * here.unsqueeze(-1), self.mode)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, whole on every rank: positions [T] or [B, T] -> this rank's [..., T / n, D]."""
+
+    def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight_queue: WeightQueue | None = None
+        self.mode, self.weight = mode, weight
+
+    def forward(self, positions: Tensor) -> Tensor:
+        own = positions.tensor_split(self.mode.size, dim=-1)[self.mode.coord]
+        return embedding(own, self.weight, self.weight_queue)
+
+
+class Head(FirstLinear):
+    """Linear to the vocabulary: x [B, T(/n), D] -> logits [B, T, V / n]; the last `padded` stand for nothing."""
+
+    def __init__(
+        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, padded: int
+    ) -> None:
+        super().__init__(mode, weight, bias)
+        self.padded = padded
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        if not self.padded:
+            return logits
+        real = logits[..., : logits.shape[-1] - self.padded]
+        return F.pad(real, (0, self.padded), value=torch.finfo(logits.dtype).min)
+
+
+def enter(x: Tensor, mode: Tensor1D) -> Tensor:
+    """From the residual stream to the whole input of first linears, for several of them at once."""
+    return (
+        autograd_collectives.gather(x, mode.comm, 1)
+        if mode.sequence_parallel
+        else autograd_collectives.copy(x, mode.comm)
+    )
+
+
+def leave(x: Tensor, mode: Tensor1D) -> Tensor:
+    """From terms [B, T, D] on each rank to the residual stream."""
+    if mode.sequence_parallel:
+        return autograd_collectives.reduce_scatter(x, mode.comm, 1)
+    return autograd_collectives.all_reduce(x, mode.comm)
+
+
+class _FirstLinear(Function):
+    """`enter`, then the product, with backward's communication beside its products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+    ) -> Tensor:
+        def product() -> Tensor:
+            return F.linear(_gather_async(x, mode).wait(), weight, bias)
+
+        ctx.mode, ctx.queue = mode, queue
+        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+            ctx.given = weight, bias
+        if mode.sequence_parallel and mode.regather:
+            ctx.save_for_backward(x, weight)
+            return keep(product, x)
+        whole = _gather_async(x, mode).wait() if mode.sequence_parallel else x
+        ctx.save_for_backward(whole, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        mode: Tensor1D = ctx.mode
+        kept, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        gathers = needs_dw and mode.sequence_parallel and mode.regather
+        if ctx.queue is not None and ctx.queue.is_open:
+            given = ctx.given
+
+            def work() -> None:
+                whole = _gather_async(kept, mode).wait() if gathers else kept
+                deliver(*linear_gradients(dy, whole, *given))
+
+            if needs_dw or needs_db:
+                ctx.queue.put(work, *given)
+            dx = _sum_async(dy @ weight, mode).wait() if needs_dx else None
+            return dx, None, None, None, None
+        again = _gather_async(kept, mode) if gathers else None
+        if again is not None and not mode.overlap:
+            again.wait()
+        sum_of_terms = _sum_async(dy @ weight, mode) if needs_dx else None
+        if sum_of_terms is not None and not mode.overlap:
+            sum_of_terms.wait()
+        whole = again.wait() if again is not None else kept
+        dw = _weight_gradient(dy, whole) if needs_dw else None
+        db = dy.flatten(0, -2).sum(0) if needs_db else None
+        return sum_of_terms.wait() if sum_of_terms is not None else None, dw, db, None, None
+
+
+class _SecondLinear(Function):
+    """The product, then `leave`, then the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+    ) -> Tensor:
+        def product() -> Tensor:
+            y = _sum_async(F.linear(x, weight), mode).wait()
+            return y if bias is None else y.add_(bias)
+
+        ctx.mode, ctx.queue = mode, queue
+        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+            ctx.given = weight, bias
+        ctx.save_for_backward(x, weight)
+        return keep(product, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        mode: Tensor1D = ctx.mode
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        gathered = _gather_async(dy, mode) if mode.sequence_parallel else None
+        if gathered is not None and not mode.overlap:
+            gathered.wait()
+        db = dy.flatten(0, -2).sum(0) if needs_db else None
+        whole = gathered.wait() if gathered is not None else dy
+        dx = whole @ weight if needs_dx else None
+        if (needs_dw or needs_db) and ctx.queue is not None and ctx.queue.is_open:
+            given = ctx.given
+
+            def work() -> None:
+                dw = [_weight_gradient(whole, x)] if needs_dw else []
+                takes = [needs for needs in given if needs is not None and needs.requires_grad]
+                deliver(takes, dw if db is None else [*dw, db])
+
+            ctx.queue.put(work, *given)
+            return dx, None, None, None, None
+        return dx, _weight_gradient(whole, x) if needs_dw else None, db, None, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """[D_out, D_in] from dy [B, T, D_out] and x [B, T, D_in]."""
+    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _gather_async(x: Tensor, mode: Tensor1D) -> Pending:
+    """All positions of x [B, T / n, D]."""
+    return mode.comm.all_gather_async(x, dim=1)
+
+
+def _sum_async(terms: Tensor, mode: Tensor1D) -> Pending:
+    """The sum over ranks of [B, T, D], in place; with sequence_parallel this rank's positions of it, [B, T / n, D]."""
+    if not mode.sequence_parallel:
+        return mode.comm.all_reduce_async(terms)
+    return mode.comm.reduce_scatter_async(terms, dim=1)
+
+
+# ---- loss ----
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, labels: Tensor, comm: AxisComm, ops: Ops, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """(sum over valid tokens, their number) from logits [..., V / n] cut over the ranks of `comm`; labels [...]."""
+    flat = labels.reshape(-1)
+    total: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), flat, comm, ops, vocabulary)  # type: ignore[no-untyped-call]
+    return total, (flat != -100).sum()
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, comm: AxisComm, ops: Ops, vocabulary: int
+    ) -> Tensor:
+        ctx.start, ctx.ops, ctx.vocabulary = comm.coord * logits.shape[1], ops, vocabulary
+        stats = comm.all_gather(ops.cross_entropy_partial(logits, labels, ctx.start).unsqueeze(0))
+        total, _, lse = ops.cross_entropy_combine(stats, labels, vocabulary)
+        ctx.save_for_backward(logits, labels, lse)
+        result: Tensor = total
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        dz = ctx.ops.cross_entropy_gradient(d_total, logits, labels, lse, ctx.start, ctx.vocabulary)
+        return dz, None, None, None, None

@@ -1,0 +1,180 @@
+"""What each unit of a model costs here, by the clock: for a partition that no formula knows.
+
+Note: profiling.
+One micro-batch goes through the model unit by unit: the first of an `example` of the run's batches, or, of a model that
+states its sizes, one made of the fewest samples that the mode can cut and of the longest sequence.  Forward, and the
+two halves of backward as a split schedule runs them, are timed.  A unit's parameters are there, with values of no
+meaning, only while it runs: nothing has been allocated yet, and no rank ever holds more than one unit of those that
+will not be its own; buffers are copies.  All ranks run all units, side by side with those that share them, and take the
+slowest rank's times, so that all cut alike.  Twice the same cut is not promised: the clock decides; what a step
+computes does not depend on it, but for the order of a norm's sum.  Cost: `ROUNDS` times forward and backward of the
+model on one micro-batch, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.transfers import to_device
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel.loss import Loss, logits_of
+from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.pipeline.model_units import Part, Sections
+from colossal_lite.pipeline.partition import Unit
+from colossal_lite.pipeline.runtime import Form, flat
+from colossal_lite.transforms.split_backward import Root, WeightQueue, defer_weights, restore_weights
+
+ROUNDS = 3
+"""The fastest of these is taken."""
+MOST_SAMPLES = 4096
+
+
+@dataclass(frozen=True)
+class Profiler:
+    """Times the units of a model that is cut, and of which nothing is allocated yet."""
+
+    module: nn.Module
+    parallelized: Parallelized
+    streams: DropoutStreams
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    example: Batch | None
+    """A micro-batch as the run has them, on this data rank."""
+    loss: Loss
+
+    def costs(self, sections: Sections, units: Sequence[Unit], facts: ModelFacts | None) -> tuple[Unit, ...]:
+        """`units` with measured seconds of F, I and W. Collective. Raises ValueError for a model without sizes and
+        without an example."""
+        if facts is None and self.example is None:
+            raise ValueError(
+                f"parallel.pipeline.partition='profiled': {type(self.module).__name__} states no sizes in a config, so "
+                f"that no batch can be made for it; legal: initialize(..., example=a batch of the run's size), or "
+                f"'balanced', 'uniform', the counts of all stages"
+            )
+        queue = WeightQueue()
+        defer_weights(self.module, queue)
+        try:
+            with self.mesh.ledger.paused(), copied_buffers(self.module, self.device):
+                seconds = self._seconds(sections, self._micro_batch(facts), queue)
+                agreed = self.mesh.world.all_reduce(seconds, op="max").tolist()
+        finally:
+            restore_weights(self.module)
+        return tuple(
+            replace(unit, forward=f, input=i, weight=w) for unit, (f, i, w) in zip(units, agreed, strict=True)
+        )
+
+    def _micro_batch(self, facts: ModelFacts | None) -> Batch:
+        """The example, or the smallest that the mode can cut, as this rank sees it."""
+        if self.example is not None:
+            return self.parallelized.strategy.local_part(self.example)
+        assert facts is not None
+        for samples in range(1, MOST_SAMPLES):
+            ids = (
+                torch.arange(samples * facts.sequence, device=self.device).view(samples, -1)
+                % facts.vocabulary
+            )
+            numbers = torch.arange(samples, device=self.device)
+            try:
+                return self.parallelized.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+            except ValueError:
+                if samples == MOST_SAMPLES - 1:
+                    raise
+        raise AssertionError
+
+    def _seconds(self, sections: Sections, part: Batch, queue: WeightQueue) -> Tensor:
+        """[units, 3] seconds of F, I and W."""
+        found, carried = [], None
+        for index, unit in enumerate(sections.parts):
+            with made_real(self.module, unit, self.device, self.dtype):
+                rounds = []
+                for _ in range(ROUNDS):
+                    times, given = self._once(sections, index, carried, part, queue)
+                    rounds.append(times)
+            carried = given
+            found.append([min(times) for times in zip(*rounds, strict=True)])
+        return torch.tensor(found, dtype=torch.float64, device=self.device)
+
+    def _once(
+        self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightQueue
+    ) -> tuple[tuple[float, float, float], Any]:
+        """One unit forward and backward: its times, and what it gives to the next."""
+        self.streams.begin(0, part.samples, part.token_positions)
+        came = None if carried is None else _leaves(carried)
+        is_last = index == len(sections.parts) - 1
+        begun_s = self._now_s()
+        outputs = sections.run(index, index + 1, came, part)
+        if is_last:
+            outputs, _ = self.loss.of(logits_of(outputs), part.labels)
+        giver = f"unit {sections.parts[index].name!r}"
+        grown = [tensor for tensor in flat(outputs, giver)[1] if tensor.requires_grad]
+        forward_s = self._now_s()
+        later = []
+        if grown:
+            ones = [torch.ones_like(tensor) for tensor in grown]
+            root = grown[0] if is_last else Root.apply(ones, *grown)  # type: ignore[no-untyped-call]
+            with queue.open() as later:
+                root.backward()
+        input_s = self._now_s()
+        with torch.no_grad():
+            for each in later:
+                each.work()
+        weight_s = self._now_s()
+        return (forward_s - begun_s, input_s - forward_s, weight_s - input_s), outputs
+
+    def _now_s(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _leaves(carried: Any) -> Any:
+    """What a unit gave, as leaves that take gradients where it had any."""
+    tensors = [t.detach().requires_grad_(t.requires_grad) for t in flat(carried)[1]]
+    return Form.of(carried).packed(tensors)
+
+
+@contextmanager
+def copied_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copies of a model's buffers on `device`, for a while: what a forward changes of them is not kept."""
+    kept = [(owner, key, own) for owner in module.modules() for key, own in owner._buffers.items()]
+    try:
+        for owner, key, own in kept:
+            owner._buffers[key] = None if own is None else to_device(own.clone(), device)
+        yield
+    finally:
+        for owner, key, own in kept:
+            owner._buffers[key] = own
+
+
+@contextmanager
+def made_real(module: nn.Module, unit: Part, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Parameters of one unit with small random values on `device`, ties kept, for a while."""
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for name in unit.modules:
+        for owner in module.get_submodule(name).modules():
+            for key, parameter in owner.named_parameters(recurse=False):
+                if id(parameter) not in made:
+                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    values.normal_(0.0, 0.02, generator=generator)
+                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                kept.append((owner, key, parameter))
+    try:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = made[id(parameter)]
+        yield
+    finally:
+        for owner, key, parameter in kept:
+            owner._parameters[key] = parameter

@@ -1,0 +1,206 @@
+"""Part of what was pipeline.units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.data.batch import Batch
+from colossal_lite.kernels import Dropout
+from colossal_lite.models import GPT
+from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
+from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition
+from colossal_lite.pipeline.runtime import flat
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
+from colossal_lite.schedule.pipeline_schedules import ranks_of
+from colossal_lite.schedule.plan import Plan
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.transforms.auxiliary_loss import modules_of
+from colossal_lite.transforms.batch_statistics import is_over_the_batch
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was."""
+
+    def __init__(self, name: str, unit: str) -> None:
+        super().__init__()
+        self.name, self.unit = name, unit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name} is not on this rank: unit {self.unit!r} lies on another pipeline stage"
+        )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model lies on the stages of a pipeline, and which of them are here: the same on every rank but `here`."""
+
+    sections: Sections
+    cut: Partition
+    placement: Mapping[int, int]
+    """Pipeline coordinate of each stage."""
+    coord: int
+    homes: Mapping[str, tuple[int, ...]]
+    """Stages that use each parameter, by its first name in the serial model."""
+    trainable: tuple[bool, ...]
+    """For each stage, whether anything of it trains."""
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Stages of this rank, ascending."""
+        return tuple(stage for stage, coord in sorted(self.placement.items()) if coord == self.coord)
+
+    @property
+    def last(self) -> int:
+        return len(self.cut.bounds) - 1
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter lies on this rank."""
+        return any(self.placement[stage] == self.coord for stage in self.homes[name])
+
+    def holders(self, stages: Sequence[int]) -> list[int]:
+        """Pipeline coordinates that have one of these stages, ascending."""
+        return sorted({self.placement[stage] for stage in stages})
+
+    def is_holder(self, stages: Sequence[int]) -> bool:
+        """Whether this rank has one of these stages."""
+        return self.coord in self.holders(stages)
+
+    def is_first_holder(self, stages: Sequence[int]) -> bool:
+        """Whether of the ranks with these stages this one has the first: it counts what they hold in common."""
+        return self.placement[stages[0]] == self.coord
+
+    def run(self, stage: int, carried: Carried | None, batch: Batch) -> Any:
+        """What a stage gives. Raises ValueError for what cannot go on to the next."""
+        start, stop = self.cut.bounds[stage]
+        given = self.sections.run(start, stop, carried, batch)
+        if stage < self.last:
+            flat(given, f"stage {stage}, by its last unit {self.sections.parts[stop - 1].name!r},")
+        return given
+
+
+def one_stage(model: nn.Module) -> Stages:
+    """All of a model on this rank: what runs without a pipeline."""
+    names = {name: (0,) for name, _ in model.named_parameters()}
+    whole = Unit("model", 1.0, 1.0, 1.0)
+    return Stages(WholeSections(model), Partition((whole,), ((0, 1),)), {0: 0}, 0, names, (True,))
+
+
+def lay_out(
+    model: nn.Module, facts: Facts | None, pipeline: PipelineConfig, coord: int,
+    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
+) -> Stages:  # fmt: skip
+    """Cut a whole model into the stages of a pipeline; nothing is changed yet.
+
+    `coord`: this rank's on its axis; `measure`: gives units the costs by which they are balanced, in the place of a
+    formula's. Cuts are compared in a step of four micro-batches a rank, if the config does not say. Raises ValueError
+    for a model without units, with fewer units than stages, or with a parameter under none of them.
+    """
+    sections = sections_of(model)
+    units = costs_of(sections, model, facts)
+    if measure is not None:
+        units = tuple(measure(sections, units))
+    cut, placement = _fastest(units, pipeline)
+    stage_of = {
+        name: stage
+        for stage, (start, stop) in enumerate(cut.bounds)
+        for part in sections.parts[start:stop]
+        for name in part.modules
+    }
+    first = {id(p): name for name, p in model.named_parameters()}
+    homes: dict[str, set[int]] = {name: set() for name in first.values()}
+    lost = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
+        if stage is None:
+            lost.append(name)
+        elif id(tensor) in first:
+            homes[first[id(tensor)]].add(stage)
+    lost += [name for name in modules_of(model) if not any(a in stage_of for a in _ancestors(name))]
+    if lost:
+        raise ValueError(
+            f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
+            f"parameter, buffer and auxiliary loss must be"
+        )
+    _check_shared(model, stage_of)
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))
+    used = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+    return Stages(sections, cut, dict(placement), coord, used, trainable)
+
+
+def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition, Mapping[int, int]]:
+    """The cut into stages, and the rank of each of them: of the ways in which a schedule's stages may lie, that whose
+    step is done first by the costs of its cut."""
+    step = StepShape(pipeline.micro_batches or 4 * pipeline.size)
+    how = "balanced" if pipeline.partition == "profiled" else pipeline.partition
+
+    def cut_by(plan: Plan) -> Partition:
+        return partition(
+            units, pipeline.stages, how, live=held(plan), placement=plan.placement(),
+            makespan=lambda costs: simulate(plan, costs).makespan_s,
+        )  # fmt: skip
+
+    def makespan(cut: Partition, plan: Plan) -> float:
+        costs = cut.stage_costs()
+        return simulate(
+            compute_plan(pipeline, replace(step, costs=costs, placement=ranks_of(plan))), costs
+        ).makespan_s
+
+    ways = [(cut_by(plan), plan) for plan in plans_by_placement(pipeline, step)]
+    cut, plan = ways[0] if len(ways) == 1 else min(ways, key=lambda way: makespan(*way))
+    return cut, plan.placement()
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises ValueError for hooks on what stages pass over: on the model itself, whose forward none of them runs as a
+    whole, and on blocks of ours, which may be cut between their halves."""
+    blocks = model.blocks if isinstance(model, GPT) else ()
+    for module in (model, *blocks):
+        kinds = (
+            "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+        )  # fmt: skip
+        if any(getattr(module, kind) for kind in kinds):
+            name = next(name for name, each in model.named_modules() if each is module) or "the model itself"
+            raise ValueError(
+                f"parallel.pipeline: a forward or backward hook on {name} ({type(module).__name__}) is not run, or "
+                f"on a part of its work; legal: hooks on modules within its units, such as a block's norm or linears"
+            )
+
+
+def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
+    """Raises ValueError for a module that keeps count of its own calls and is called on several stages."""
+    places: dict[int, dict[int, str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
+        counts = isinstance(module, Dropout) and module.p > 0
+        if stage is not None and (counts or is_over_the_batch(module)):
+            places.setdefault(id(module), {}).setdefault(stage, name)
+    for found in places.values():
+        if len(found) > 1:
+            raise ValueError(
+                f"parallel.pipeline: {' and '.join(found.values())} are one module on stages "
+                f"{', '.join(map(str, found))}, and keep count of their calls, which no stage can for another; legal: "
+                f"a module for each place, or a partition that has them on one stage"
+            )
+
+
+def keep_own(model: nn.Module, stages: Stages) -> None:
+    """Take what lies on other ranks out of `model`, in place; names stay."""
+    for stage, (start, stop) in enumerate(stages.cut.bounds):
+        if stages.placement[stage] == stages.coord:
+            continue
+        for part in stages.sections.parts[start:stop]:
+            for name in part.modules:
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, Elsewhere(name, part.name))
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]

@@ -1,0 +1,101 @@
+"""Part of what was pipeline.schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, _placements, auto, generate, ranks_of
+from colossal_lite.schedule.plan import Kind, Plan, PlanError, Shape
+from colossal_lite.schedule.simulator import StageCosts
+from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's plan follows from, beside the schedule.
+
+    micro_batches: of each of `turns` parts (gradient accumulation); chunks: of each stage, none where nothing
+    trains; trainable: for each stage whether anything of it trains; costs: for `auto`, and for where messages stand;
+    ahead: RECVs are posted before the compute under which they hide, or block; placement: rank of each stage, once a
+    model is laid out: by then `auto` has no choice of it, whatever the costs, the micro-batches or the direction.
+    """
+
+    micro_batches: int
+    turns: int = 1
+    chunks: tuple[tuple[int, ...], ...] = ((0,),)
+    trainable: tuple[bool, ...] = (True,)
+    reduce: Literal["step", "micro_batch"] = "step"
+    backward: bool = True
+    ahead: bool = True
+    costs: StageCosts | None = None
+    placement: tuple[int, ...] | None = None
+    update: Literal["step", "backward"] = "step"
+
+
+def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
+    """All passes over a schedule, in their order, checked: what every rank of a pipeline executes in a step.
+
+    One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  Raises PlanError for a plan that must not run.
+    """
+    plan = compute_plan(pipeline, step)
+    plan = repeat(plan, step.turns)
+    if len(plan) > 1:
+        plan = add_messages(plan, step.costs, ahead=step.ahead)
+    if step.backward:
+        plan = freeze(plan, step.trainable)
+        plan = add_step(plan, dict(enumerate(step.chunks)), step.reduce, step.update)
+    shape = Shape(
+        pipeline.stages, step.micro_batches * step.turns, trainable=step.trainable, backward=step.backward
+    )
+    check(plan, shapes={0: shape}, strict=not step.ahead)
+    return plan
+
+
+def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
+    """The compute of one turn, before any pass. Raises ValueError, drawn, for one that holds more than the cap."""
+    name, ranks, chunks, cap = pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.activation_cap
+    if ranks == 1:
+        plan = one_stage(step.micro_batches)
+    elif name == "auto":
+        plan = auto(ranks, step.micro_batches, chunks, costs=step.costs, cap=cap, placement=step.placement)
+    else:
+        plan = generate(name, ranks, step.micro_batches, chunks)
+        if cap is not None and step.backward:
+            _refuse_over(cap, plan, name)
+    assert step.placement is None or ranks_of(plan) == step.placement, "stages lie elsewhere"
+    return plan if step.backward else plan.only(Kind.F)
+
+
+def plans_by_placement(pipeline: PipelineConfig, step: StepShape) -> tuple[Plan, ...]:
+    """The compute of one turn for each way in which stages may lie on ranks: two for `auto` with several stages on a
+    rank, one for any other. Raises ValueError if no way has a plan."""
+    if pipeline.schedule != "auto" or pipeline.chunks == 1:
+        return (compute_plan(pipeline, step),)
+    found, why = list[Plan](), ValueError()
+    for placement in _placements(pipeline.size, pipeline.chunks):
+        try:
+            found.append(compute_plan(pipeline, replace(step, placement=placement)))
+        except ValueError as error:  # within the cap there may be one of them only
+            why = error
+    if not found:
+        raise why
+    return tuple(found)
+
+
+def _refuse_over(cap: int, plan: Plan, name: str) -> None:
+    """Raises ValueError if a rank holds more activations than `cap`, with the plan drawn."""
+    try:
+        check(plan, cap=cap)
+    except PlanError as error:
+        raise ValueError(
+            f"parallel.pipeline.activation_cap={cap}: {name} holds more; legal: {max(check(plan).live)} or more, "
+            f"fewer micro_batches where all are held, or schedule='auto', which searches within the cap\n{error}"
+        ) from error
+
+
+def splits_backward(pipeline: PipelineConfig) -> bool:
+    """Whether a plan of this schedule may have I and W apart."""
+    return pipeline.size > 1 and SCHEDULES[pipeline.schedule].splits

@@ -1,0 +1,268 @@
+"""The tensor modes of one world side by side: what each moves, how often, and what it holds.
+
+Note: whose figures.
+Traffic of the layers is the strategies' own `micro_batch_payload`; weights, activations and gradients are what
+`planner.plan` finds for the same mesh, so that a row is what a run of it would do.  *Payload* is what is handed to the
+collectives, *wire* what one rank must send of it with an algorithm that wastes nothing: 2 (n-1)/n of an all-reduce,
+(n-1)/n of every other collective.  Calls stand for latency: each is a wait for the slowest peer.
+
+Wire of a mode is a line over the tokens of a micro-batch, a T + b: 1D has no b, since no weight ever moves, and the
+grids have a smaller a.  Where the lines of two modes on as many ranks cross is where the one begins to pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colossal_lite.config.config import Config
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
+from colossal_lite.config.rules import divisors
+from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.models import GPTConfig
+from colossal_lite.numerics.precision import Precision
+from colossal_lite.parallel import tensor_1d, tensor_2d, tensor_3d
+from colossal_lite.parallel.tensor_1d_layers import Tensor1D
+from colossal_lite.parallel.tensor_2d import Tensor2D
+from colossal_lite.parallel.tensor_3d import Tensor3D
+from colossal_lite.planner.planner import facts_of_config, plan
+from colossal_lite.planner.run_plan import size
+from colossal_lite.sharding.mesh_layout import MeshLayout
+
+
+@dataclass(frozen=True)
+class ModeCost:
+    """One rank's step under one tensor mode. Bytes of all its micro-batches."""
+
+    tensor: TensorConfig
+    data: int
+    layers_payload_bytes: int
+    layers_wire_bytes: int
+    calls: int
+    """Of the layers: how often a rank waits for others."""
+    gradients_wire_bytes: int
+    weights_bytes: int
+    activations_bytes: int
+    """Kept for backward by one micro-batch, logits included."""
+    peak_bytes: int
+    pays_above_tokens: float | None = None
+    """Tokens of a micro-batch above which the layers send less than in 1D on as many ranks; None: never."""
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.layers_wire_bytes + self.gradients_wire_bytes
+
+    @property
+    def title(self) -> str:
+        return title_of(self.tensor, self.data)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A mesh that this model or batch cannot have, and the first reason."""
+
+    title: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The legal modes, by what a rank sends; printing it gives the whole story."""
+
+    rows: tuple[ModeCost, ...]
+    refused: tuple[Refused, ...]
+    width: int
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What moves least, what holds least, and when a grid pays, in words."""
+        least, lightest = self.rows[0], min(self.rows, key=lambda row: row.peak_bytes)
+        said = [
+            f"{least.title} moves least: {size(least.wire_bytes)} a rank and step",
+            f"{lightest.title} holds least: {size(lightest.peak_bytes)}",
+        ]
+        for row in self.rows:
+            if row.tensor.mode != "1d" and row.tensor.size > 1:
+                if row.pays_above_tokens is None:
+                    when = "moves more than 1d on as many ranks at any length"
+                else:
+                    ratio = row.pays_above_tokens / self.width
+                    when = (
+                        f"moves less than 1d on as many ranks above {math.ceil(row.pays_above_tokens):,} tokens "
+                        f"a micro-batch ({ratio:.2g} times the width)"
+                    )
+                said.append(f"{row.title} {when}")
+        return tuple(said)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{row.title:<24} wire {size(row.wire_bytes):>12}  calls {row.calls:>5}  peak {size(row.peak_bytes):>12}"
+            for row in self.rows
+        ]
+        lines += [f"{row.title:<24} refused: {row.reason}" for row in self.refused]
+        return "\n".join((*lines, *self.verdict))
+
+
+def compare_tensor(
+    config: Config | Mapping[str, Any], model: GPTConfig, *, batch: int, sequence: int, world_size: int
+) -> Comparison:
+    """Every way to share out the ranks that `config` leaves to data and tensor parallelism, in every tensor mode.
+
+    `batch`: samples a step, over all ranks.  Nothing is allocated.  Raises ConfigError where no mode is legal.
+    """
+    config = Config.load(config)
+    inner = config.parallel.pipeline.size * config.parallel.sequence.size
+    rows: list[ModeCost] = []
+    refused: list[Refused] = []
+    for tensor in candidates(max(1, world_size // inner), config.parallel.tensor):
+        data = world_size // inner // tensor.size
+        try:
+            rows.append(_cost(_with(config, tensor), model, batch, sequence, world_size))
+        except ValueError as error:
+            refused.append(Refused(title_of(tensor, data), str(error).splitlines()[-1].strip()))
+    if not rows:
+        plan(config, model, batch=batch, sequence=sequence, world_size=world_size)  # says why
+        raise ValueError(
+            "compare: no tensor mode is legal: " + "; ".join(f"{r.title}: {r.reason}" for r in refused)
+        )
+    return Comparison(tuple(sorted(rows, key=lambda row: row.wire_bytes)), tuple(refused), model.width)
+
+
+def candidates(ranks: int, like: TensorConfig | None = None) -> Iterator[TensorConfig]:
+    """Tensor meshes whose size divides `ranks`: none, and every mode of every size that it fits; 1d as in `like`."""
+    chosen = like or TensorConfig()
+    yield TensorConfig()
+    for number in divisors(ranks)[1:]:
+        yield TensorConfig(size=number, sequence_parallel=chosen.sequence_parallel, regather=chosen.regather)
+        if math.isqrt(number) ** 2 == number:
+            yield TensorConfig(size=number, mode="2d")
+        for depth in divisors(number)[1:]:
+            edge = math.isqrt(number // depth)
+            if (
+                edge > 1 and edge * edge * depth == number and depth <= edge
+            ):  # 2105.14500: a depth of at most q
+                yield TensorConfig(size=number, mode="2.5d", depth=depth)
+        if round(math.cbrt(number)) ** 3 == number:
+            yield TensorConfig(size=number, mode="3d")
+
+
+def title_of(tensor: TensorConfig, data: int) -> str:
+    """For people: `2.5d 8 (depth 2) x data 2`."""
+    if tensor.size == 1:
+        return f"data {data}"
+    depth = f" (depth {tensor.depth})" if tensor.mode == "2.5d" else ""
+    return f"{tensor.mode} {tensor.size}{depth}" + (f" x data {data}" if data > 1 else "")
+
+
+def _with(config: Config, tensor: TensorConfig) -> Config:
+    options = {"data": "auto"} | {f"tensor.{name}": value for name, value in tensor.model_dump().items()}
+    return Config.load(config, [f"--parallel.{name}={value}" for name, value in options.items()])
+
+
+def _cost(config: Config, model: GPTConfig, batch: int, sequence: int, world_size: int) -> ModeCost:
+    made = plan(config, model, batch=batch, sequence=sequence, world_size=world_size)
+    config = config.check_world(world_size)
+    layout, facts = config.layout(), facts_of_config(model)
+    itemsize = Precision.of(config.precision).compute.itemsize
+    tokens = sequence // config.parallel.sequence.size
+    rows = [
+        row
+        for samples in made.micro_batches
+        if samples
+        for row in layer_traffic(layout, config.parallel.tensor, model, facts, samples, tokens, itemsize)
+    ]
+    layers = wire_bytes(rows, layout)
+    tensor = config.parallel.tensor
+    return ModeCost(
+        tensor=tensor,
+        data=layout.size("data"),
+        layers_payload_bytes=sum(row.payload_bytes for row in rows),
+        layers_wire_bytes=layers,
+        calls=sum(row.calls for row in rows),
+        gradients_wire_bytes=wire_bytes(made.traffic, layout) - layers,
+        weights_bytes=made.bytes_of("weights"),
+        activations_bytes=made.bytes_of("activations") + made.bytes_of("logits"),
+        peak_bytes=made.peak_bytes,
+        pays_above_tokens=pays_above_tokens(tensor, model, itemsize) if tensor.mode != "1d" else None,
+    )
+
+
+def layer_traffic(
+    layout: MeshLayout, tensor: TensorConfig, model: GPTConfig, facts: ModelFacts, batch: int, sequence: int,
+    itemsize: int,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """Forward and backward of one micro-batch on the tensor axes, by the formula of the mode."""
+    if tensor.size == 1:
+        return ()
+    mesh = Mesh.recording(layout)
+    options: dict[str, Any] = dict(batch=batch, sequence=sequence, itemsize=itemsize, bias=model.bias)
+    if tensor.mode == "1d":
+        mode = Tensor1D(
+            mesh.axis("tensor"), sequence_parallel=tensor.sequence_parallel, regather=tensor.regather
+        )
+        return tensor_1d.micro_batch_payload(facts, mode, **options)
+    options |= dict(gated=model.activation == "swiglu", centred=model.norm == "layer")
+    if tensor.mode == "3d":
+        return tensor_3d.micro_batch_payload(facts, Tensor3D.on(mesh, facts.vocabulary), **options)
+    return tensor_2d.micro_batch_payload(facts, Tensor2D.on(mesh, facts.vocabulary), **options)
+
+
+def wire_bytes(rows: Sequence[LedgerRow], layout: MeshLayout) -> int:
+    """What one rank must send for these rows, with algorithms that waste nothing (parallel.md 1.0)."""
+    total = 0.0
+    for row in rows:
+        axes = [axis.name for axis in layout.axes] if row.axis == "world" else row.axis.split("*")
+        ranks = layout.size(*axes)
+        share = 1.0 if row.operation == "send" else (ranks - 1) / ranks
+        total += row.payload_bytes * share * (2 if row.operation == "all_reduce" else 1)
+    return round(total)
+
+
+def pays_above_tokens(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> float | None:
+    """Tokens of a micro-batch above which the layers send less than those of 1D on as many ranks; None: never."""
+    grid, flat = (
+        _line(mode, model, itemsize)
+        for mode in (tensor, TensorConfig(size=tensor.size, sequence_parallel=tensor.sequence_parallel))
+    )
+    if grid[0] >= flat[0]:
+        return None
+    return max(0.0, (grid[1] - flat[1]) / (flat[0] - grid[0]))
+
+
+def _line(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> tuple[float, float]:
+    """(bytes a token, bytes whatever the tokens) that one rank sends for a micro-batch."""
+    layout = MeshLayout.build(tensor=tensor.size, tensor_mode=tensor.mode, tensor_depth=tensor.depth)
+    batch, facts = tensor.size**2, facts_of_config(model)  # every mode divides it
+    one, two = (
+        wire_bytes(layer_traffic(layout, tensor, model, facts, n * batch, 1, itemsize), layout)
+        for n in (1, 2)
+    )
+    return (two - one) / batch, float(2 * one - two)
+
+
+def table(made: Comparison) -> Any:
+    """A comparison as a rich table, with the verdict and what is refused below it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Table(title="one rank, one step", title_justify="left", box=None, pad_edge=False)
+    columns = (
+        "mode", "layers: payload", "sent", "calls", "gradients: sent", "weights", "activations", "peak", "",
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        out.add_column(
+            column, justify="right" if 0 < index < len(columns) - 1 else "left", no_wrap=index == 0
+        )
+    for row in made.rows:
+        numbers = (
+            size(row.layers_payload_bytes), size(row.layers_wire_bytes), f"{row.calls:,}",
+            size(row.gradients_wire_bytes), size(row.weights_bytes), size(row.activations_bytes),
+            size(row.peak_bytes),
+        )  # fmt: skip
+        out.add_row(row.title, *numbers, "sends least" if row is made.rows[0] else "")
+    refused = [Text(f"{row.title} refused: {row.reason}") for row in made.refused]
+    return Group(out, Text(""), *map(Text, made.verdict), *refused)

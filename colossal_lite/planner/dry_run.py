@@ -1,0 +1,428 @@
+"""A model run without tensors: what one micro-batch of it costs on this rank, as the planner asks for it.
+
+Note: the model is the real one, cut by the real `parallelize`, on the meta device over communicators that only count.
+A model of ours deeper than three blocks is measured with two and with three, and the difference is added for each
+further one: everything but the packing is linear in the blocks.  Cost: some milliseconds a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colossal_lite.config.config import Config
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.models.gpt import Block
+from colossal_lite.numerics.precision import Precision
+from colossal_lite.numerics.random import DropoutStreams, on_meta
+from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.parallelize import Parallelized, parallelize
+from colossal_lite.pipeline.stages import Stages
+from colossal_lite.pipeline.step_plan import splits_backward
+from colossal_lite.schedule.footprint import StageCost
+from colossal_lite.schedule.gather_plan import GatherPlan, Moment, Trace, gather_plan
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec
+from colossal_lite.transforms.activation_checkpoint import blocks_of, recompute
+from colossal_lite.transforms.split_backward import Later, Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.gradient_hooks import GradientHooks
+from colossal_lite.zero.parameter_order import by_order, order_of_use
+from colossal_lite.zero.sharded_weights import ShardedWeights, contexts_of, plan_of, units_of
+
+Builder = Callable[[], nn.Module]
+META = torch.device("meta")
+# Blocks of the two models from which deeper ones are extrapolated: the first block and the last are not alike.
+MEASURED_BLOCKS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One micro-batch: payload and calls per (operation, axis), and live bytes beside the state.
+
+    `until` is the peak until the gradients of the last block have come, `after` the peak from then on: what a further
+    block adds to the one it does not add to the other.
+    """
+
+    payload: Mapping[tuple[str, str], int]
+    calls: Mapping[tuple[str, str], int]
+    kept: int
+    logits: int
+    until: int
+    after: int
+
+    def further(self, other: Cost, blocks: int) -> Cost:
+        """This cost with `blocks` more blocks, of which `other` has one."""
+
+        def line(a: int, b: int) -> int:
+            return a + blocks * (b - a)
+
+        return Cost(
+            {key: line(value, other.payload[key]) for key, value in self.payload.items()},
+            {key: line(value, other.calls[key]) for key, value in self.calls.items()},
+            **{n: line(getattr(self, n), getattr(other, n)) for n in ("kept", "logits", "until", "after")},
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What of a model does not depend on the batch: elements of each parameter on this rank, in the order of their use,
+    and its spec."""
+
+    trainable: Mapping[str, int]
+    frozen: Mapping[str, int]
+    specs: Mapping[str, ShardSpec]
+    names: tuple[str, ...]
+    blocks: tuple[str, ...]
+    told: int
+    """Numbers that each data rank tells the others of its batch."""
+
+    def packed(
+        self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[ChunkSpec, ...]:
+        """The chunks of its parameters, those that do not train last."""
+        both = {**self.trainable, **self.frozen}
+        numels = {name: both[name] for name in self.specs}
+        return pack_chunks(numels, self.specs, config, layout, homes, self.blocks, self.frozen)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """How a model is run without tensors."""
+
+    config: Config
+    mesh: Mesh
+    sequence: int
+    layers: Literal["auto"] | Mapping[str, str]
+    trains: bool = True
+    forms: Forms = field(default_factory=Forms, repr=False, compare=False)
+
+    def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
+        """The specs are in the order in which parameters are used."""
+        config = self.config
+        module = on_meta(builder)
+        order = dict.fromkeys(
+            (*(order_of_use(module) or ()), *(name for name, _ in module.named_parameters()))
+        )
+        streams = DropoutStreams(config.seed)
+        done = parallelize(
+            module,
+            self.mesh,
+            self.layers,
+            sequence_parallel=config.parallel.tensor.sequence_parallel,
+            regather=config.parallel.tensor.regather,
+            sequence_mode=config.parallel.sequence.mode,
+            kernels="torch",
+            device_type="meta",
+            streams=streams,
+        )
+        for block in blocks_of(
+            module
+        ).values():  # backward may run them again, and no mode reaches into backward
+            block.forward = partial(_with_flash, block.forward)
+            if isinstance(block, Block):  # a pipeline may run its halves
+                block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
+        recompute(module, config.activation_checkpoint, streams)
+        dtype = Precision.of(config.precision).compute
+        for parameter in module.parameters():
+            parameter.data = _new(parameter, dtype)
+        return module.train(), replace(done, specs=by_order(done.specs, tuple(order))), streams
+
+    def whole(self, module: nn.Module, done: Parallelized) -> Whole:
+        named = dict(module.named_parameters())
+        return Whole(
+            {n: named[n].numel() for n in done.specs if named[n].requires_grad},
+            {n: p.numel() for n, p in named.items() if not p.requires_grad},
+            done.specs,
+            tuple(named),
+            tuple(blocks_of(module)),
+            done.told,
+        )
+
+    def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
+        """What this rank sees of a micro-batch of `samples`."""
+        ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
+        numbers = torch.arange(samples, device=META)
+        part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+        streams.begin(0, part.samples, part.token_positions)
+        return part
+
+    def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
+        """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
+        self.mesh.ledger.clear()
+        meter = LiveBytes(self.forms.run)
+        if not self.trains:
+            return self._evaluated(module, done, streams, samples, meter)
+        until: list[int] = []
+        last = next(reversed(blocks_of(module)), "")
+        missing = {
+            n for n, p in module.named_parameters() if p.requires_grad and last and n.startswith(last + ".")
+        }
+
+        def arrived(name: str, parameter: Tensor) -> None:
+            parameter.grad = None
+            missing.discard(name)
+            if not missing and not until:
+                until.append(meter.window())
+
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(arrived, n))
+            for n, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        with _FlashAttention(), meter:
+            part = self.batch(done, streams, samples)
+            logits = logits_of(module(*part.args, **part.kwargs))
+            logits_bytes = logits.numel() * logits.element_size()
+            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            del logits
+            kept = meter.now_bytes
+            loss.backward()
+        for hook in hooks:
+            hook.remove()
+        rows = self.mesh.ledger.rows()
+        after = meter.window()
+        return Cost(
+            {(r.operation, r.axis): r.payload_bytes for r in rows},
+            {(r.operation, r.axis): r.calls for r in rows},
+            kept, logits_bytes, until[0] if until else after, after,
+        )  # fmt: skip
+
+    def _evaluated(
+        self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int, meter: LiveBytes
+    ) -> Cost:
+        """One micro-batch forward, of which nothing is kept."""
+        with _FlashAttention(), meter, torch.no_grad():
+            part = self.batch(done, streams, samples)
+            logits = logits_of(module.eval()(*part.args, **part.kwargs))
+            done.strategy.cross_entropy(done.ops, logits, part.labels)
+        module.train()
+        rows = self.mesh.ledger.rows()
+        return Cost(
+            {(r.operation, r.axis): r.payload_bytes for r in rows},
+            {(r.operation, r.axis): r.calls for r in rows},
+            0, 0, meter.peak_bytes, meter.peak_bytes,
+        )  # fmt: skip
+
+    def trace(
+        self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
+    ) -> tuple[Trace, tuple[WeightChunk, ...]]:
+        """The order in which one micro-batch reads weights, and the chunks of this module that it speaks of."""
+        whole, named = self.whole(module, done), dict(module.named_parameters())
+        packed = whole.packed(self.config, self.mesh.layout)
+        chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
+        frozen = build_frozen(packed, self.config, self.mesh, META)
+        for chunk in (*chunks, *frozen):
+            chunk.adopt(named, {e.name: _new(named[e.name], named[e.name].dtype) for e in chunk.spec.entries})
+        hooks = GradientHooks(chunks, named)
+        weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
+        with _FlashAttention(), self.forms:
+            part = self.batch(done, streams, samples)
+            with weights.forward():
+                logits = logits_of(module(*part.args, **part.kwargs))
+            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            hooks.begin(is_last=True)
+            with weights.backward():
+                loss.backward()
+        assert weights.trace is not None
+        return weights.trace, (*chunks, *frozen)
+
+    def stages(
+        self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
+    ) -> dict[int, StageCost]:
+        """What one micro-batch costs on each stage."""
+        with self.forms:
+            part = self.batch(done, streams, samples)
+        found: dict[int, StageCost] = {}
+        carried: Tensor | None = None
+        queue, splits = WeightQueue(), splits_backward(self.config.parallel.pipeline)
+        if splits:
+            defer_weights(module, queue)
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            for p in module.parameters()
+            if p.requires_grad
+        ]
+        for stage in sorted(stages.placement):
+            run = partial(self._stage, stages, stage, carried, part, done)
+            self.mesh.ledger.clear()
+            cost, carried = run(queue)
+            rows = self.mesh.ledger.rows()
+            cost = replace(
+                cost,
+                payload={(r.operation, r.axis): r.payload_bytes for r in rows},
+                calls={(r.operation, r.axis): r.calls for r in rows},
+            )
+            if splits:  # of which a plan may run some backwards in one part
+                whole, _ = run(None)
+                cost = replace(cost, peaks={**cost.peaks, Kind.B: whole.peaks[Kind.I]})
+            found[stage] = cost
+        for hook in hooks:
+            hook.remove()
+        restore_weights(module)
+        return found
+
+    def _stage(
+        self, stages: Stages, stage: int, carried: Tensor | None, part: Batch, done: Parallelized,
+        queue: WeightQueue | None,
+    ) -> tuple[StageCost, Tensor]:  # fmt: skip
+        """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
+        tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
+        leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
+        meter, came, logits = LiveBytes(self.forms.run), list[Tensor](), 0
+        with _FlashAttention(), meter:
+            outputs = stages.run(stage, leaf, part)
+            outputs = logits_of(outputs) if stage == stages.last else outputs
+            if not isinstance(outputs, Tensor):
+                raise ValueError(
+                    "plan: stages that pass more than one tensor are not built; legal: one tensor"
+                )
+            if stage == stages.last:
+                logits = bytes_of(outputs)
+                outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
+            ended, peak = meter.now_bytes, meter.window()
+            trains, form = outputs.requires_grad, (outputs.shape, outputs.dtype)
+            root = outputs if stage == stages.last else Root.apply(came, outputs)  # type: ignore[no-untyped-call]
+            del outputs
+            kept = meter.now_bytes
+        given = torch.empty(*form[:1], dtype=form[1], device=META)
+        cost = StageCost(
+            ended, kept, 0, {Kind.F: peak, Kind.B: 0}, logits, 0 if stage == stages.last else bytes_of(given)
+        )
+        if not trains:
+            return cost, given
+        if stage != stages.last:
+            came.append(given)
+        with _FlashAttention(), meter:
+            with queue.open() if queue else nullcontext(Later()) as later:
+                root.backward()
+                del root
+            peaks = {Kind.F: peak, Kind.I: meter.window(), Kind.B: 0}
+            if leaf is not None:
+                leaf.grad = None  # goes on
+            waiting = meter.now_bytes
+            meter.window()
+            with torch.no_grad():
+                for each in later:
+                    each.work()
+            peaks[Kind.W] = meter.window()
+        peaks[Kind.B] = peaks[Kind.I]
+        return replace(cost, waiting=waiting, peaks=peaks), given.requires_grad_()
+
+
+def measured(dry: DryRun, model: GPTConfig | Builder, samples: int) -> tuple[Whole, Cost]:
+    """The model's parameters and the cost of one micro-batch of `samples`."""
+    if not isinstance(model, GPTConfig):
+        built = dry.built(model)
+        return dry.whole(*built[:2]), dry.run(*built, samples)
+    blocks = [n for n in MEASURED_BLOCKS if n < model.layers] or [model.layers]
+    if len(blocks) < len(MEASURED_BLOCKS):
+        blocks = [model.layers]
+    made = [dry.built(partial(GPT, replace(model, layers=n))) for n in blocks]
+    costs = [dry.run(*built, samples) for built in made]
+    whole = dry.whole(*made[-1][:2])
+    if len(blocks) == 1:
+        return whole, costs[0]
+    return _deeper(whole, model.layers, blocks[-1]), costs[0].further(costs[1], model.layers - blocks[0])
+
+
+def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
+    """The parameters of a GPT of `layers` blocks, from those of one of `blocks`: the last block is repeated."""
+    last = f"blocks.{blocks - 1}."
+
+    def repeated(names: tuple[str, ...]) -> list[tuple[str, str]]:
+        """(name, name of its like), in the order of the model."""
+        own = [name for name in names if name.startswith(last)]
+        out: list[tuple[str, str]] = []
+        for name in names:
+            out.append((name, name))
+            if own and name == own[-1]:
+                out += [(n.replace(last, f"blocks.{i}.", 1), n) for i in range(blocks, layers) for n in own]
+        return out
+
+    return Whole(
+        {new: whole.trainable[old] for new, old in repeated(tuple(whole.trainable))},
+        {new: whole.frozen[old] for new, old in repeated(tuple(whole.frozen))},
+        {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
+        tuple(new for new, _ in repeated(whole.names)),
+        tuple(f"blocks.{i}" for i in range(layers)),
+        whole.told,
+    )
+
+
+def gathers_of(
+    dry: DryRun, model: GPTConfig | Builder, samples: int, whole: Whole, chunks: tuple[WeightChunk, ...]
+) -> GatherPlan:
+    """How these chunks are gathered in a micro-batch: the real gates of the measured model, in its order."""
+    if not any(chunk.is_sharded for chunk in chunks):
+        return gather_plan(Trace((), ()), {}, num_chunks=len(chunks))
+    builder, blocks, zero = model, 0, dry.config.zero
+    if isinstance(builder, GPTConfig):
+        blocks = min(MEASURED_BLOCKS[-1], builder.layers)
+        builder = partial(GPT, replace(builder, layers=blocks))
+    module, done, streams = dry.built(builder)
+    trace, seen = dry.trace(module, done, streams, samples)
+    chunk_of = {entry.name: chunk.spec.id for chunk in chunks for entry in chunk.spec.entries}
+    last = f"blocks.{blocks - 1}."
+
+    def stretched(moments: Iterable[Moment], order: Sequence[int]) -> Iterator[Moment]:
+        for moment in moments:
+            names = [entry.name for index in moment.needs for entry in seen[index].spec.entries]
+            repeats = order if blocks and all(name.startswith(last) for name in names) else [blocks - 1]
+            for i in repeats:
+                like = [name.replace(last, f"blocks.{i}.", 1) for name in names]
+                yield Moment(frozenset(chunk_of[name] for name in like))
+
+    order = range(blocks - 1, len(whole.blocks))
+    stretch = Trace(tuple(stretched(trace.forward, order)), tuple(stretched(trace.backward, order[::-1])))
+    return plan_of(
+        stretch.covering(contexts_of(chunks), units_of(chunks)), chunks,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _flash(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _with_flash(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _FlashAttention():
+        return forward(*args, **kwargs)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return out
+
+
+def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=META)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

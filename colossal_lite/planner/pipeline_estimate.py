@@ -1,0 +1,209 @@
+"""The plan of a run with a pipeline: its stages are measured one by one, and a rank's list of actions is walked.
+
+Note: what lives at the fullest moment of the list is what a step holds; what is sent is what the list sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from colossal_lite.config.config import Config
+from colossal_lite.config.errors import ConfigError, Problem
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.data.dataloader import cut
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.pipeline.stages import Stages, lay_out
+from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
+from colossal_lite.pipeline.step_plans import shape_of
+from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, bytes_of
+from colossal_lite.planner.run_plan import Held, RunPlan, Term, libraries_bytes
+from colossal_lite.planner.step_estimate import (
+    batch_terms,
+    exchange_rows,
+    memory_rows,
+    record_agreement,
+    samples_of,
+)
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.drawing import grid
+from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
+from colossal_lite.schedule.gather_plan import Trace, gather_plan
+from colossal_lite.schedule.plan import SENDS, Action, Kind, Plan
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.zero.build_chunks import build_chunks, sharding_of
+
+BY_THE_CLOCK = (
+    "partition 'profiled': a run is cut by the clock, perhaps otherwise; this is the cut by the formula"
+)
+
+
+def staged_plan(
+    dry: DryRun, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
+) -> RunPlan:
+    """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
+    config, mesh = dry.config, dry.mesh
+    pipeline = config.parallel.pipeline
+    count, pieces = _pieces(config, batch, mesh)
+    module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
+    # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
+    whole = dry.whole(module, done)
+    packed = whole.packed(config, mesh.layout, stages.homes)
+    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    chunks = build_chunks(
+        whole.trainable, mine, whole.specs, config, mesh, META,
+        lambda spec: stages.is_first_holder(stages_of(spec)),
+    )  # fmt: skip
+    shape = shape_of(config, stages, packed, count)
+    made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
+    slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
+    costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
+    unread = 0
+    if mesh.shares_memory:
+        unread = max(
+            _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
+            _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
+        )
+    mesh.ledger.clear()
+    _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
+    local = Whole(
+        {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
+        whole.specs, whole.names, whole.blocks, whole.told,
+    )  # fmt: skip
+    rows = mesh.ledger.rows()
+    return RunPlan(
+        layout=mesh.layout.describe(),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        parameters=sum(whole.specs[name].numel for name in whole.names),
+        local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
+        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
+        + exchange_rows(mesh, unread),
+        traffic=rows,
+        batch=(
+            *batch_terms(config, batch, dry.sequence, mesh, pieces),
+            Term("micro-batches", count, "of each accumulated part"),
+        ),
+        micro_batches=pieces,
+        device_bytes=device_bytes,
+        schedule=_drawn(pipeline, shape, stages),
+        libraries_bytes=libraries_bytes(config),
+    )
+
+
+def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
+    """Micro-batches of each accumulated part, and the samples of each of this rank's. Raises ConfigError."""
+    data = mesh.size("data")
+    sizes = [stop - start for start, stop in (cut(batch, data, part) for part in range(data))]
+    try:
+        count = config.parallel.pipeline.parts_of(sizes, config.gradient_accumulation)
+    except ValueError as error:
+        given = config.parallel.pipeline.micro_batches
+        raise ConfigError([Problem("parallel.pipeline.micro_batches", given, str(error), "fewer")]) from error
+    bounds = [cut(size, count, i) for size in samples_of(config, batch, mesh) for i in range(count)]
+    return count, tuple(stop - start for start, stop in bounds)
+
+
+def _record_pipeline(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], packed: Sequence[ChunkSpec], config: Config, mesh: Mesh,
+    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
+) -> None:  # fmt: skip
+    """What the list of one rank communicates, and a step beside it."""
+    if mesh.size("data") > 1:
+        mesh.axis("data").all_gather(torch.empty(1, max(1, whole.told), dtype=torch.int64, device=META))
+    of = {chunk.spec.id: chunk for chunk in chunks}
+    axis = mesh.axis("pipeline").axis
+    for action in actions:
+        size = 0 if action.micro_batch is None else pieces[action.micro_batch]
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
+                mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
+        elif action.kind is Kind.REDUCE:
+            of[action.chunk or 0].start_reduce()
+            of[action.chunk or 0].finish_reduce()
+        elif size and action.kind in SENDS:
+            assert action.stage is not None
+            source = action.stage if action.kind is Kind.SEND_F else action.stage - 1
+            mesh.ledger.add("send", axis, costs[size][source].sent)
+        elif size and action.kind is Kind.F:
+            cost = costs[size][action.stage or 0]
+            for key, total in cost.payload.items():
+                mesh.ledger.add(*key, total, calls=cost.calls[key])
+    for chunk in chunks:
+        chunk.conclude()
+    record_agreement(chunks, packed, sharding_of(config), mesh, whole)
+
+
+def _pipeline_memory(
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
+) -> tuple[Held, ...]:  # fmt: skip
+    """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
+    # What the others have of a tied chunk comes beside it, and the sum is made apart.
+    tied = {
+        chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
+    }
+    walk = Walk(
+        actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
+    )
+    worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
+    rows, _ = memory_rows(
+        config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst
+    )
+    largest = 0
+    for action in actions:
+        if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
+            source = (action.stage or 0) - (action.kind is Kind.RECV_F)
+            largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
+    return (*rows, Held("messages", slots * largest, "slots of what comes from other stages"))
+
+
+def _whole_bytes(chunk: Chunk) -> int:
+    """Of all gradients of a chunk."""
+    return chunk.spec.numel * chunk.gradient.element_size()
+
+
+def _unread(
+    made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
+    pieces: Sequence[int], header_bytes: int, *, blocks: bool,
+) -> int:  # fmt: skip
+    """The most that the messages of this rank take of its host's memory, if they go that way."""
+    of = {chunk.spec.id: chunk for chunk in chunks}
+
+    def sent_bytes(action: Action) -> int:
+        if action.kind is Kind.TIED_REDUCE:
+            chunk = of[action.chunk or 0]
+            return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
+        if not pieces[action.micro_batch or 0]:
+            return 0
+        source = (action.stage or 0) - (action.kind is Kind.SEND_B)
+        return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
+
+    return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
+
+
+def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
+    """The schedule by the costs of its stages, its bubble, and what its ranks hold."""
+    assert step.costs is not None
+    made = compute_plan(pipeline, step)
+    timeline = simulate(made, step.costs)
+    live = ", ".join(map(str, check(made).live))
+    return "\n".join(
+        [
+            f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
+            *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
+            *str(stages.cut).splitlines(),
+            grid(timeline, columns=120),
+            f"bubble {timeline.idle_share():.1%}; activations held at most, of one stage and micro-batch: {live}",
+        ]
+    )

@@ -1,0 +1,194 @@
+"""What a run will hold and move, on one rank of a world that need not exist.
+
+Note: measured, not listed again.
+`plan` runs one micro-batch of the real model on meta tensors (dry_run.py); it makes the real chunks, reduces them and
+builds the real optimizer there (planned_step.py; with a pipeline staged_plan.py).  So bytes on each axis and bytes of
+state are those of the engine by construction; what is stated here is how often each part happens in a step.
+`activations` is what is alive when a forward pass ends, `temporaries` what comes on top at the worst moment of forward,
+backward or update.  Cost: some milliseconds a block of a model, at any size of the world.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import torch
+
+from colossal_lite.config.config import Config
+from colossal_lite.config.errors import ConfigError, Problem
+from colossal_lite.config.memory_schema import UNITS, parse_bytes
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.models import GPTConfig
+from colossal_lite.numerics.random import on_meta
+from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, gathers_of, measured
+from colossal_lite.planner.pipeline_estimate import staged_plan
+from colossal_lite.planner.run_plan import RunPlan, libraries_bytes
+from colossal_lite.planner.step_estimate import (
+    batch_terms,
+    exchange_rows,
+    memory_rows,
+    record_step,
+    samples_of,
+)
+from colossal_lite.zero.build_chunks import build_chunks, build_frozen
+
+
+def plan(
+    config: Config | Mapping[str, Any],
+    model: GPTConfig | Builder,
+    *,
+    batch: int,
+    sequence: int,
+    world_size: int,
+    rank: int = 0,
+    layers: Literal["auto"] | Mapping[str, str] = "auto",
+    device_bytes: int | None = None,
+    one_host: bool = False,
+    trains: bool = True,
+) -> RunPlan:
+    """The step of `rank` in a world of `world_size`, for `batch` samples of `sequence` tokens a step over all ranks.
+
+    `model` is a GPTConfig or whatever builds a module that maps ids [B, T] to logits; `layers` its plan, as
+    `initialize` takes it; `device_bytes` the memory of a device, if it is known; `one_host`: all ranks are processes
+    of one host's CPUs; not `trains`: of what a forward holds beside the state, that of an evaluation (without a
+    pipeline).  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
+    cannot do with this world or this model.
+    """
+    config = Config.load(config)
+    config.check_built()
+    config = config.check_world(world_size)
+    _check_sizes(batch, sequence, world_size, rank)
+    mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
+    facts = _facts(model)
+    if facts is not None:
+        _check_sequence(facts, sequence)
+        config.check_model(replace(facts, sequence=sequence))
+    dry = DryRun(config, mesh, sequence, layers, trains)
+    if config.parallel.pipeline.size > 1:
+        return staged_plan(dry, model, facts, batch, device_bytes)
+    pieces = samples_of(config, batch, mesh)
+    whole, cost = measured(dry, model, max(pieces) or 1)
+    costs = {max(pieces): cost} | {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
+    if not any(pieces):
+        cost = Cost({}, {}, 0, 0, 0, 0)
+    packed = whole.packed(config, mesh.layout)
+    chunks = build_chunks(whole.trainable, packed, whole.specs, config, mesh, META)
+    frozen = build_frozen(packed, config, mesh, META)
+    gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
+    mesh.ledger.clear()
+    memory, placed = memory_rows(config, chunks, gathers, whole, cost, frozen)
+    record_step(chunks, gathers, config, mesh, whole, frozen)
+    traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
+    memory += exchange_rows(mesh)
+    return RunPlan(
+        layout=mesh.layout.describe(),
+        rank=rank,
+        world_size=world_size,
+        parameters=sum(whole.specs[name].numel for name in whole.names),
+        local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
+        memory=memory,
+        traffic=traffic,
+        batch=batch_terms(config, batch, sequence, mesh, pieces),
+        micro_batches=pieces,
+        device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
+        residence=str(placed) if placed else "",
+        libraries_bytes=libraries_bytes(config),
+    )
+
+
+def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[LedgerRow, ...]:
+    """What a step sends: `rows`, and what its micro-batches do."""
+    traffic = Counter({(row.operation, row.axis): row.payload_bytes for row in rows})
+    calls = Counter({(row.operation, row.axis): row.calls for row in rows})
+    for cost in micro_batches:
+        traffic.update(cost.payload)
+        calls.update(cost.calls)
+    return tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic))
+
+
+def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
+    if isinstance(model, GPTConfig):
+        return facts_of_config(model)
+    return facts_of(on_meta(model))
+
+
+def facts_of_config(model: GPTConfig) -> ModelFacts:
+    """The sizes of a model of ours that need not be built."""
+    return ModelFacts(
+        layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
+        ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
+        causal=model.causal,
+    )  # fmt: skip
+
+
+def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:
+    problems = [
+        Problem(name, value, "is out of range", "an int >= 1")
+        for name, value in (("batch", batch), ("sequence", sequence))
+        if value < 1
+    ]
+    if not 0 <= rank < world_size:
+        problems.append(Problem("rank", rank, "is out of range", f"0 to {world_size - 1}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_sequence(facts: ModelFacts, sequence: int) -> None:
+    if sequence > facts.sequence:
+        raise ConfigError(
+            [Problem("sequence", sequence, "is more than the model takes", f"1 to {facts.sequence}")]
+        )
+
+
+def parse_model(text: str) -> GPTConfig:
+    """From `gpt2-124M`, `llama-8B`, fields such as `layers=6,width=384`, or both: `llama-8B,layers=4`.
+
+    Raises ValueError naming what is legal.
+    """
+    head, *rest = text.split(",")
+    if "=" in head:
+        head, rest = "", [head, *rest]
+    changes = dict(_field(item) for item in rest)
+    if not head:
+        return GPTConfig(**changes)
+    family, _, named_size = head.partition("-")
+    families = {"gpt2": GPTConfig.gpt2, "llama": GPTConfig.llama}
+    if family not in families:
+        raise ValueError(
+            f"model: {head!r}; legal: gpt2-SIZE, llama-SIZE, or fields of GPTConfig: "
+            f"{', '.join(field.name for field in fields(GPTConfig))}"
+        )
+    return families[family](named_size, **changes)
+
+
+def _field(item: str) -> tuple[str, Any]:
+    """`layers=6` as a name and a value of the field's type."""
+    name, sign, value = item.partition("=")
+    known = {field.name: str(field.type) for field in fields(GPTConfig)}
+    if not sign or name not in known:
+        raise ValueError(f"model: {item!r}; legal: FIELD=VALUE with a field of GPTConfig: {', '.join(known)}")
+    kind = known[name]
+    try:
+        if kind == "bool":
+            return name, {"true": True, "false": False}[value.lower()]
+        return name, int(value) if "int" in kind else float(value) if kind == "float" else value
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"model: {item!r}; legal: a value of type {kind}") from error
+
+
+def device_memory(text: str | None) -> int | None:
+    """Bytes of a device: as given (`80GiB`), else of the CUDA device here, else None. ValueError for other text."""
+    if text is not None:
+        number = parse_bytes(text)
+        if not isinstance(number, int):
+            raise ValueError(
+                f"device memory: {text!r}; legal: a number with one of {', '.join(UNITS)}, as in 80GiB"
+            )
+        return number
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

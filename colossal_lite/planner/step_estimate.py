@@ -1,0 +1,192 @@
+"""The rest of a planned step, beside its micro-batches: state and its tiers, reductions, agreement, batch arithmetic.
+
+Note: bytes of state are those of the real chunks and the real optimizer, made on the meta device; collectives are those
+that the chunks make on a communicator that counts.  What the pieces of an exchange land in is part of `temporaries`, as
+on gloo (native collectives take as much or less); what a transport buffers itself is not.  On CPUs of one host pieces
+land nowhere: they are read where they were posted, in shared memory of the host, the row `exchange`: what two
+exchanges, one after the other, post.  A rank far ahead of the others may have posted more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from colossal_lite.config.config import Config
+from colossal_lite.config.zero_stage import Sharding
+from colossal_lite.data.dataloader import cut
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.distributed.outbox import ALIGN_BYTES
+from colossal_lite.kernels import TORCH
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.host_store import TaskRecords
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.optimizers import groups_of
+from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as
+from colossal_lite.offload.pieces import Kind as Part
+from colossal_lite.offload.placement import Placement
+from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
+from colossal_lite.planner.run_plan import Held, Term
+from colossal_lite.schedule.gather_plan import GatherPlan
+from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
+from colossal_lite.zero.grad_norm import in_order, ordered_squares
+from colossal_lite.zero.memory_budget import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
+from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
+
+TIERS = ("device", "host", "disk")
+BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
+
+
+def record_step(
+    chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole,
+    frozen: tuple[WeightChunk, ...],
+) -> None:  # fmt: skip
+    """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
+    if whole.told:
+        mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
+    sharding = sharding_of(config)
+    for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
+        for chunk in reversed(chunks):
+            chunk.start_reduce()
+            chunk.finish_reduce()
+            if sharding.consumes:
+                chunk.conclude()
+                chunk.keep_squares()
+                chunk.use_up()
+    if sharding.consumes:
+        mesh.world.all_reduce(torch.empty(2, dtype=torch.float64, device=META))  # loss, weight
+    for chunk in chunks if not sharding.consumes else ():
+        chunk.conclude()
+    record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
+    for near in (False, True):
+        for index, times in gathers.gathers(near=near).items():
+            gathered = (*chunks, *frozen)[index]
+            comm = gathered.groups.near if near else gathered.shards
+            sent_bytes = gathered.types.wire_bytes(gathered.spec.numel // comm.size)
+            part = torch.empty(sent_bytes, dtype=torch.uint8, device=META)
+            for _ in range(times * config.gradient_accumulation):
+                comm.all_gather(part)
+
+
+def record_agreement(
+    chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
+) -> None:
+    """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
+    whole pipeline."""
+    # Loss, weight, stop, apart; what was used; squares.
+    numel = 4 + sum(len(spec.entries) for spec in packed) + 1
+    if sharding.ordered:
+        numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
+    mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))
+    for chunk in chunks:
+        chunk.start_gather()
+
+
+def memory_rows(
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
+    frozen: tuple[WeightChunk, ...] = (),
+) -> tuple[tuple[Held, ...], Placement | None]:  # fmt: skip
+    """What is held, and under a budget what rests where."""
+    precision = Precision.of(config.precision)
+    placement = config.memory.records_tier
+    optimizer = ChunkOptimizer(
+        chunks,
+        groups_of(config.optimizer),
+        TORCH,
+        {},
+        records=TaskRecords("", META),
+        placement=placement,
+        update=config.memory.update,
+        host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
+    )
+    rests = {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
+    update = update_bytes_of(config.memory, chunks, optimizer)
+    peak = max(cost.until, cost.after, update)
+    if sharding_of(config).consumes:  # an update finds what backward has not used up yet
+        peak = max(cost.until, cost.after) + update
+    kept = min(cost.kept, peak)
+    types = precision.compute, precision.gradient, wide_as(precision.master)
+    compute, gradient, state = (str(each).removeprefix("torch.") for each in types)
+    master = (
+        "what float32 has beyond bfloat16"
+        if precision.split
+        else str(precision.master).removeprefix("torch.")
+    )
+    numel = sum(chunk.spec.numel for chunk in chunks)
+    used = sum(chunk.spec.used_numel for chunk in chunks)
+    rows = (
+        Held("weights", sum(c.resting_bytes for c in chunks),
+             f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
+        Held("gathered", gathers.arena_numel * precision.compute.itemsize,
+             f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
+        *(Held("masters", sum(c.master_bytes for c in some), master, tier) for tier, some in rests.items()),
+        Held("gradients", sum(bytes_of(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
+        Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
+        *(Held("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), f"{config.optimizer.type}, {state}", tier)
+          for tier, some in rests.items()),
+        *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
+        Held("frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"),
+        Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
+        Held("logits", cost.logits, compute),
+        Held("temporaries", peak - kept, "on top at the worst moment"),
+    )  # fmt: skip
+    placed = None
+    if config.memory.moves:
+        plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
+        fixed = fixed_of(chunks, optimizer) | {
+            row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
+        }
+        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
+        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
+        placed = placed_by(
+            config.memory, pieces, fixed, META, beside_of(chunks, optimizer, config.gradient_accumulation)
+        )
+        told = {row.kind: row.origin for row in rows} | ORIGINS
+        told["optimizer"] = f"{config.optimizer.type}, with its masters"
+        rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:
+    """Of the chunks that do not train, or of what is in none."""
+    in_chunks = {entry.name for chunk in frozen for entry in chunk.spec.entries}
+    apart = sum(numel for name, numel in whole.frozen.items() if name not in in_chunks)
+    return sum(chunk.resting_bytes for chunk in frozen) + ChunkTypes.of(precision).resting_bytes(apart)
+
+
+def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:
+    """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
+    lines of the cache."""
+    posted = mesh.ledger.shared_bytes + unread
+    posted += -posted % ALIGN_BYTES
+    return (Held("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
+
+
+def samples_of(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:
+    """Samples of this rank's micro-batches, larger ones first."""
+    start, stop = cut(batch, mesh.size("data"), mesh.coord("data"))
+    parts = config.gradient_accumulation
+    bounds = [cut(stop - start, parts, part) for part in range(parts)]
+    return tuple(last - first for first, last in bounds)
+
+
+def batch_terms(
+    config: Config, batch: int, sequence: int, mesh: Mesh, pieces: tuple[int, ...]
+) -> tuple[Term, ...]:
+    origins = {row.path: row.origin for row in config.resolved()}
+    data = mesh.size("data")
+    return (
+        Term("global batch", batch, "given: samples a step"),
+        Term("sequence", sequence, "given: tokens a sample"),
+        Term("tokens a step", batch * sequence, "global batch x sequence"),
+        Term("data", data, f"parallel.data, {origins['parallel.data']}"),
+        Term("local batch", sum(pieces), f"this rank's part of {batch} over {data}"),
+        Term(
+            "accumulation",
+            config.gradient_accumulation,
+            f"gradient_accumulation, {origins['gradient_accumulation']}",
+        ),
+        Term("micro-batch", max(pieces), "the largest of " + ", ".join(map(str, sorted(set(pieces))))),
+    )

@@ -1,0 +1,240 @@
+"""When sharded weights are gathered and dropped, and where they lie meanwhile: the plan of a micro-batch.
+
+Note: moments.
+The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
+unit computes; a micro-batch is the moments of its forward and then those of its backward, as the first micro-batch has
+shown them (`Trace`).  From the trace everything follows, once for a run: chunk c is resident at moment m if a moment
+from m to m + prefetch needs it, so it is gathered `prefetch` moments before its use, dropped when the next unit begins,
+and kept where it would be dropped only to be gathered again at once (at the turn from forward to backward).  Without
+`reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
+packing these (memory/pack.py), an offset in one arena, whose size is the peak.
+
+Where `reshard_after_forward` is a number g, what a micro-batch gathers more than once stays with groups of g neighbours
+from its first drop on, a part with each, and is gathered from these: the second gather is over g ranks, for P / g more
+elements, which lie behind the slots.
+
+A shard that rests on the host is fetched when its chunk becomes resident, into its place in the slot, and the shards of
+the others are gathered beside it a moment before the use, or at the use if it has come only a moment before.
+
+Cost of a micro-batch in elements: P chunks are gathered once in forward; in backward again, less those of which
+backward reads no weight (embeddings) and those that are kept at the turn.  So k micro-batches move at most 2 k w P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from colossal_lite.schedule.interval_packing import Interval, pack_intervals
+from colossal_lite.schedule.plan import Action, Kind, net
+
+FROM_NEAR = net("near")
+"""Resource of a gather from the parts that neighbours have kept."""
+Needs = frozenset[int]
+"""Chunks that must be whole at the same time."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a stretch of computing reads; `launched`: chunks, from the last, whose sums have begun before it."""
+
+    needs: Needs
+    launched: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The moments of one micro-batch, the same on every rank."""
+
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+
+    def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
+        """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
+        before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
+        modules need in forward, `units`, in that order, what is gathered with it in backward."""
+        forward, backward = list(self.forward), list(self.backward)
+        seen: Needs = frozenset(chunk for moment in self.forward for chunk in moment.needs)
+        place = {chunk: number for number, chunk in enumerate(units)}
+        for chunk in (chunk for chunk in units if chunk not in seen):
+            first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
+            if chunk not in first:
+                at = 1 + max((i for c, i in first.items() if place[c] < place[chunk]), default=-1)
+                forward.insert(at, Moment(contexts[chunk]))
+            last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
+            if chunk not in last:
+                at = 1 + max((i for c, i in last.items() if place[c] > place[chunk]), default=-1)
+                backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
+        return Trace(tuple(forward), tuple(backward))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A moment as it is executed: first the actions, then the computing that needs `needs`.
+
+    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.  `launched`:
+    chunks whose sums have begun by then; those that are complete sooner go sooner, but not before the step before.
+    """
+
+    needs: Needs
+    actions: tuple[Action, ...]
+    resident: Mapping[int, int]
+    launched: int = 0
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """A micro-batch: its steps, the elements of the arena, and the most that is resident at once."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    arena_numel: int
+    live_numel: int
+    kept: Mapping[int, int] = field(default_factory=dict)
+    """Chunks of which neighbours keep a part each from the first drop on, with its offset in the arena."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Everything in order; what is resident at the end is dropped."""
+        steps = (*self.forward, *self.backward)
+        last = steps[-1].resident if steps else {}
+        return (
+            *(a for step in steps for a in step.actions),
+            *(_action(Kind.RESHARD, c) for c in sorted(last)),
+        )
+
+    def gathers(self, *, near: bool | None = None) -> Mapping[int, int]:
+        """How often a micro-batch gathers each chunk; `near`: from its neighbours, or else from all ranks of a copy."""
+        times: dict[int, int] = {}
+        for action in self.actions:
+            if action.kind is Kind.UNSHARD and action.chunk is not None:
+                counts = near is None or near == (action.resource == FROM_NEAR)
+                times[action.chunk] = times.get(action.chunk, 0) + counts
+        return times
+
+    def stays(self) -> Mapping[int, int]:
+        """How often a micro-batch brings each chunk into a slot, from wherever it rests."""
+        times: dict[int, int] = {}
+        before: Mapping[int, int] = {}
+        for step in (*self.forward, *self.backward):
+            for chunk in step.resident:
+                times[chunk] = times.get(chunk, 0) + (chunk not in before)
+            before = step.resident
+        return times
+
+    def read_late(self, num_chunks: int) -> frozenset[int]:
+        """Of so many chunks that train, those whose shard a backward reads when their gradients may be complete."""
+        return frozenset(
+            action.chunk
+            for step in self.backward
+            for action in step.actions
+            if action.kind in (Kind.FETCH, Kind.UNSHARD) and action.resource != FROM_NEAR
+            if action.chunk is not None and num_chunks - step.launched <= action.chunk < num_chunks
+        )
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.actions))
+
+
+def gather_plan(
+    trace: Trace,
+    numels: Mapping[int, int],
+    *,
+    num_chunks: int,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+    on_host: Needs = frozenset(),
+    parts: Mapping[int, int] | None = None,
+) -> GatherPlan:
+    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed;
+    `on_host`: those of which this rank's shard is fetched from there; `parts`: elements that this rank would keep of
+    those that neighbours keep."""
+    moments = (*trace.forward, *trace.backward)
+    resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
+    places = _places(resident, numels)
+    gathers = _gathers([m.needs for m in moments], resident, on_host)
+    first: dict[int, int] = {}
+    for chunk, moment_of in sorted(gathers, key=lambda found: found[1]):
+        first.setdefault(chunk, moment_of)
+    again = {chunk for chunk, moment_of in gathers if moment_of != first[chunk]}
+    slots_numel = max((offset + numels[c] for place in places for c, offset in place.items()), default=0)
+    kept, arena_numel = dict[int, int](), slots_numel
+    for chunk in sorted(again & (parts or {}).keys()):
+        kept[chunk] = arena_numel
+        arena_numel += (parts or {})[chunk]
+    steps: list[Step] = []
+    before: Mapping[int, int] = {}
+    launched = 0
+    for m, (moment, after) in enumerate(zip(moments, places, strict=True)):
+        actions = [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
+        actions += [_action(Kind.RESHARD, c) for c in before if c not in after]
+        actions += [_action(Kind.FETCH, c) for c in after if c not in before and c in on_host]
+        actions += [
+            _action(Kind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
+            for c in after
+            if (c, m) in gathers
+        ]
+        before, launched = after, max(launched, moment.launched)
+        steps.append(Step(moment.needs, tuple(actions), after, launched))
+    return GatherPlan(
+        tuple(steps[: len(trace.forward)]),
+        tuple(steps[len(trace.forward) :]),
+        arena_numel,
+        max((sum(numels[c] for c in place) for place in places), default=0),
+        kept,
+    )
+
+
+def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+    return Action(kind, stage=0, chunk=chunk, resource=resource)
+
+
+def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
+    """Chunks that are resident at each moment, those that are needed first first."""
+    if reshard:
+        # Moments that need the same, at the turn, count as one: nothing is gathered between them.
+        distinct = [some for m, some in enumerate(needs) if m == 0 or some != needs[m - 1]]
+        windows = [
+            list(dict.fromkeys(c for some in distinct[m : m + prefetch + 1] for c in sorted(some)))
+            for m in range(len(distinct))
+        ]
+        at = accumulate(int(m > 0 and some != needs[m - 1]) for m, some in enumerate(needs))
+        return [windows[m] for m in at]
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for m, some in enumerate(needs):
+        for c in sorted(some):
+            first.setdefault(c, m)
+            last[c] = m
+    return [[c for c in first if first[c] - prefetch <= m <= last[c]] for m in range(len(needs))]
+
+
+def _gathers(
+    needs: Sequence[Needs], resident: Sequence[Sequence[int]], on_host: Needs
+) -> set[tuple[int, int]]:
+    """(chunk, moment) of every gather."""
+    found = set()
+    for chunk, start, stop in _runs(resident):
+        use = next((m for m in range(start, stop + 1) if chunk in needs[m]), stop)
+        fetched_long_ago = use - start > 1
+        found.add((chunk, (use - 1 if fetched_long_ago else use) if chunk in on_host else start))
+    return found
+
+
+def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:
+    """The offset of each resident chunk at each moment, the same for as long as it stays."""
+    runs = list(_runs(resident))
+    offsets, _ = pack_intervals([Interval(start, stop, numels[chunk]) for chunk, start, stop in runs])
+    at = {(chunk, m): o for (chunk, a, b), o in zip(runs, offsets, strict=True) for m in range(a, b + 1)}
+    return [{chunk: at[chunk, m] for chunk in some} for m, some in enumerate(resident)]
+
+
+def _runs(resident: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """(chunk, first moment, last moment) of every stay."""
+    begun: dict[int, int] = {}
+    for m, some in enumerate((*resident, ())):
+        for chunk in [c for c in begun if c not in some]:
+            yield chunk, begun.pop(chunk), m - 1
+        for chunk in some:
+            begun.setdefault(chunk, m)

@@ -1,0 +1,173 @@
+"""Part of what was memory.pack."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+def _up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`numel` elements that are held from moment `start` to moment `stop`, both included, but for the moments of
+    `gap`: then their place is another's."""
+
+    start: int
+    stop: int
+    numel: int
+    gap: range = range(0)
+
+    def mask(self, begin: int) -> int:
+        """The moments in which it is held, as bits, counted from `begin`."""
+        held = (1 << (self.stop + 1 - begin)) - (1 << (self.start - begin))
+        if self.gap:
+            held -= (1 << (self.gap.stop - begin)) - (1 << (self.gap.start - begin))
+        return held
+
+
+def most_held(intervals: Iterable[Interval]) -> int:
+    """The elements of all that is held at the worst moment: no arena of these intervals is smaller."""
+    changes = changes_of(intervals)
+    return max(accumulate(change for _, change in sorted(changes.items())), default=0)
+
+
+def changes_of(intervals: Iterable[Interval]) -> Counter[int]:
+    """By how much more is held from some moments on than before."""
+    changes: Counter[int] = Counter()
+    for one in intervals:
+        changes[one.start] += one.numel
+        changes[one.stop + 1] -= one.numel
+        if one.gap:
+            changes[one.gap.start] -= one.numel
+            changes[one.gap.stop] += one.numel
+    return changes
+
+
+def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
+    """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
+
+    Each goes to the lowest place that is free while it is held; of four orders of placing them, the one that takes
+    least is kept: the largest first, with the earliest or the latest first among equals, and by time from either end.
+    """
+    orders: tuple[Callable[[Interval], tuple[int, int]], ...] = (
+        lambda one: (-one.numel, one.start),
+        lambda one: (-one.numel, -one.stop),
+        lambda one: (one.start, -one.numel),
+        lambda one: (-one.stop, -one.numel),
+    )
+    least, best = most_held(intervals), _first_fit(intervals, orders[0])
+    for order in orders[1:]:
+        if best[1] == least:
+            break
+        best = min(best, _first_fit(intervals, order), key=lambda found: found[1])
+    return best
+
+
+def _first_fit(
+    intervals: Sequence[Interval], order: Callable[[Interval], tuple[int, int]]
+) -> tuple[tuple[int, ...], int]:
+    begin = min((one.start for one in intervals), default=0)
+    offsets = [0] * len(intervals)
+    placed: list[tuple[int, int, int]] = []  # by offset: where each starts and stops, and when it is held
+    for i in sorted(range(len(intervals)), key=lambda i: order(intervals[i])):
+        numel, mask, offset = intervals[i].numel, intervals[i].mask(begin), 0
+        for start, stop, held in placed:
+            if mask & held:
+                if offset + numel <= start:
+                    break
+                if stop > offset:
+                    offset = stop
+        offsets[i] = offset
+        insort(placed, (offset, offset + numel, mask))
+    ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
+    return tuple(offsets), max(ends, default=0)
+
+
+ARENA_ALIGN_BYTES = 128  # of what lies beside other kinds: views of any dtype, and vector loads
+
+
+@dataclass(frozen=True)
+class Stay:
+    """What of which number is in an arena from moment `start` to moment `stop`, both included, but for the moments of
+    `gap`: then its place is another's. `is_kept`: from one step to the next, so that it comes when the gap is over."""
+
+    what: str
+    number: int
+    start: int
+    stop: int
+    bytes: int
+    gap: range = range(0)
+    is_kept: bool = False
+
+    @property
+    def comes(self) -> int:
+        """The moment in which it does."""
+        return self.gap.stop if self.is_kept else self.start
+
+    def sized(self, align_bytes: int) -> Interval:
+        """With its bytes on a multiple of so many."""
+        return Interval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where each stay lies, `bytes` of the whole, and the most that is held at one moment, `held_bytes`."""
+
+    stays: tuple[Stay, ...]
+    offsets: tuple[int, ...]
+    bytes: int
+    held_bytes: int
+    align_bytes: int = 1
+
+    def sized(self, stay: Stay) -> int:
+        """What a stay counts in `held_bytes`."""
+        return _up(stay.bytes, self.align_bytes)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{stay.what:<9} {stay.number:>5}  moments {stay.start:>5} to {stay.stop:<5} {offset:>14,} + {stay.bytes:,}"
+            for stay, offset in zip(self.stays, self.offsets, strict=True)
+        ]
+        return "\n".join([*lines, f"arena {self.bytes:,}, held at once {self.held_bytes:,}"])
+
+
+def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
+    """All stays in one arena, each on a multiple of `align_bytes`; kinds one behind the other, where that takes less
+    than what they have together. Stays of no bytes are left out."""
+    some = tuple(stay for stay in stays if stay.bytes)
+    sized = [stay.sized(align_bytes) for stay in some]
+    offsets, total = pack_intervals(sized)
+    held = most_held(sized)
+    if total == held:
+        return ArenaPlan(some, offsets, total, held, align_bytes)
+    apart, end = [0] * len(some), 0
+    for what in dict.fromkeys(stay.what for stay in some):
+        mine = [i for i, stay in enumerate(some) if stay.what == what]
+        found, length = pack_intervals([sized[i] for i in mine])
+        for i, offset in zip(mine, found, strict=True):
+            apart[i] = end + offset
+        end += length
+    if end < total:
+        offsets, total = tuple(apart), end
+    return ArenaPlan(some, offsets, total, held, align_bytes)
+
+
+def held_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
+    """The least that an arena of these stays takes: what is held at the worst moment."""
+    return most_held([stay.sized(align_bytes) for stay in stays])
+
+
+def visits(
+    sizes_bytes: Mapping[int, int], width: int, what: str = "visitors", *, last_first: bool = False
+) -> tuple[Stay, ...]:
+    """When visitors of such sizes, by their numbers, are there, who come one after the other: each while the `width`
+    numbers from its own on have their turns. So many in a row are there at once: some that come, one whose turn it is,
+    and some that go. `last_first`: those of higher numbers come first. The turn of number 0 is moment 0."""
+    turns = {number: -number if last_first else number for number in sizes_bytes}
+    return tuple(Stay(what, n, turn, turn + width - 1, sizes_bytes[n]) for n, turn in turns.items())

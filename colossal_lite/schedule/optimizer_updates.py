@@ -1,0 +1,222 @@
+"""Where the optimizer's state is while it is updated: the order of its copies and updates, as a plan.
+
+Note: streaming.
+State that rests on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched
+before the one that is updated, and one on its way back, `ahead + 2` slots hold what is on the device; the link is used
+in both directions at once.  Bytes each way are those of the state, once a step: nothing is used twice, so no order of
+eviction could do with less.
+A step does not wait for its own updates (zero/owed.py): they run while the next forward does, each before the first
+unit that reads its weights, and the moves that the plan has behind an update set out with it.  So a copy hides behind
+the forward of whole units, and the first fetches behind a whole backward.  `run_of` is a run of such steps: what
+it costs, and how long its computing waits, the simulator says.
+State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
+another from its copy down to its write; the disk is read and written at once, each in the order of the updates.  Where
+only some records rest there, they are read as if there were no others: the next ones when one of them has its turn,
+however many chunks are between, whose updates and copies a slow disk then has to hide behind.
+
+Note: updates on the host.
+A chunk may be updated where its state rests (`on_host`), on one lane of the host's own.  Then its record does not
+travel.  What does is its gradient, and its weights if they are their own masters or a half of them, which come down;
+the new weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c
+and `#2n+c` are its weights.  Such an update does not hold up whoever issues the plan, so all of them may set out as
+soon as the norm is known; the forward waits for the weights that it reads.  Which chunk updates where is a choice for
+each: others may be updated on the device between them (arXiv 2410.21316: every k-th).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import zip_longest
+
+from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, Kind, Memory, Plan
+
+
+class Part(IntEnum):
+    """What of a chunk an action of a plan moves."""
+
+    RECORD = 0
+    GRADIENT = 1
+    WEIGHTS = 2
+
+    def of(self, chunk: int, num_chunks: int) -> int:
+        """The number that a plan of so many chunks has for it."""
+        return self * num_chunks + chunk
+
+
+def part_of(number: int, num_chunks: int) -> tuple[Part, int]:
+    """What such a number names, and the chunk."""
+    return Part(number // num_chunks), number % num_chunks
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What of a chunk that is updated on the host crosses the link: which comes down, and whether its weights go up."""
+
+    down: tuple[Part, ...] = (Part.GRADIENT,)
+    up: bool = True
+
+
+ON_DEVICE: Mapping[int, Crossing] = {}
+
+
+def update_plan(
+    num_chunks: int,
+    *,
+    ahead: int | None = None,
+    below: int | None = None,
+    on_disk: Collection[int] | None = None,
+    moving: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
+    backward: bool = False,
+) -> Plan:
+    """One rank's updates in forward order, or, with `backward`, in that of gradients; `ahead`: the state is fetched
+    from the host so many chunks before its update, and evicted after it. None: it is on the device. `below`: that of
+    the chunks `on_disk` (None: of all) rests on disk, and is read so many of those before it would be fetched if there
+    were no others. None: it rests on the host. `moving`: the chunks of which something rests off the device; None: all.
+    `on_host`: those that are updated on the host, and what of them crosses the link; none with `backward`."""
+    if backward:
+        assert not on_host, "an update within backward runs where the gradient is"
+        disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
+        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=disk, moving=away)
+        return Plan((tuple(replace(a, chunk=num_chunks - 1 - (a.chunk or 0)) for a in actions_of),))
+    actions: list[Action] = []
+    there = _there(num_chunks, below, on_disk)
+    places = {chunk: place for place, chunk in enumerate(there)}
+    for chunk in range(num_chunks):
+        turns = _turns(chunk, places, ahead)
+        for fetched, turn in zip_longest(_next(chunk, ahead, num_chunks), turns):
+            reads = () if turn is None else _next(turn, below, len(there))
+            actions += [_action(Kind.FETCH, there[place], DISK) for place in reads]
+            if fetched is not None and fetched not in on_host:
+                actions.append(_action(Kind.FETCH, fetched))
+        for coming in _next(chunk, ahead, num_chunks):
+            parts = on_host[coming].down if coming in on_host else ()
+            actions += [_action(Kind.EVICT, part.of(coming, num_chunks)) for part in parts]
+        if chunk in on_host:
+            actions.append(_action(Kind.UPDATE, chunk, CPU))
+            weights = Part.WEIGHTS.of(chunk, num_chunks)
+            actions += [_action(Kind.FETCH, weights)] if on_host[chunk].up else []
+        else:
+            actions.append(_action(Kind.UPDATE, chunk))
+            actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
+        actions += [_action(Kind.EVICT, chunk, DISK)] if chunk in places else []
+    return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
+
+
+def _moves(action: Action, num_chunks: int, moving: Collection[int] | None) -> bool:
+    return action.kind is Kind.UPDATE or moving is None or (action.chunk or 0) % num_chunks in moving
+
+
+def run_of(
+    units: Sequence[Sequence[int]],
+    steps: int,
+    *,
+    ahead: int,
+    below: int | None = None,
+    on_disk: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
+) -> tuple[Plan, Memory]:
+    """One rank's run of so many steps, the updates of each in the forward of the next, and the slots that it has.
+
+    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights.  F and B
+    of stage u and micro-batch i are its computing in step i.  A record weighs one slot, and so does a gradient that is
+    updated with on the host."""
+    num_chunks = sum(map(len, units))
+    unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
+    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+    moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
+    first = next((i for i, action in enumerate(moves) if action.kind is not Kind.FETCH), 0)
+    actions: list[Action] = []
+    owed: deque[Action] = deque()
+    for step in range(steps):
+        for unit in range(len(units)):
+            while owed and (not holds_up(owed[0]) or owed[0].stage == unit):
+                actions.append(owed.popleft())
+            actions.append(Action(Kind.F, stage=unit, micro_batch=step))
+        actions += moves[:first]
+        actions += [Action(Kind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))]
+        owed.extend(replace(a, micro_batch=step) if a.kind is Kind.UPDATE else a for a in moves[first:])
+    memory = memory_of(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+    gradients = [(unit_of[c], (0, Part.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
+    weights = [(unit_of[c], (0, Part.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
+    stages = sorted({unit for unit, _ in gradients})
+    return Plan(((*actions, *owed),)), replace(
+        memory,
+        uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
+        made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
+    )
+
+
+def holds_up(action: Action) -> bool:
+    """Whether whoever issues it waits until it is done: an update on the device."""
+    return action.kind is Kind.UPDATE and action.resource == COMPUTE
+
+
+def memory_of(
+    num_chunks: int, *, ahead: int, below: int | None = None, on_disk: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE,
+) -> Memory:  # fmt: skip
+    """Where a step's updates find everything, and the slots that they have: a record weighs one, and so does a gradient
+    of a chunk that is updated on the host."""
+    gradients = {c: (0, Part.GRADIENT.of(c, num_chunks)) for c in on_host}
+    weights = {c: (0, Part.WEIGHTS.of(c, num_chunks)) for c in on_host}
+    there = _there(num_chunks, below, on_disk)
+    records = [(0, chunk) for chunk in range(num_chunks)]
+    home = dict.fromkeys(records, "host") | {(0, chunk): "disk" for chunk in there}
+    for chunk, crossing in on_host.items():
+        home[gradients[chunk]] = "device" if Part.GRADIENT in crossing.down else "host"
+        home[weights[chunk]] = "device" if crossing.up else "host"
+    come = sum(tier == "device" for key, tier in home.items() if key in gradients.values())
+    slots = {"device": (ahead + 2) * (len(on_host) < num_chunks) + come}
+    if there or on_host:
+        passing = min(len(there), (below or 0) + max(ahead, 1) + 2)
+        rest = len(on_host) - come + num_chunks - len(there) + passing
+        slots["host"] = rest + (ahead + 1) * (come > 0)
+    return Memory(
+        home,
+        {},
+        dict.fromkeys([*records, *gradients.values()], 1),
+        budget_bytes=slots,
+        reads={
+            (0, c): (gradients[c], *((weights[c],) if Part.WEIGHTS in crossing.down else ()))
+            for c, crossing in on_host.items()
+        },
+        writes={(0, c): (weights[c],) for c in on_host},
+        spent=frozenset(gradients.values()),
+    )
+
+
+def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) -> tuple[int, ...]:
+    """The chunks whose records rest on disk, in the order of their updates."""
+    if below is None:
+        return ()
+    return tuple(range(num_chunks) if on_disk is None else sorted(on_disk))
+
+
+def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
+    """Before the update of `chunk`: which of the records on disk, by their `places` among those, would be fetched if
+    there were no others. At first those that are before the first of them has its turn."""
+    if ahead is None:
+        return range(0)
+    if (place := places.get(chunk)) is not None:
+        return range(place + ahead if chunk else 0, min(place + ahead + 1, len(places)))
+    return range(0 if chunk else min(ahead, len(places)))
+
+
+def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
+    """These chunks, counted from the last one."""
+    return None if some is None else {num_chunks - 1 - chunk for chunk in some}
+
+
+def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:
+    """What is asked for before `chunk`, so that `ahead` chunks beyond it are: the first time it and those."""
+    if ahead is None:
+        return range(0)
+    return range(chunk + ahead if chunk else 0, min(chunk + ahead + 1, num_chunks))
+
+
+def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+    return Action(kind, stage=0, chunk=chunk, resource=resource)

@@ -1,0 +1,300 @@
+"""What a plan costs: a discrete-event simulator, and how a plan, predicted or measured, is drawn.
+
+Note
+----
+The simulator runs the lists as `plan.py` says that they mean: on each rank one lane per resource, first in,
+first out; `compute` issues, so whatever stands after it in the list starts after it; a message leaves when
+its SEND is issued and its RECV posted, occupies its direction of the link for its seconds, and arrives
+`latency_s` later. In a plan without messages a need on another rank costs the same, without queueing.
+Everything else is the longest path.
+
+Host memory bandwidth is the one resource that lanes share: while those that run ask for more than there is,
+each of them is slowed down by the same factor. Makespan is from the first start to the last end over all
+ranks; with a synchronous optimizer step that is what bubbles are a share of (reference: arXiv 2401.10241
+section 2).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from colossal_lite.schedule.checker import Reading
+from colossal_lite.schedule.plan import (
+    COMPUTE,
+    COMPUTE_KINDS,
+    MESSAGES,
+    SENDS,
+    Action,
+    Kind,
+    Memory,
+    Plan,
+    Shape,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Seconds of compute actions by stage, of a message, and of any other kind (0 where left out).
+
+    last: share of a whole micro-batch that the last one holds, of `micro_batches`.
+    """
+
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    message_s: float = 0.0
+    other_s: tuple[tuple[Kind, float], ...] = ()
+    micro_batches: int = 0
+    last: float = 1.0
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward_s: float = 1.0,
+        input_s: float = 1.0,
+        weight_s: float = 1.0,
+        message_s: float = 0.0,
+    ) -> StageCosts:
+        """The same for every stage."""
+        return cls((forward_s,) * stages, (input_s,) * stages, (weight_s,) * stages, message_s)
+
+    def __call__(self, action: Action) -> float:
+        share = (
+            self.last
+            if action.micro_batch is not None and action.micro_batch == self.micro_batches - 1
+            else 1.0
+        )
+        if action.kind in MESSAGES:
+            return self.message_s * share
+        if action.stage is None or action.kind not in COMPUTE_KINDS:
+            return dict(self.other_s).get(action.kind, 0.0)
+        parts = {
+            Kind.F: (self.forward_s,),
+            Kind.I: (self.input_s,),
+            Kind.W: (self.weight_s,),
+            Kind.B: (self.input_s, self.weight_s),
+        }
+        return share * sum(part[action.stage] for part in parts[action.kind])
+
+
+@dataclass(frozen=True, slots=True)
+class HostBandwidth:
+    """Bytes a second that all lanes share, and the bytes that an action moves through host memory."""
+
+    bytes_per_s: float
+    moved_bytes: Callable[[Action], float]
+
+
+class Span(NamedTuple):
+    """An action from start to end, in seconds."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+class Wait(NamedTuple):
+    """From the end of an action on the compute of a rank to the start of the next, in seconds, and the resource of what
+    that needed last."""
+
+    rank: int
+    resource: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What ran when, predicted by `simulate` or measured by an executor."""
+
+    ranks: int
+    spans: tuple[Span, ...]
+    waits: tuple[Wait, ...] = ()
+    """Of a simulated run: what its computing waited for."""
+
+    def waited_s(self, resource: str, start_s: float = 0.0, end_s: float = inf) -> float:
+        """Seconds between two moments in which computing, on all ranks, waited for work of a resource."""
+        times = ((max(w.start_s, start_s), min(w.end_s, end_s)) for w in self.waits if w.resource == resource)
+        return sum(stop - start for start, stop in times if start < stop)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end over all ranks."""
+        if not self.spans:
+            return 0.0
+        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    def idle_s(self, resource: str = COMPUTE) -> tuple[float, ...]:
+        """Seconds of the makespan in which a resource of each rank does nothing."""
+        busy = [0.0] * self.ranks
+        for span in self.spans:
+            if span.action.resource == resource:
+                busy[span.rank] += span.end_s - span.start_s
+        return tuple(self.makespan_s - seconds for seconds in busy)
+
+    def idle_share(self, resource: str = COMPUTE) -> float:
+        """Idle part of a resource over all ranks; of `compute` this is the bubble."""
+        whole = self.makespan_s * self.ranks
+        return sum(self.idle_s(resource)) / whole if whole else 0.0
+
+    def live(self) -> tuple[int, ...]:
+        """Most activations (of one F each) that each rank holds, from its F to the last of I, W and B."""
+        ends: dict[tuple[object, ...], Span] = {}
+        for span in sorted(
+            (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
+        ):
+            ends[_subject(span)] = span
+        peak, held = [0] * self.ranks, [0] * self.ranks
+        for span in sorted(
+            (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
+        ):
+            if span.action.kind is Kind.F and ends[_subject(span)] is not span:
+                held[span.rank] += 1
+                peak[span.rank] = max(peak[span.rank], held[span.rank])
+            elif ends[_subject(span)] is span and span.action.kind is not Kind.F:
+                held[span.rank] -= 1
+        return tuple(peak)
+
+
+def _subject(span: Span) -> tuple[object, ...]:
+    action = span.action
+    return span.rank, action.task, action.stage, action.micro_batch, action.slice
+
+
+def simulate(
+    plan: Plan,
+    seconds: Callable[[Action], float],
+    *,
+    latency_s: float = 0.0,
+    host: HostBandwidth | None = None,
+    shapes: Mapping[int, Shape] | None = None,
+    memory: Memory | None = None,
+) -> Timeline:
+    """Runs a plan on paper. seconds: of an action alone on its lane; of a message, asked of its SEND, without
+    `latency_s`. Raises PlanError if the plan breaks a rule or blocks."""
+    reading = Reading(plan, shapes, memory)
+    reading.refuse()
+    return _Run(reading, seconds, latency_s, host).timeline()
+
+
+class _Run:
+    """Events in order of time: an action starts when the last thing that it waits for is there."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        seconds: Callable[[Action], float],
+        latency_s: float,
+        host: HostBandwidth | None,
+    ) -> None:
+        self.reading, self.host = reading, host
+        actions = reading.actions
+        sends = {receive: actions[send] for receive, send in reading.sender.items()}
+        self.seconds = [0.0 if a.kind in SENDS else seconds(sends.get(n, a)) for n, a in enumerate(actions)]
+        self.then: list[list[tuple[int, float]]] = [[] for _ in actions]
+        self.left = [0] * len(actions)
+        for node, needs in enumerate(reading.needs):
+            for other in needs:
+                hop = reading.hops.get((other, node))
+                delay = seconds(hop) + latency_s if hop is not None else latency_s if other in sends else 0.0
+                self._wait(node, other, delay)
+        self._queue()
+        self.start_s, self.end_s = [0.0] * len(actions), [0.0] * len(actions)
+        # Of those that run and use host memory: seconds left if undisturbed, and how many times rescheduled.
+        self.running: dict[int, float] = {}
+        self.version = [0] * len(actions)
+        self.since_s, self.speed = 0.0, 1.0
+
+    def _wait(self, node: int, other: int, delay_s: float = 0.0) -> None:
+        self.then[other].append((node, delay_s))
+        self.left[node] += 1
+
+    def _queue(self) -> None:
+        """Each after the one before on its lane and after the compute listed before it; a meeting after all
+        of what its members wait for."""
+        last: dict[tuple[object, ...], int] = {}
+        before: list[set[int]] = []
+        for node, action in enumerate(self.reading.actions):
+            rank = self.reading.places[node][0]
+            peer = self.reading.places[self.reading.sender[node]][0] if node in self.reading.sender else None
+            lane = (rank, action.resource, action.kind in SENDS, peer)
+            compute = (rank, COMPUTE, False, None)
+            before.append({last[key] for key in (lane, compute) if key in last})
+            last[lane] = node
+        for nodes in self.reading.meets:
+            together = set.union(*(before[n] | set(self.reading.needs[n]) for n in nodes))
+            for node in nodes:
+                before[node] = together
+        for node, others in enumerate(before):
+            for other in others:
+                self._wait(node, other)
+
+    def timeline(self) -> Timeline:
+        ready_s = [0.0] * len(self.left)
+        events = [(0.0, 0, node, 0) for node, n in enumerate(self.left) if n == 0]
+        heapq.heapify(events)
+        while events:
+            now, is_end, node, version = heapq.heappop(events)
+            if not is_end:
+                self.start_s[node] = now
+                self._begin(now, node, events)
+            elif version == self.version[node]:
+                self.end_s[node] = now
+                if self.running.pop(node, None) is not None:
+                    self._reshare(now, events)
+                for other, delay_s in self.then[node]:
+                    ready_s[other] = max(ready_s[other], now + delay_s)
+                    self.left[other] -= 1
+                    if self.left[other] == 0:
+                        heapq.heappush(events, (ready_s[other], 0, other, 0))
+        assert not any(self.left), "a checked plan runs to its end"
+        spans = (
+            Span(self.reading.places[n][0], a, self.start_s[n], self.end_s[n])
+            for n, a in enumerate(self.reading.actions)
+        )
+        return Timeline(
+            len(self.reading.plan),
+            tuple(sorted(spans, key=lambda s: (s.start_s, s.rank, s.end_s))),
+            tuple(self._waits()),
+        )
+
+    def _waits(self) -> Iterator[Wait]:
+        ended_s: dict[int, float] = {}
+        for node, action in enumerate(self.reading.actions):
+            rank = self.reading.places[node][0]
+            if action.resource != COMPUTE:
+                continue
+            before_s, needs = ended_s.get(rank, 0.0), self.reading.needs[node]
+            if self.start_s[node] > before_s and needs:
+                last = max(needs, key=lambda other: self.end_s[other])
+                yield Wait(rank, self.reading.actions[last].resource, before_s, self.start_s[node])
+            ended_s[rank] = self.end_s[node]
+
+    def _begin(self, now: float, node: int, events: list[tuple[float, int, int, int]]) -> None:
+        if self._demand(node) > 0:
+            self._reshare(now, events, node)
+        else:
+            heapq.heappush(events, (now + self.seconds[node], 1, node, 0))
+
+    def _demand(self, node: int) -> float:
+        """Bytes a second of host memory that an action uses while it runs undisturbed."""
+        moved = self.host.moved_bytes(self.reading.actions[node]) if self.host and self.seconds[node] else 0.0
+        return moved / self.seconds[node] if moved else 0.0
+
+    def _reshare(self, now: float, events: list[tuple[float, int, int, int]], new: int | None = None) -> None:
+        assert self.host is not None
+        for node in self.running:
+            self.running[node] -= (now - self.since_s) * self.speed
+        if new is not None:
+            self.running[new] = self.seconds[new]
+        asked = sum(self._demand(node) for node in self.running)
+        self.since_s, self.speed = now, min(1.0, self.host.bytes_per_s / asked) if asked else 1.0
+        for node, left_s in self.running.items():
+            self.version[node] += 1
+            heapq.heappush(events, (now + max(0.0, left_s) / self.speed, 1, node, self.version[node]))

@@ -1,0 +1,160 @@
+"""What each ZeRO stage shards, when gradients are reduced, and the bytes that follow: the plan of a run's state.
+
+Note: one mechanism.
+The stages of arXiv 1910.02054 are three booleans: is the optimizer state, the gradient, the weight of a chunk sharded
+over the ranks that sum its gradient.  Two ways of summing: `by_step` fills a whole gradient buffer over the
+micro-batches and reduces it once; `by micro-batch` fills a slot, reduces it, and adds the result to this rank's shard.
+`ordered` always takes the second way and adds in rank order, at every stage, so that stages agree in every bit.
+
+Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
+
+    stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
+    stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
+    stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
+
+Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it,
+and ranks with equal shards are copies.  All of the above then is over the S, and with it the bytes of state that are
+sharded; beside it, once a step whatever k:
+
+    fast        all-reduce r P / S over the copies, chunk by chunk while the last backward runs
+    ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
+                all-gather r P over all, because what a rank owns is not together in that order; weights over the S
+
+Where updates are made within backward (`consumes`), a gradient is used up in the slot in which it was summed, at every
+stage; the ways over the ranks are those above, and 16 bytes are summed before it (zero/in_backward.py).
+
+Note: what rests by turns.
+Between the last backward of a step and their update nobody reads weights that are apart from their masters, and between
+their update and the next backward there is no gradient.  On a device that has not room for all, which rest on the host
+else, both have places in one arena with what a step needs for a while (memory/arena.py), in moments that are a plan
+(`Rest`, `rests`): weights leave when the sum of their gradient is launched in the last backward, gradients lie over
+weights of later chunks, and an update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
+stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, in place of 669 with weights that
+stay for good, and 103 in place of 266 under 1.4 GB.  What it costs: a step that is skipped, or given up, makes these
+weights of their masters again, for which records come and go as for updates; who reads weights between backward and
+step is refused; and modules are used in the order of the first step, once a backward.
+
+In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
+several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from enum import Enum, StrEnum
+
+from colossal_lite.schedule.interval_packing import Interval, Stay
+
+# Reductions on their way at once; a third waits for the first.
+IN_FLIGHT = 2
+
+
+def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[Interval, ...]:
+    """When each chunk needs room for a gradient that is reduced by micro-batch, in numbers of chunks launched before.
+
+    `order`: the chunk of each parameter, in forward order.  Gradients come in the reverse of it, and complete chunks
+    are launched from the last to the first.  A chunk fills from its first gradient on, and is on its way until
+    `IN_FLIGHT` more have been launched; chunks of different packing keys fill beside each other.
+    """
+    missing = [0] * len(numels)
+    for chunk in order:
+        missing[chunk] += 1
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    launched = 0
+    for chunk in reversed(order):
+        start.setdefault(chunk, launched)
+        missing[chunk] -= 1
+        while launched < len(numels) and missing[last := len(numels) - 1 - launched] == 0:
+            stop[last] = launched + IN_FLIGHT
+            launched += 1
+    return tuple(Interval(start[c], stop[c], numel) for c, numel in enumerate(numels))
+
+
+def in_turn(groups: Sequence[Sequence[Interval]]) -> Iterator[Interval]:
+    """The intervals of groups that are used one after the other."""
+    clock = 0
+    for group in groups:
+        yield from (Interval(clock + one.start, clock + one.stop, one.numel) for one in group)
+        clock += 1 + max((one.stop for one in group), default=0)
+
+
+def flight_intervals(numels: Sequence[int]) -> tuple[Interval, ...]:
+    """When each chunk needs room for what other ranks send of it: `numels`."""
+    last = len(numels) - 1
+    return tuple(Interval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
+
+
+# Kinds of what has a place in a backward.
+FILLING = "filling"
+INCOMING = "incoming"
+LEAVING = "leaving"
+UPDATES = 8
+"""The moment of the first update in a step: a backward is over in the one before."""
+
+
+def moments_of_step(stays: Iterable[Stay], num_chunks: int = 1) -> tuple[Stay, ...]:
+    """The stays of a backward in moments that they have in common, the same for any number of chunks.
+
+    In an even moment 2 (n - `num_chunks` + 1) so many as n chunks, from the last, have been launched, and gradients
+    fill; in the odd one behind it the sum of the oldest of those on their way has come, leaves its slot, perhaps for
+    the host, and makes room for the next to be launched.  `FILLING` and `INCOMING` as `fill_intervals` and
+    `flight_intervals` have them, `LEAVING` by turns of `visits`, the last chunk first.
+    """
+    last = num_chunks - 1
+    ways = {
+        FILLING: lambda one: (2 * (one.start - last), 2 * (one.stop - last) + 1),
+        INCOMING: lambda one: (2 * (one.start - last) + 2, 2 * (one.stop - last) + 2),
+        LEAVING: lambda one: (2 * one.start + 2 * IN_FLIGHT + 1, 2 * one.stop + 2 * IN_FLIGHT + 1),
+    }
+    found = ((stay, ways[stay.what](stay)) for stay in stays)
+    return tuple(replace(stay, start=start, stop=stop) for stay, (start, stop) in found)
+
+
+class Backwards(Enum):
+    """Those of a step in which something is there."""
+
+    LAST = "last"
+    EARLIER = "earlier"
+    EACH = "each"
+
+    def of(self, stay: Stay, last: int) -> Stay:
+        """A stay of the last backward as it is in these; those before it are one, which begins so much earlier that it
+        is over then. `last`: the chunk of the highest number, or more."""
+        if self is Backwards.LAST:
+            return stay
+        start, stop = stay.start - _moments_of_backward(last), stay.stop - _moments_of_backward(last)
+        if self is Backwards.EARLIER:
+            return replace(stay, start=start, stop=stop)
+        return replace(stay, start=start, gap=range(stop + 1, stay.start))
+
+
+def _moments_of_backward(last: int) -> int:
+    return UPDATES + 2 * last
+
+
+class Rest(StrEnum):
+    """What is in its place for a part of a step only, which it shares with what is there for the others."""
+
+    WEIGHTS = "resting weights"
+    """That no update reads: from their update until the gradients of their chunk are complete for the last time."""
+    GRADIENTS = "resting gradients"
+    """From their sum until the update, where a step has one micro-batch."""
+    LAST_SUMS = "last sums"
+    """Gradients that else rest on the host, where a step has several: from the launch of the last one's sum, when those
+    before it set out to be added to, until the update."""
+
+
+def rests(what: Rest, chunk: int, size_bytes: int, last: int) -> Stay:
+    """When this of `chunk` is in its place, by the moments of a step; `last`: the chunk of the highest number, or more.
+
+    What is updated first comes last in backward, so a gradient may lie over weights of any later chunk: they are not
+    read any more when it comes, and not written before it has been used up."""
+    complete, updated = 1 - 2 * chunk, UPDATES + chunk + 1
+    if what is Rest.GRADIENTS:
+        return Stay(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)
+    if what is Rest.LAST_SUMS:
+        return Stay(what, chunk, complete, updated, size_bytes)
+    begin = -2 * last - _moments_of_backward(last)
+    return Stay(what, chunk, begin, UPDATES + last + 2, size_bytes, range(complete, updated), is_kept=True)

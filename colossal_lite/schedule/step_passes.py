@@ -1,0 +1,201 @@
+"""Part of what was pipeline.schedule."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Literal
+
+from colossal_lite.schedule.checker import Reading
+from colossal_lite.schedule.pipeline_schedules import one_forward_one_backward
+from colossal_lite.schedule.plan import COMPUTE_KINDS, SENDS, Action, Kind, Plan, Shape
+from colossal_lite.schedule.simulator import simulate
+
+
+def one_stage(micro_batches: int) -> Plan:
+    """The serial step: F0 B0 F1 B1 ..., which holds the activations of one micro-batch."""
+    return one_forward_one_backward(1, micro_batches)
+
+
+def serial_plan(micro_batches: int, num_chunks: int, reduce: Literal["step", "micro_batch"] = "step") -> Plan:
+    """`one_stage`, then REDUCE of each chunk, then UPDATE of each: a step without a pipeline."""
+    return add_step(one_stage(micro_batches), {0: tuple(range(num_chunks))}, reduce)
+
+
+# Passes -------------------------------------------------------------------------------------------
+
+
+def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, ahead: bool = True) -> Plan:
+    """Adds SEND after what makes a message and RECV where it arrives, to a plan that has no messages.
+
+    A simulation decides where (by `seconds` of each compute action; by default 1 for F, I and W): RECV
+    stands before the compute that runs while the message is sent, so that the transfer hides under it;
+    without `ahead` after that compute, and then the plan runs even if RECVs block. Raises PlanError if the
+    plan cannot run.
+    """
+    reading = Reading(plan)
+    cost = seconds or _unit_seconds
+    # A stage that costs nothing, of a table alone, would send at the moment of what it waits for, and tell no order.
+    least_s = 1e-6 * max((cost(a) for actions in plan for a in actions), default=0.0) or 1.0
+
+    def positive_s(action: Action) -> float:
+        return max(cost(action), least_s) if action.kind in COMPUTE_KINDS else cost(action)
+
+    spans = {(span.rank, span.action): span for span in simulate(plan, positive_s).spans}
+    compute = [[i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS] for actions in plan]
+    # When the compute of each rank ends or starts; both ascend.
+    times_s = [
+        [span.end_s if ahead else span.start_s for span in (spans[rank, plan[rank][i]] for i in places)]
+        for rank, places in enumerate(compute)
+    ]
+    sent_s = {hop: spans[reading.places[hop[0]][0], reading.actions[hop[0]]].end_s for hop in reading.hops}
+    after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    # In the order of sending, the same on both sides: that keeps blocking messages from waiting in a ring.
+    for source, user in sorted(sent_s, key=lambda hop: (sent_s[hop], hop)):
+        (sender, place), (receiver, _), use = (
+            reading.places[source],
+            reading.places[user],
+            reading.actions[user],
+        )
+        until = compute[receiver][bisect_left(times_s[receiver], sent_s[source, user])]
+        kind = Kind.RECV_F if use.kind is Kind.F else Kind.RECV_B
+        after[sender, place].append(reading.hops[source, user])
+        after[receiver, until - 1].append(replace(use, kind=kind, resource=""))
+    return _insert(plan, after)
+
+
+def _unit_seconds(action: Action) -> float:
+    return float(action.kind in COMPUTE_KINDS) + (action.kind is Kind.B)
+
+
+def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
+    """Actions put in after the place (rank, i) of a plan; i = -1 is before the first."""
+
+    def one(rank: int) -> Iterator[Action]:
+        yield from after.get((rank, -1), ())
+        for i, action in enumerate(plan[rank]):
+            yield action
+            yield from after.get((rank, i), ())
+
+    return Plan(tuple(tuple(one(rank)) for rank in range(len(plan))))
+
+
+def add_unshard(plan: Plan, prefetch: int = 1) -> Plan:
+    """ZeRO-3: the weights of a stage are gathered before each run of its actions and dropped after it.
+
+    The gather of a run is posted `prefetch` runs ahead, so that at most prefetch + 1 stages are gathered at
+    once; what would be dropped only to be gathered again at once is kept. Gathers a rank: gpipe, 1f1b and
+    zb-h1 1, bfs 2v - 1, the depth-first schedules about 2m.
+    """
+    after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in enumerate(plan):
+        runs: list[tuple[int, int, int]] = []  # stage, first place, last place
+        for i, action in enumerate(actions):
+            if action.kind in COMPUTE_KINDS and action.stage is not None:
+                same = bool(runs) and runs[-1][0] == action.stage
+                runs[-1:] = [(action.stage, runs[-1][1], i)] if same else [*runs[-1:], (action.stage, i, i)]
+        held: list[int] = []
+        for n, (stage, first, last) in enumerate(runs):
+            for ahead, _, _ in runs[n : n + 1 + prefetch]:
+                if ahead not in held:
+                    after[rank, first - 1].append(Action(Kind.UNSHARD, stage=ahead))
+                    held.append(ahead)
+            if stage not in (ahead for ahead, _, _ in runs[n + 1 : n + 2 + prefetch]):
+                after[rank, _past_sends(actions, last)].append(Action(Kind.RESHARD, stage=stage))
+                held.remove(stage)
+    return _insert(plan, after)
+
+
+def add_step(
+    plan: Plan,
+    chunks: Mapping[int, tuple[int, ...]] | None = None,
+    reduce: Literal["step", "micro_batch"] = "step",
+    update: Literal["step", "backward"] = "step",
+) -> Plan:
+    """The end of a step: REDUCE of a stage's chunks when its last gradient is there, or with `micro_batch`
+    when each is, and at the end of the list UPDATE of every chunk; with update="backward", of a plan of one rank,
+    each right behind its REDUCE, in the order in which gradients come.
+
+    chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several
+    stages is tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for
+    each rank.
+    """
+    chunks = chunks if chunks is not None else {stage: (stage,) for stage in plan.placement()}
+    placement = plan.placement()
+    owners: defaultdict[int, set[int]] = defaultdict(set)
+    for stage, mine in chunks.items():
+        for chunk in mine:
+            owners[chunk].add(stage)
+    tied = {chunk for chunk, stages in owners.items() if len({placement[s] for s in stages}) > 1}
+    after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in enumerate(plan):
+        ends = [(i, a) for i, a in enumerate(actions) if a.kind in (Kind.W, Kind.B)]
+        last = {a.stage: _past_sends(actions, i) for i, a in ends if a.stage is not None}
+        # Of a chunk's stages on this rank the one that ends last speaks for it.
+        speaker: dict[int, int] = {}
+        for stage in sorted(last, key=lambda s: last[s]):
+            speaker |= dict.fromkeys(chunks.get(stage, ()), stage)
+        late: list[Action] = []
+        for chunk, stage in sorted(speaker.items(), key=lambda found: len(owners[found[0]]) > 1):
+            action = Action(Kind.REDUCE, stage=stage, chunk=chunk)
+            if chunk in tied:
+                late += [replace(action, kind=Kind.TIED_REDUCE, resource=""), action]
+            elif reduce == "step" or len(owners[chunk]) > 1:
+                after[rank, last[stage]].append(action)
+            else:
+                for i, a in ends:
+                    if a.stage == stage:
+                        place = rank, _past_sends(actions, i)
+                        after[place].append(replace(action, micro_batch=a.micro_batch))
+        late.sort(key=lambda a: a.kind is Kind.REDUCE)
+        late += [Action(Kind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
+        after[rank, len(actions) - 1] += late
+        if update == "backward":
+            after[rank, len(actions) - 1] = _interleaved(after[rank, len(actions) - 1])
+    return _insert(plan, after)
+
+
+def _interleaved(ends: Sequence[Action]) -> list[Action]:
+    """REDUCE and UPDATE of every chunk, chunk by chunk from the last to the first."""
+    return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is Kind.UPDATE))
+
+
+def _past_sends(actions: Sequence[Action], i: int) -> int:
+    """The last of the SENDs that follow place i: a neighbour waits for them, nobody for what comes behind."""
+    while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
+        i += 1
+    return i
+
+
+def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
+    """A plan without the backward that frozen stages do not need: no W, and no I and no messages for it where
+    no stage before trains. It comes after `add_messages`, and before `add_step`, which then skips them."""
+    shape = Shape(len(trainable), 1, trainable=tuple(trainable))
+
+    def one(action: Action) -> Iterator[Action]:
+        stage = action.stage or 0
+        owed = shape.backward_kinds(stage)
+        if action.kind is Kind.B and len(owed) == 1:
+            yield replace(action, kind=Kind.I)
+        elif action.kind is Kind.SEND_B:
+            yield from [action] if stage and shape.backward_kinds(stage - 1) else []
+        elif action.kind is Kind.W:
+            yield from [action] if action.kind in owed else []
+        elif owed or action.kind not in (Kind.I, Kind.B, Kind.RECV_B):
+            yield action
+
+    return Plan(tuple(tuple(chain.from_iterable(map(one, actions))) for actions in plan))
+
+
+def repeat(plan: Plan, times: int) -> Plan:
+    """Gradient accumulation: a plan of m micro-batches run `times` times over, the next m micro-batches each
+    time."""
+    shift = Shape.of(plan, 0).micro_batches
+
+    def one(action: Action, turn: int) -> Action:
+        return replace(action, micro_batch=(action.micro_batch or 0) + turn * shift)
+
+    return Plan(tuple(tuple(one(a, turn) for turn in range(times) for a in actions) for actions in plan))

@@ -1,0 +1,171 @@
+"""Activation checkpointing: what a block computed in forward is dropped and computed again in backward.
+
+Note: what is kept.  B batch, T tokens, D width, H heads, G key heads, K head width, F feed-forward width.
+- `full` (1604.06174): of each block its input alone, B T D elements; backward runs the block's forward again.
+- `selective`: also the outputs of matrix products and of attention, which are the costly part to compute and the cheap
+  part to keep: norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone,
+  2205.05198, section 5, has no point where attention keeps no T x T matrix.)  A product whose terms are summed over
+  tensor ranks is kept after the sum (`keep`), so that its elements are those of the residual stream and the sum does
+  not run again; neither does the gather before a first linear, unless several share one.
+`kept_numel` has the formulas; what lies outside the blocks (embeddings, head, logits) is as without checkpointing.
+
+The second forward gives the same bits as the first: it reads the same weights, and dropout counts its calls from where
+they stood when the block began (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator is
+saved, because none is read.  Blocks are found, not named: the members of every outermost `nn.ModuleList` whose members
+are of one class and have layers of their own.  Cost: `full` about a third more computing, and the block's collectives
+once more; `selective` the elementwise part, plus some microseconds of Python for each operation of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from inspect import signature
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.numerics.random import DropoutStreams, Place
+from colossal_lite.transforms.saved_results import Kept
+
+Mode = Literal["none", "selective", "full"]
+
+aten = torch.ops.aten
+KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+# Arguments by which a block of a Hugging Face model writes keys into a cache: a second run would write them twice.
+CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in its order; empty if it has none."""
+    return dict(_blocks(module, ""))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        members = list(child) if isinstance(child, nn.ModuleList) else []
+        if members and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children()):
+            yield from ((f"{prefix}{name}.{index}", member) for index, member in enumerate(members))
+        else:
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def recompute(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[str, ...]:
+    """Make every block of `module` keep less, in place; the names of the blocks.
+
+    Raises ValueError for a model without blocks.
+    """
+    if mode == "none":
+        return ()
+    blocks = blocks_of(module)
+    if not blocks:
+        raise ValueError(
+            f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList of blocks of one class; "
+            f"hold its blocks in one, or use 'none'"
+        )
+    for name, block in blocks.items():
+        # On the instance: names of modules and parameters, and hooks on the block, stay as they are.
+        block.forward = Recomputed(name, block, block.forward, mode, streams)
+    return tuple(blocks)
+
+
+def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of a block's forward, run as the block itself would be: twice if the block is recomputed."""
+    whole = block.__dict__.get("forward")
+    return replace(whole, forward=part) if isinstance(whole, Recomputed) else part
+
+
+def restore(module: nn.Module) -> None:
+    """Give every block its own forward back."""
+    for block in blocks_of(module).values():
+        if isinstance(block.__dict__.get("forward"), Recomputed):
+            del block.forward
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """The forward of one block, run now for its output and in backward for what it did not keep."""
+
+    name: str
+    block: nn.Module
+    forward: Callable[..., Any]
+    mode: Mode
+    streams: DropoutStreams
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.forward(*args, **kwargs)
+        given = dict(zip(signature(self.forward).parameters, args, strict=False)) | kwargs
+        if any(given.get(name) is not None for name in CACHES):
+            raise ValueError(
+                f"activation_checkpoint: {self.name} is handed a cache of keys, which a second forward would fill "
+                f"twice; set model.config.use_cache = False"
+            )
+        return checkpoint(
+            self.forward, *args, **kwargs,
+            use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts,
+        )  # fmt: skip
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if self.mode == "selective":
+            kept = Kept(KEPT)
+            first, again = kept.first(), kept.again()
+        return first, _Again(self, self.streams.place(), again)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the block's weights: how often each has changed."""
+        return [parameter._version for parameter in self.block.parameters()]
+
+
+class _Again:
+    """The second forward of a block: dropout's counters where they stood, and put back afterwards, also when the run
+    is stopped early because nothing more is needed. Weights that have changed since the first are an error: autograd
+    watches what it has saved, and of these it has saved nothing."""
+
+    def __init__(self, block: Recomputed, place: Place, inner: AbstractContextManager[Any]) -> None:
+        self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
+        self._now, self._versions = place, block.versions
+
+    def __enter__(self) -> None:
+        if self._block.versions != self._versions:
+            raise ValueError(
+                f"backward: the weights of {self._block.name} have been updated since the forward that it belongs to; "
+                f"call backward before step"
+            )
+        self._now = self._streams.place()
+        self._streams.go_to(self._place)
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._streams.go_to(self._now)
+        return self._inner.__exit__(kind, error, trace)
+
+
+def kept_numel(facts: ModelFacts, mode: Literal["selective", "full"], *, gated: bool) -> Mapping[str, int]:
+    """Elements that one block keeps for each token: `activation` in the compute dtype, `statistic` in the dtype of
+    attention's log-sums, float32 or better. `gated`: the feed-forward layer has a gate beside its up projection."""
+    if mode == "full":
+        return {"activation": facts.width, "statistic": 0}
+    qkv = facts.width + 2 * facts.kv_heads * (facts.width // facts.heads)
+    up = facts.ffn * (2 if gated else 1)
+    block_input, attended, projected, down = (facts.width,) * 4
+    return {"activation": block_input + qkv + attended + projected + up + down, "statistic": facts.heads}

@@ -1,0 +1,104 @@
+"""Updates that a step owes: they run while the next forward does, each before the first read of its weights.
+
+Note: without speculation.
+When a step ends its norm is known, and with it every number that its updates use; only their copies over a link are
+long.  So the step returns, and the updates run in forward order, a chunk's when a gate (zero/weights.py) is about to
+let a module read its weights: its record comes while the units before it compute, and goes while those after it do.
+What is computed, and in which order, is what it would have been at once: so are the bits.  Whatever else reads or
+changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
+read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the delayed update of 2101.06840,
+no forward sees weights of a step before.
+Updates on the host do not hold up whoever asks for them, so they set out together, as soon as no update on the device
+stands before them; whoever then asks for a chunk waits until its new weights have come (`arrive`).  Where updates run
+on both, the ranks that share a chunk make the same choice for it: what `arrive` and updates on the device gather,
+they gather in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from colossal_lite.schedule.optimizer_updates import holds_up
+from colossal_lite.schedule.plan import CPU, Action, Kind
+
+
+class Owed:
+    """The actions of a step's updates, run as far as they are asked for."""
+
+    def __init__(
+        self, actions: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], None]], end: Callable[[], None],
+        arrive: Callable[[int], None] = lambda chunk: None,
+    ) -> None:  # fmt: skip
+        """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
+        host; `end` is called when all are done."""
+        self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
+        self._next = 0
+        # What is planned behind an update and holds nobody up sets out with it: it has the computing that follows to
+        # hide behind.
+        self._stops: dict[int | None, int] = {}
+        stop = len(actions)
+        for number, action in reversed([*enumerate(actions)]):
+            if action.kind is Kind.UPDATE:
+                self._stops[action.chunk] = stop
+            stop = number if holds_up(action) else stop
+        self._coming: deque[int] = deque()  # updates on the host that have set out
+        self._last: int | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an action has raised: some weights are of this step, and others will never be."""
+        return self._failure is not None
+
+    def until(self, chunk: int) -> None:
+        """The chunk with this number in the plan is updated, and all those before it."""
+        if chunk != self._last:  # an update may itself ask for what it has just made
+            self._run(self._stops[chunk])
+            self._settle(chunk)
+
+    def finish(self) -> None:
+        """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
+        if self._next <= len(self._actions):
+            self._run(len(self._actions))
+            self._settle(None)
+            self._next = len(self._actions) + 1
+            self._end()
+
+    def lose(self, why: Exception) -> None:
+        """What is not done will never be: whoever asks for it is told `why`, unless an action has raised before."""
+        self._failure = self._failure or why
+
+    def _run(self, stop: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        while self._next < stop:
+            action = self._actions[self._next]
+            self._next += 1
+            self._last = action.chunk if holds_up(action) else self._last
+            with self._noting_failures():
+                self._handlers[action.kind](action)
+            if action.kind is Kind.UPDATE and action.resource == CPU:
+                self._coming.append(action.chunk or 0)
+
+    def _settle(self, last: int | None) -> None:
+        """The updates on the host up to that of chunk `last` have come; None: all."""
+        while self._coming and (last is None or self._coming[0] <= last):
+            with self._noting_failures():
+                self._arrive(self._coming.popleft())
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """An action that was interrupted counts as one that has raised: nobody knows what it has done."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+        except BaseException as error:
+            self._failure = ValueError(
+                f"step: {type(error).__name__} has ended its updates halfway, so the weights are a mix; legal: load a "
+                f"checkpoint, where state rests off the device into a new engine"
+            )
+            raise

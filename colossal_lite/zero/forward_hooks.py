@@ -1,0 +1,165 @@
+"""Weights of chunks brought together again before anything computes with them.
+
+Note: gates.
+From stage 1 on a rank updates its shard of a chunk and fetches the others' shards, chunk by chunk in forward order,
+while the next forward already runs.  A hook before the forward of every module that owns a parameter waits for that
+parameter's chunk, so a chunk that is used late has all the time before it.  A parameter that is read in any other way
+while its chunk is on its way is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather
+(zero/sharded.py).  Updates that the last step owes (zero/owed.py) are run by the same gates, a chunk ahead where its
+shards are then to be gathered, and all of them before a forward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.zero.deferred_updates import Owed
+
+
+class Weights:
+    """Gates before the modules of one model, whose weights are whole between steps."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        frozen: Sequence[WeightChunk] = (),
+    ) -> None:  # fmt: skip
+        """`parameters`: those of `module` by the names that the chunks have for them; `frozen`: the chunks that never
+        change, where they need gates."""
+        self._module, self._chunks = module, tuple(chunks)
+        self._names_only = False
+        self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
+        self._owed: Owed | None = None
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
+        self._handles: list[Any] = []
+        for owner in module.modules():
+            own = [names[id(p)] for p in owner.parameters(recurse=False)]
+            needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
+            if needed:
+                self._handles += self._gates(owner, needed)
+        self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._before_state_dict()))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward of one micro-batch, also where this rank has none."""
+        yield
+        self.pay()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of one micro-batch, also where this rank has none."""
+        self.pay()
+        yield
+
+    def flush(self) -> None:
+        """Whatever is owed or on its way has come."""
+        self.pay()
+        for chunk in self._chunks:
+            chunk.finish_gather()
+
+    def owe(self, owed: Owed) -> None:
+        """The updates of a step, which run from now on. What the next forward begins with is updated at once."""
+        self._owed = owed
+        for chunk in self._chunks:
+            chunk.owe()
+        self._pay_until(self._first)
+
+    def update(self, owed: Owed) -> None:
+        """The updates of a step, which run now. What one of them has raised is raised by all that is asked later, too:
+        a step that was updated in part is none."""
+        self._owed = owed
+        self.pay()
+
+    def give_up(self) -> bool:
+        """After a forward or backward that did not come to its end: what of it other ranks may still do, this rank does
+        too. False: there is nothing. Collective where there is."""
+        return False
+
+    def for_readers(self) -> None:
+        """Whoever reads the parameters now finds them as new as the last step; not those that are sharded."""
+        self.flush()
+
+    @property
+    def owes(self) -> bool:
+        """Whether updates of the last step have yet to come."""
+        return self._owed is not None
+
+    def pay(self) -> None:
+        """Every update has come. Raises what one of them has raised."""
+        if self._owed is not None:
+            with _disable_current_modes():
+                self._owed.finish()
+            self._owed = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update of the last step has raised."""
+        return self._owed is not None and self._owed.has_failed
+
+    def forsake(self) -> bool:
+        """Updates that have failed are nobody's any more: all weights are about to be loaded. False: none have."""
+        has_failed, self._owed = self.has_failed, None if self.has_failed else self._owed
+        return has_failed
+
+    def lose(self) -> None:
+        """The run is over; updates that it still owes are lost, and who reads the weights is told so."""
+        if self._owed is not None:
+            self._owed.lose(
+                ValueError(
+                    "model: the run has ended by an error before the updates of its last step were made, so its "
+                    "weights are incomplete; continue from the last checkpoint"
+                )
+            )
+
+    def _pay_until(self, place: int) -> None:
+        """The updates of the chunks up to this place in their order have come."""
+        if self._owed is not None and 0 <= place:
+            with (
+                _disable_current_modes()
+            ):  # selective recomputation would take our operations for the block's
+                self._owed.until(min(place, len(self._chunks) - 1))
+
+    @property
+    def _first(self) -> int:
+        """The last place of what a forward begins with."""
+        return 0
+
+    def updated(self, chunk: Chunk, *, changed: bool) -> None:
+        """After the update of a chunk, in forward order, on every rank: what the next forward needs may set out."""
+        if changed:
+            chunk.start_gather()
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """The model's own `state_dict()`, for names, shapes and buffers: its weights may be placeholders."""
+        self._names_only = True
+        found = dict(self._module.state_dict(keep_vars=keep_vars))
+        self._names_only = False
+        return found
+
+    def remove(self) -> None:
+        """Take the gates away; every weight is whole before."""
+        self.flush()
+        for handle in self._handles:
+            handle.remove()
+
+    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+        yield owner.register_forward_pre_hook(partial(self._enter, needed))
+
+    def _before_state_dict(self) -> None:
+        if not self._names_only:
+            self.flush()
+
+    def _enter(self, needed: Sequence[WeightChunk], module: nn.Module, args: Any) -> None:
+        if self._owed is not None:
+            is_gathered = any(chunk.sharding_axes for chunk in needed)
+            self._pay_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
+        for chunk in needed:
+            chunk.finish_gather()

@@ -1,0 +1,63 @@
+"""The squared norm of all gradients: a sum of each rank's shares, or one whose bits no cut can change.
+
+Note: `ordered`.
+Each block of 1,024 elements of a parameter lies whole in one rank's share of its chunk (memory/pack.py), so its square
+is a number that no other rank adds to.  The ranks exchange the squares of all blocks, zero for those they do not hold,
+and every rank adds them up in the order of the model's parameters: the same bits for any stage and chunk size.  Cost:
+8 bytes a block in the step's agreement, 0.2 % of the gradients in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.chunk import Chunk, blocks_of
+from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+
+
+def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
+    """This rank's term [1] of the sum over all ranks."""
+    return torch.stack([chunk.squares() for chunk in chunks]).sum().view(1)
+
+
+def ordered_squares(
+    chunks: Sequence[Chunk], entries: Sequence[Entry], mesh: Mesh, device: torch.device
+) -> Tensor:
+    """This rank's terms [sections * blocks]: the squares of its blocks, in the order of `entries`, which are those of
+    the whole pipeline.
+
+    A section for each rank of the tensor axis, which hold pieces of their own; what some of them hold in common is in
+    the section of the first of these.
+    """
+    found = {entry.name: (chunk, entry) for chunk in chunks for entry in chunk.spec.entries}
+    blocks = sum(blocks_of(entry) for entry in entries)
+    out = torch.zeros(mesh.size("tensor"), blocks, dtype=torch.float64, device=device)
+    start = 0
+    for each in entries:
+        stop = start + blocks_of(each)
+        if each.name in found:
+            chunk, entry = found[each.name]
+            out[_section(chunk, mesh), start:stop] = chunk.block_squares(entry)
+        start = stop
+    return out.view(-1)
+
+
+def in_order(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Entry, ...]:
+    """The entries of chunks in the order of `names`; names that are in none are left out."""
+    found = {entry.name: entry for spec in packed for entry in spec.entries}
+    return tuple(found[name] for name in names if name in found)
+
+
+def _section(chunk: Chunk, mesh: Mesh) -> int:
+    """Coordinate on the tensor axis of the first rank that holds the same sums of this chunk as this rank."""
+    assert isinstance(chunk.spec.key, ChunkKey)
+    section = 0
+    for leaf in mesh.layout.leaves:
+        if leaf.name.split(".")[0] == "tensor":
+            coord = 0 if leaf.name in chunk.spec.key.sync_axes else mesh.coords[leaf.name]
+            section = section * leaf.size + coord
+    return section

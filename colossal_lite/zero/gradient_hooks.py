@@ -1,0 +1,297 @@
+"""Gradients from autograd into chunks, and chunks over the ranks, while backward is still running.
+
+Note: the order of reductions.
+A hook on every trainable parameter hands its gradient to its chunk as soon as autograd has finished it (a tied
+parameter once, with the sum of its uses) and frees autograd's own tensor.  During the last micro-batch of a step, or
+during each if gradients are reduced by micro-batch, a chunk whose entries have all arrived is reduced at once,
+asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
+forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
+`reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
+too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
+Reductions that need room of slots are held to `IN_FLIGHT` at once.  After a backward that has raised, `give_up` makes
+the reductions that are left, so that ranks that have stopped at other gradients have made the same ones.
+Where gradients are used up as soon as they are summed (zero/in_backward.py), a sum that is over is handed on at once,
+in the order of the launches, which is one on all ranks.
+Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from weakref import WeakMethod
+
+from torch import Tensor, nn
+
+from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.packing import stages_of
+from colossal_lite.schedule.step_moments import IN_FLIGHT
+
+
+class GradientHooks:
+    """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
+
+    def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._chunks = tuple(chunks)
+        self.limit = len(self._chunks)
+        """Chunks, counted from the last, that may be launched when they are complete."""
+        self._seed = 1.0
+        self._reduces = False  # whether this backward's chunks go when they are complete
+        self._ends = False  # whether no gradients of this step come after this backward
+        self._frees = False  # whether weights may leave their places
+        self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
+        self._is_once = False  # whether each gradient comes once in this backward
+        self._arrived: set[tuple[int, int]] = set()  # chunk and entry, where it does
+        self._next = -1  # the chunk to launch next; counts down
+        self._in_flight: deque[Chunk] = deque()
+        self.summed: Callable[[Chunk], None] = nothing
+        """Called with each chunk whose gradient is used up as soon as it is whole, in the order of the sums."""
+        rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
+        self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
+        """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
+        self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
+        self._chunk_of = {
+            id(parameters[entry.name]): number
+            for number, chunk in enumerate(self._chunks)
+            for entry in chunk.spec.entries
+        }
+        self.began = [len(self._chunks) - 1 - number for number in range(len(self._chunks))]
+        """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
+        where none has come, or only later, as many as come before it."""
+        self._complete = 0  # of those, in this backward
+        # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that
+        # it hangs on too, and no model would ever be freed after an engine that was not closed.
+        arrive = WeakMethod(self._arrive)
+        self._handles = [
+            parameters[entry.name].register_post_accumulate_grad_hook(
+                partial(_hand_on, arrive, number, index)
+            )
+            for number, chunk in enumerate(self._chunks)
+            for index, entry in enumerate(chunk.spec.entries)
+        ]
+
+    def begin(
+        self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False,
+        frees: bool = False,
+    ) -> None:  # fmt: skip
+        """Before the backward of a micro-batch, which starts with `seed`; `is_last` before the sum over the ranks: it
+        lets complete chunks go; `ends`: it is the last of the step, and what is summed may be summed over copies;
+        `frees`: no forward comes before the step, and weights that rest by turns leave with their gradients.
+        `to_come`: the parameters whose gradients come now, once for each time; None: all,
+        once."""
+        self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
+        self._is_once = is_last and to_come is None
+        self._arrived.clear()
+        self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
+        for parameter in to_come or ():
+            if (number := self._chunk_of.get(id(parameter))) is not None:
+                self._missing[number] += 1
+        self._next, self._complete = len(self._chunks) - 1, 0
+
+    def start_ready(self) -> None:
+        """Launch complete chunks, in order, as far as they go and may."""
+        while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
+            self._launch()
+
+    @property
+    def launched(self) -> int:
+        """Chunks, counted from the last, whose sums have begun in this backward."""
+        return len(self._chunks) - 1 - self._next
+
+    @property
+    def ready(self) -> int:
+        """Chunks, counted from the last, of which every gradient has come in this backward."""
+        complete = self._next
+        while complete >= 0 and self._missing[complete] == 0:
+            complete -= 1
+        return len(self._chunks) - 1 - complete
+
+    def launch(self, count: int) -> None:
+        """Launch until `count` chunks, from the last, are on their way; absent gradients are zero. Collective."""
+        while self.launched < count:
+            self._launch()
+
+    def reduce(self, index: int) -> None:
+        """Wait for the sum of chunk `index`, launching first whatever comes before it. Collective."""
+        if not self._reduces:
+            self.begin(is_last=True)
+        while self._next >= index:
+            self._launch()
+        while self._chunks[index].state is GradientState.REDUCING:
+            self._finish_first()
+
+    def conclude(self) -> None:
+        """All micro-batches of the step are in: every chunk REDUCED. Collective."""
+        left = [chunk for chunk in self._chunks if not chunk.consumes]
+        for chunk in reversed(left):
+            chunk.start_copies()
+        for chunk in left:
+            chunk.conclude()
+
+    def give_up(self) -> bool:
+        """After a backward that did not come to its end: every sum that it begins, here or on another rank, is begun
+        and over, and what has come counts for nothing. False: it had begun none. Collective where it had."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not self._reduces or (self._next < 0 and not self._in_flight):
+            return False
+        summed, self.summed = self.summed, nothing
+        self.launch(len(self._chunks))
+        while self._in_flight:
+            self._finish_first()
+        self.summed = summed
+        for chunk in self._chunks:
+            chunk.settle()
+        return True
+
+    def clear(self) -> None:
+        for chunk in self._chunks:
+            chunk.clear()
+        self._reduces = self._ends = self._frees = False
+
+    @property
+    def is_clear(self) -> bool:
+        return all(chunk.state is GradientState.EMPTY for chunk in self._chunks)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _launch(self) -> None:
+        chunk = self._chunks[self._next]
+        self._next -= 1
+        if self._frees:
+            chunk.give_weights()
+            chunk.bring_sums()
+        while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
+            self._finish_first()
+        ended = self._ended_by.get(self._next + 1)
+        # The order of these must not depend on the backward either.
+        if self._ends and ended is not None and not chunk.consumes:
+            self._chunks[ended].start_copies()
+        chunk.start_reduce()
+        self._in_flight.append(chunk)
+
+    def _finish_first(self) -> None:
+        """Of the chunks on their way the first is summed."""
+        chunk = self._in_flight.popleft()
+        chunk.finish_reduce()
+        if chunk.consumes:
+            chunk.conclude()
+            self.summed(chunk)
+
+    def _arrive(self, number: int, index: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # its layer has put it off (deferral.py)
+            return
+        chunk = self._chunks[number]
+        if self._is_once and (number, index) in self._arrived:
+            raise ValueError(
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward, and "
+                f"would be left out of the sum over the ranks; torch.utils.checkpoint(..., use_reentrant=True) around "
+                f"a module that is used more than once does that; legal: use_reentrant=False, or "
+                f"activation_checkpoint of the config"
+            )
+        self._arrived.add((number, index))
+        if self._reduces:
+            self.began[number] = min(self.began[number], self._complete)
+        if self._reduces and number > self._next:
+            raise ValueError(
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
+                f"begun; at zero.stage=3 a model must use its modules in the order of its first step, and each forward "
+                f"needs a backward of its own; zero.stage=2 has no such rule"
+            )
+        chunk.accept(index, parameter.grad, seed=self._seed)
+        parameter.grad = None
+        if self._reduces:
+            self._missing[number] -= 1
+            while self._complete < len(self._chunks) and self._missing[-1 - self._complete] == 0:
+                self._complete += 1
+            self.start_ready()
+
+
+def _hand_on(arrive: WeakMethod[Callable[..., None]], number: int, index: int, parameter: Tensor) -> None:
+    """A gradient has come; where the hooks are gone with their engine, it stays with its parameter."""
+    method = arrive()
+    if method is not None:
+        method(number, index, parameter)
+
+
+def nothing(chunk: Chunk) -> None:
+    """What is done with a gradient that is not used up at once."""
+
+
+class StageHooks:
+    """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
+    that several stages use, which are complete only when the last of these is at the end of a step, and are summed then
+    in any case. Chunks are named by their numbers."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
+    ) -> None:
+        groups: dict[tuple[int, ...], list[Chunk]] = {}
+        self._place: dict[int, tuple[tuple[int, ...], int]] = {}
+        for chunk in chunks:
+            stages = stages_of(chunk.spec)
+            self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
+            groups[stages].append(chunk)
+        self._by_micro_batch = by_micro_batch
+        self._chunks = {chunk.spec.id: chunk for chunk in chunks}
+        self._hooks = {stages: GradientHooks(group, parameters) for stages, group in groups.items()}
+
+    @property
+    def only(self) -> GradientHooks:
+        """The hooks where one stage has all chunks."""
+        (hooks,) = self._hooks.values()
+        return hooks
+
+    @property
+    def began(self) -> Sequence[int] | None:
+        """As `GradientHooks.began`; None where several stages take turns."""
+        return self.only.began if len(self._hooks) == 1 else None
+
+    def hand_on(self, summed: Callable[[Chunk], None]) -> None:
+        """What is done with a gradient that is used up as soon as it is whole."""
+        for hooks in self._hooks.values():
+            hooks.summed = summed
+
+    def chunk(self, number: int) -> Chunk:
+        return self._chunks[number]
+
+    def begin(
+        self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
+        to_come: Sequence[Tensor] | None = None, frees: bool = False,
+    ) -> None:  # fmt: skip
+        """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
+        of this micro-batch come, and complete chunks may go where the time has come; `to_come` and `frees` as
+        `GradientHooks`."""
+        goes = is_whole and (is_last or self._by_micro_batch)
+        for stages, hooks in self._hooks.items():
+            if stage in stages:
+                own = goes and len(stages) == 1
+                hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last, frees=frees)
+
+    def reduce(self, number: int) -> None:
+        """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""
+        stages, index = self._place[number]
+        self._hooks[stages].reduce(index)
+
+    def conclude(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.conclude()
+
+    def give_up(self) -> bool:
+        """As `GradientHooks.give_up`; whether any sum was begun."""
+        return any([hooks.give_up() for hooks in self._hooks.values()])
+
+    def clear(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.clear()
+
+    @property
+    def is_clear(self) -> bool:
+        return all(hooks.is_clear for hooks in self._hooks.values())
+
+    def remove(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.remove()

@@ -1,0 +1,85 @@
+"""The order in which a forward first uses the parameters of a model: chunks are packed in it.
+
+Note: why it matters.
+Updates run in the order of the chunks while the next forward does, each just before the first use of its weights
+(zero/owed.py), and sums of gradients begin in the reverse order while backward runs.  A model whose modules are defined
+in another order than they are used would wait for all of them.  So before anything is packed a model that a callable
+builds is run forward once without tensors, on ids [1, T]; `plan` does the same, so both pack alike.  Where that cannot
+be done (a module that was handed over built, inputs that are no ids, values that decide what is computed) the order of
+definition stands, and `notice_order` says so if the first real forward shows another.  Numbers do not depend on it.
+Cost: one more build without storage and one forward without tensors, at the start; our own GPT is spared both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.models import GPT
+
+V = TypeVar("V")
+TOKENS = 8  # of the ids that are sent through: as few as positions, masks and windows allow
+
+
+def order_of_use(module: nn.Module, tokens: int = TOKENS) -> tuple[str, ...] | None:
+    """Names of the parameters of a module that is wholly on the meta device, by their first use in a forward of ids
+    [1, tokens]; those that it does not use are left out. None where it cannot be run so, or need not be."""
+    if type(module) is GPT:
+        return None
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, None] = {}
+
+    def note(owner: nn.Module, args: Any) -> None:
+        found.update(dict.fromkeys(names[id(p)] for p in owner.parameters(recurse=False)))
+
+    handles = [owner.register_forward_pre_hook(note) for owner in module.modules()]
+    was_training = module.training
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            module.eval()(torch.zeros(1, tokens, dtype=torch.int64))
+    except Exception:  # a model's own code, which need not know ids or tensors without values
+        return None
+    finally:
+        module.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return tuple(found)
+
+
+def by_order(held: Mapping[str, V], order: Sequence[str] | None) -> dict[str, V]:
+    """`held`, by name, in this order; what is not in it comes last, as it came. None: as it is."""
+    place = {name: index for index, name in enumerate(order or ())}
+    return {name: held[name] for name in sorted(held, key=lambda name: place.get(name, len(place)))}
+
+
+def notice_order(module: nn.Module, packed: Sequence[ChunkSpec], names: Mapping[int, str]) -> None:
+    """Warn if the first forward of `module` uses these chunks, which update in their order, in one that leaves a
+    quarter of the updates nothing to hide behind. `names`: of its parameters, by identity."""
+    chunk_of = {entry.name: place for place, spec in enumerate(packed) for entry in spec.entries}
+    used, handles = set[int](), list[Any]()
+
+    def note(needed: frozenset[int], owner: nn.Module, args: Any) -> None:
+        used.update(needed)
+        early = max(used) + 1 - len(used)
+        if early > max(2, len(packed) // 4):
+            warnings.warn(
+                f"model: {type(owner).__name__} is used before {early} chunks of parameters that are defined before "
+                f"its own, so their updates and sums do not overlap with computing; define modules in the order of "
+                f"their use, or hand `initialize` a callable that builds a model of ids",
+                stacklevel=2,
+            )
+        if early > max(2, len(packed) // 4) or len(used) == len(packed):
+            for handle in handles:
+                handle.remove()
+
+    for owner in module.modules():
+        own = [names[id(p)] for p in owner.parameters(recurse=False) if id(p) in names]
+        needed = frozenset(chunk_of[name] for name in own if name in chunk_of)
+        if needed:
+            handles.append(owner.register_forward_pre_hook(partial(note, needed)))

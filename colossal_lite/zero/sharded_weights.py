@@ -1,0 +1,520 @@
+"""ZeRO-3: weights that are shards between uses, gathered into slots by plan.
+
+Note: who asks and who decides.
+A weight is asked for by a gate before the forward of the module that owns it, and in backward by autograd, when it
+unpacks a saved tensor that lies in a slot.  What then happens is the plan's (zero/unshard.py): the steps up to the one
+that has the weight are executed, in order, so that every rank makes the same gathers and reductions in the same order
+whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
+behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
+
+The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
+gradients are complete, sum those that are so on any of them (where they are not, nothing will come), gather all that
+any of them wants, and note it: that is the trace.  The arena is allocated when it ends; from then on nothing is.
+
+Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
+tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
+real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
+unit before.  Of a tensor that a hook packs torch does not ask whether it has changed when it is used: so this one does.
+Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
+Frozen weights are gathered and dropped with their unit like the others, in chunks that have nothing else; backward asks
+for them where an input gradient needs them, so a stretch in front of the first that trains is gathered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossal_lite.config.schema import ZeroConfig
+from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.packing import ChunkKey, trains
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
+from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan, Moment, Needs, Step, Trace, gather_plan
+from colossal_lite.schedule.plan import Kind
+from colossal_lite.zero.build_chunks import slots_of
+from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
+
+NOTHING: Needs = frozenset()
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ShardedWeights(Weights):
+    """Gathers the weights of one model unit by unit, `prefetch` units ahead."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        hooks: GradientHooks, world: AxisComm, *, frozen: Sequence[WeightChunk] = (),
+        prefetch: int = 1, reshard_after_forward: bool | int = True,
+    ) -> None:  # fmt: skip
+        """`frozen`: the chunks that do not train, numbered behind `chunks`."""
+        self._hooks, self._world = hooks, world
+        self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
+        self._all: tuple[WeightChunk, ...] = (*chunks, *frozen)
+        self._units = units_of(self._all)
+        self._placeholders = {chunk.placeholder: chunk for chunk in self._all if chunk.is_sharded}
+        self.trace: Trace | None = None
+        """The order in which the first micro-batch read the weights; None until its end."""
+        self.plan: GatherPlan | None = None
+        """What a micro-batch does, by the trace."""
+        self.up: Link | None = None
+        """By which shards come that rest on the host."""
+        self._arena: Tensor | None = None
+        self.most_numel = self.most_held_numel = 0
+        """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
+        self._phase = Phase.IDLE
+        self._steps: tuple[Step, ...] = ()
+        self._next = 0  # the step to execute next
+        self._current = NOTHING  # what is whole now
+        self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
+        self._resident: dict[int, int] = {}  # chunk -> offset
+        self._kept: set[int] = set()  # chunks of which the neighbours of this rank have their parts
+        self._seen: list[Moment] = []
+        self._forward_seen: tuple[Moment, ...] = ()
+        self._learnt = False  # whether the plan is new
+        self._node: Any = None  # of autograd, that has asked last
+        super().__init__(module, parameters, chunks, frozen)
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+
+    @property
+    def most_bytes(self) -> int:
+        return self.most_numel * self._all[0].own_value.element_size()
+
+    @property
+    def forecast_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.arena_numel * self._all[0].types.compute.itemsize
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self._begin(Phase.FORWARD)
+        keeps = torch.is_grad_enabled()
+        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
+            yield
+        self._end()
+        self.pay()
+        if not keeps or self.plan is None:
+            self._bring({})
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.pay()
+        self._begin(Phase.BACKWARD)
+        yield
+        self._end()
+        self._bring({})
+
+    def flush(self) -> None:
+        """Every update has come, and every gathered weight is dropped."""
+        self.pay()
+        self._bring({})
+
+    def give_up(self) -> bool:
+        """Of a trace that was not finished nothing is learnt."""
+        if self._phase is Phase.IDLE:
+            return False
+        self._keep_step()
+        self._forward_seen = ()
+        self._go_idle()
+        self._bring({})
+        return True
+
+    def for_readers(self) -> None:
+        """What the next forward begins with is on its way and stays so."""
+        self.pay()
+
+    @property
+    def _first(self) -> int:
+        return self._last_trained(self.plan.forward[0].resident) if self.plan and self.plan.forward else 0
+
+    def updated(self, chunk: Chunk, *, changed: bool) -> None:
+        """The chunks that the next forward begins with are gathered while the others are updated."""
+        if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
+            self._fetch(chunk.spec.id, offset)
+            self._gather(chunk.spec.id)
+
+    def remove(self) -> None:
+        """Take the gates away, and leave the model whole on every rank. Collective."""
+        self.flush()
+        for chunk in self._all:
+            if chunk.is_sharded:
+                self._fetch(chunk.spec.id, None)
+                self._gather(chunk.spec.id)
+                chunk.finish_gather()
+                chunk.keep()
+        self._resident.clear()  # for good
+        super().remove()
+
+    # ---- who asks ----
+
+    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+        needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
+        if not needs:
+            return
+        if not any(True for _ in owner.children()):
+            yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
+            return
+        # What a module with children owns may be read before, between and behind them.
+        yield owner.register_forward_pre_hook(partial(self._open_one, needs))
+        yield owner.register_forward_hook(lambda *_: self._close_one(), always_call=True)
+
+    def _open_one(self, needs: Needs, module: nn.Module, args: Any) -> None:
+        self._open.append(needs | self._held)
+        self._need(self._held)
+
+    def _close_one(self) -> None:
+        self._open.pop()
+
+    @property
+    def _held(self) -> Needs:
+        return self._open[-1] if self._open else NOTHING
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
+        storage = tensor.untyped_storage()._cdata
+        if self._arena is None or storage == self._arena.untyped_storage()._cdata:
+            for index in self._resident:
+                if (view := self._all[index].saved(tensor)) is not None:
+                    return view
+        if (chunk := self._placeholders.get(storage)) is not None:
+            names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
+            raise ValueError(
+                f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
+                f"calling the module that owns it; or use zero.stage=2"
+            )
+        return tensor, tensor._version
+
+    def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
+        if isinstance(saved, tuple):
+            tensor, version = saved
+            if tensor._version != version:
+                raise ValueError(
+                    f"backward: a tensor {list(tensor.shape)} that the forward has saved was modified by an inplace "
+                    f"operation since; if it is a weight that step has updated, call backward before step"
+                )
+            return tensor
+        if self._phase is Phase.IDLE:
+            raise ValueError(
+                "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "
+                "loss.backward(), on every rank"
+            )
+        needs, node = self._units[saved.chunk.spec.id], torch._C._current_autograd_node()
+        if node is not None and node is self._node and not needs <= self._current:
+            raise ValueError(
+                f"backward: {node.name()} reads weights of two units at once, which zero.stage=3 gathers one after the "
+                f"other; use zero.stage=2"
+            )
+        self._node = node
+        self._need(needs)
+        return saved.rebuilt()
+
+    def _need(self, needs: Needs) -> None:
+        """`needs` are whole when this returns."""
+        if needs <= self._current:
+            return
+        if self._phase is Phase.IDLE:
+            raise ValueError(
+                "model: at zero.stage=3 a forward gathers weights; call engine(inputs), train_step or eval_step in the "
+                "place of the model, on every rank"
+            )
+        with _disable_current_modes():  # selective recomputation would take our operations for the block's
+            self._bring_whole(needs)
+
+    def _bring_whole(self, needs: Needs) -> None:
+        if self.plan is None:
+            self._round(needs)
+            return
+        found = next((i for i in range(self._next, len(self._steps)) if needs <= self._steps[i].needs), None)
+        if found is None:
+            raise ValueError(self._out_of_order(needs))
+        while self._next <= found:
+            self._step()
+        self._wait(self._steps[found].needs)
+
+    def _out_of_order(self, needs: Needs) -> str:
+        names = [entry.name for c in sorted(needs) for entry in self._all[c].spec.entries]
+        return (
+            f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
+            f"plan of zero.stage=3 has dropped them; a model may leave modules out, but must use them in the order of "
+            f"its first step, and each forward needs a backward of its own; zero.stage=2 has no such rule"
+        )
+
+    # ---- what happens ----
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
+        self._open.clear()
+        if phase is Phase.FORWARD:
+            self._kept.clear()
+        self._hooks.limit = 0  # until a step, or the other ranks, say more
+        if self.plan is None:
+            self._bring({})
+        elif phase is Phase.FORWARD:
+            self._bring(self.plan.forward[0].resident, gathers=False)  # its steps do
+        if phase is Phase.FORWARD and self._learnt:
+            for slots in slots_of(self._chunks):
+                slots.shrink()
+            self._learnt = False
+        if self.plan is not None:
+            self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
+            if phase is Phase.BACKWARD:
+                self._bring(self.plan.forward[-1].resident)
+                self._limit()
+
+    def _end(self) -> None:
+        """What other ranks still do, this rank does with them."""
+        self._keep_step()
+        if self.plan is None:
+            self._learn()
+        self._go_idle()
+
+    def _keep_step(self) -> None:
+        if self.plan is not None:
+            while self._next < len(self._steps):
+                self._step()
+        else:
+            while self._round(None):
+                pass
+
+    def _go_idle(self) -> None:
+        self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
+        self._hooks.limit = len(self._chunks)
+
+    def _step(self) -> None:
+        step = self._steps[self._next]
+        self._next += 1
+        self._current = NOTHING
+        for action in step.actions:
+            assert action.chunk is not None
+            if action.kind in (Kind.FETCH, Kind.UNSHARD):
+                self._pay_until(self._last_trained([action.chunk]))
+            if action.kind is Kind.RESHARD:
+                self._keep_part(action.chunk)
+                self._drop(action.chunk)
+            elif action.resource == FROM_NEAR:
+                self._fetch(action.chunk, step.resident[action.chunk], near=True)
+            elif action.kind in (Kind.FETCH, Kind.UNSHARD):
+                if (
+                    action.chunk not in self._resident
+                ):  # the first ones may have set out when they were updated
+                    self._fetch(action.chunk, step.resident[action.chunk])
+                if action.kind is Kind.UNSHARD:
+                    self._gather(action.chunk)
+            else:
+                self._hooks.launch(len(self._chunks) - action.chunk)
+        if self._phase is Phase.BACKWARD:
+            self._limit()
+
+    def _limit(self) -> None:
+        """Until the next step no more sums may begin than it wants to see begun."""
+        more = self._next < len(self._steps)
+        self._hooks.limit = self._steps[self._next].launched if more else len(self._chunks)
+
+    def _wait(self, needs: Needs) -> None:
+        for index in needs:
+            self._all[index].finish_gather()
+        self._current = needs
+
+    def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
+        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do, or what
+        the neighbours have kept."""
+        chunk = self._all[index]
+        numel = chunk.spec.numel
+        if self._arena is None or offset is None:
+            slot = torch.empty(numel, dtype=chunk.types.compute, device=chunk.device)
+        else:
+            slot = self._arena[offset : offset + numel]
+        if near:
+            chunk.unshard_near(slot, self._part(index))
+        elif chunk.weights_at_rest is not None and self.up is not None:
+            chunk.fetch(slot, self.up)
+        else:
+            chunk.unshard(slot)
+        self._resident[index] = -1 if offset is None else offset
+        if self._arena is not None and offset is not None:
+            self._count(offset + numel)
+
+    def _count(self, stop: int) -> None:
+        """The arena is used up to element `stop`."""
+        self.most_numel = max(self.most_numel, stop)
+        held = sum(self._all[index].spec.numel for index in self._resident)
+        self.most_held_numel = max(self.most_held_numel, held)
+
+    def _gather(self, index: int) -> None:
+        """The shards of the others set out, if they have not."""
+        if self._all[index].weights is WeightState.FETCHING:
+            self._all[index].gather_fetched()
+
+    def _part(self, index: int) -> Tensor:
+        assert self.plan is not None and self._arena is not None
+        start = self.plan.kept[index]
+        return self._arena[start : start + self._all[index].part_numel]
+
+    def _keep_part(self, index: int) -> None:
+        """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
+        if self.plan is not None and index in self.plan.kept and index not in self._kept:
+            part = self._part(index)
+            self._all[index].keep_part(part)
+            self._count(self.plan.kept[index] + part.numel())
+            self._kept.add(index)
+
+    def _drop(self, index: int) -> None:
+        self._all[index].reshard()
+        del self._resident[index]
+
+    def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
+        """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
+        `gathers`."""
+        self._pay_until(self._last_trained(resident))
+        for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
+            self._drop(index)
+        coming = {index: offset for index, offset in resident.items() if index not in self._resident}
+        for index, offset in coming.items():
+            self._fetch(index, offset)
+        for index in coming if gathers else ():
+            self._gather(index)
+
+    def _last_trained(self, indices: Iterable[int]) -> int:
+        """The last of these chunks that has updates; -1: none."""
+        return max((index for index in indices if index < len(self._chunks)), default=-1)
+
+    # ---- the first micro-batch ----
+
+    def _round(self, needs: Needs | None) -> bool:
+        """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
+        have."""
+        ready = self._hooks.ready if self._phase is Phase.BACKWARD else 0
+        with self._world.ledger.paused():
+            rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
+        launched = max(row[1] for row in rows)
+        self._hooks.launch(launched)
+        self._hooks.limit = launched
+        wanted = [row[0] for row in rows if row[0] is not None]
+        if not wanted:
+            return False
+        union: Needs = frozenset(index for some in wanted for index in some)
+        self._current = NOTHING
+        self._bring(dict.fromkeys(sorted(union), -1))
+        self._seen.append(Moment(union, launched))
+        self._wait(union)
+        return True
+
+    def _learn(self) -> None:
+        """A forward and a backward have been seen: from now on there is a plan."""
+        if self._phase is Phase.FORWARD:
+            self._forward_seen = tuple(self._seen)
+        elif self._forward_seen:
+            self._bring({})
+            self._learnt = True
+            self.trace = Trace(self._forward_seen, tuple(self._seen))
+            self.replan()
+            assert self.plan is not None
+            with _disable_current_modes():  # what the model keeps is measured, not this
+                self._arena = torch.zeros(
+                    self.plan.arena_numel,
+                    dtype=self._all[0].types.compute,
+                    device=self._all[0].device,
+                )
+
+    def planned(self, prefetch: int) -> GatherPlan | None:
+        """What the plan would be with so many units ahead; None while there is no trace."""
+        if self.trace is None:
+            return None
+        return plan_of(
+            self.trace.covering(contexts_of(self._all), self._units),
+            self._all,
+            prefetch=prefetch,
+            reshard_after_forward=self._reshard_after_forward,
+        )
+
+    def replan(self) -> None:
+        """Shards rest elsewhere from now on: the order in which weights come, and their slots, stay as they are."""
+        self.plan = self.planned(self.prefetch)
+
+    def _before_state_dict(self) -> None:
+        if not self._names_only:
+            raise ValueError(
+                "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
+            )
+
+
+def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk, in forward order, what is gathered with it: the chunks of its block, or those that hold a
+    part of a module of which it holds a part. One operation reads the weights of one module, and they are to come and
+    go together."""
+    units: dict[int, set[int]] = {}
+    first: dict[int | str, int] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
+        key, own = chunk.spec.key, chunk.spec.id
+        assert isinstance(key, ChunkKey)
+        if not chunk.is_sharded:
+            continue
+        units[own] = {own}
+        owners = {entry.name.rpartition(".")[0] for entry in chunk.spec.entries}
+        for holder in {key.unit} if key.is_block else owners:
+            joined = units[own] | units[first.setdefault(holder, own)]
+            units |= dict.fromkeys(joined, joined)
+    return {index: frozenset(unit) for index, unit in units.items()}
+
+
+def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
+    the modules around them own."""
+    units = units_of(chunks)
+    owned: dict[str, set[int]] = {}
+    for chunk in chunks:
+        for entry in chunk.spec.entries:
+            owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
+
+    def around(name: str) -> Iterator[int]:
+        while name:
+            name = name.rpartition(".")[0]
+            yield from owned.get(name, ())
+
+    return {
+        index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))
+        for index, needs in units.items()
+    }
+
+
+def plan_of(
+    trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
+) -> GatherPlan:
+    """The plan of these chunks by this trace."""
+    num_trained = sum(trains(chunk.spec) for chunk in chunks)
+    numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
+    on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
+    return gather_plan(
+        trace, numels, num_chunks=num_trained, prefetch=prefetch,
+        reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
+        parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
+    )  # fmt: skip
+
+
+def weights_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
+    world: AxisComm, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
+) -> Weights:  # fmt: skip
+    """The gates that these chunks need; `parameters` by the names that the chunks have for them."""
+    if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
+        return Weights(module, parameters, chunks)
+    return ShardedWeights(
+        module, parameters, chunks, hooks.only, world, frozen=frozen,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip

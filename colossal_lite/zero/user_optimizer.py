@@ -1,0 +1,258 @@
+"""An optimizer of the user's own: any torch optimizer that steps from gradients alone.
+
+Note: it is handed one `nn.Parameter` for each trainable parameter of the model, in the model's order, each a
+view of
+the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced
+gradient, divided by tokens and clip factor (a copy where the master weights are narrower), or None where no
+rank used it.  It keeps whole state on every rank, so it works where the weights are whole: ZeRO stage 0, no
+tensor axis, on the device.
+
+Beside a pipeline the list is as long, so that groups come out alike on all ranks: for parameters of other stages
+stand ones on the meta device, which never have a gradient.  A step that makes one parameter depend on another cannot
+be taken stage by stage: small probes tell, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colossal_lite.memory.chunk import Chunk, GradientState
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.schedule.optimizer_updates import update_plan
+from colossal_lite.schedule.plan import Action, Kind
+
+Factory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class OwnOptimizer:
+    """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes.
+
+    Raises ValueError for a factory that makes no optimizer, for one whose step needs a closure, for one that does
+    not hold exactly the parameters it was given, and for one that cannot take parameters without values.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool
+    ) -> None:
+        """`shapes` of the whole model, in its order; `scheduled`: the learning rates follow the config's schedule."""
+        self._chunks, self._scheduled = tuple(chunks), scheduled
+        self._of: dict[str, nn.Parameter] = {}
+        for chunk in self._chunks:
+            for entry in chunk.spec.entries:
+                self._of[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
+        dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
+        given = in_order_of(shapes, self._of, dtype)
+        try:
+            self._optimizer = factory(list(given.values()))
+        except (RuntimeError, NotImplementedError) as error:
+            if len(self._of) == len(given):
+                raise
+            raise ValueError(
+                f"optimizer: the callable fails ({error}) on a list in which parameters of other pipeline stages are "
+                f"on the meta device; legal is one that reads no values, or parallel.pipeline=1"
+            ) from error
+        _check(self._optimizer, given)
+        self.plan = update_plan(len(self._chunks))
+        self.tiers = None
+        self.visits = ()
+        self.moves: dict[Kind, Callable[[Action], None]] = {}
+        self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.changed = False
+
+    @property
+    def peak_lr(self) -> float:
+        """Of the first group: what the optimizer says now, or, under a schedule, what it said when it was
+        made."""
+        return self._peaks[0] if self._scheduled else float(self._optimizer.param_groups[0]["lr"])
+
+    def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
+        """Show the optimizer this chunk's gradient; `finish` takes the step."""
+        assert chunk.state is GradientState.REDUCED
+        for entry, is_used in zip(chunk.spec.entries, used, strict=True):
+            parameter = self._of[entry.name]
+            gradient = chunk.of(chunk.gradient, entry, parameter.shape).div_(grad_scale)
+            parameter.grad = gradient.to(parameter.dtype) if is_used else None
+
+    def finish(self, factor: float) -> None:
+        """The optimizer's step, over all parameters at once."""
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            if self._scheduled:
+                group["lr"] = peak * factor
+        before = [_bits(chunk.master) for chunk in self._chunks]
+        self._optimizer.step()
+        for chunk in self._chunks:
+            chunk.publish(0, chunk.spec.numel)
+        self._optimizer.zero_grad(set_to_none=True)
+        self.changed = any(_bits(c.master) != bits for c, bits in zip(self._chunks, before, strict=True))
+
+    def tier_of(self, chunk: Chunk) -> None:
+        """Where the state of a chunk rests: on the device."""
+
+    def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
+        """State of a chunk now, and what it will keep, which only it knows."""
+        held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
+        return held, held
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def check(self) -> None:
+        """Nothing can have failed."""
+
+    def settle(self) -> None:
+        """Everything is where it rests."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Nothing travels."""
+        return ()
+
+    def prepare(self) -> None:
+        """Nothing has to come."""
+
+    def owe(self) -> None:
+        """Nothing is anywhere else."""
+
+    def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
+        """Nothing is shared."""
+
+    def unchanged(self) -> None:
+        """Nothing is shared."""
+
+    def rest(self) -> None:
+        """Everything is where it rests."""
+
+    @contextmanager
+    def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """All is in memory; which state a chunk has, only the optimizer knows."""
+        yield {}
+
+    def opened(self, chunk: Chunk, name: str, local: slice, *, write: bool) -> Tensor:
+        raise AssertionError("everything is in memory")
+
+    def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
+        """For each entry of a chunk whatever tensors the optimizer keeps for it."""
+        for entry in chunk.spec.entries:
+            state = self._optimizer.state.get(self._of[entry.name], {})
+            yield {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
+        """Refused: what an optimizer of one's own keeps, and where it comes back to, only it knows."""
+        name = type(self._optimizer).__name__
+        raise ValueError(
+            f"optimizer: checkpoints of {name}, an optimizer of your own, are not built; legal is a type of the "
+            f"config, or torch's own state_dict() of it beside engine.full_state_dict()"
+        )
+
+    def updates(self) -> dict[str, int]:
+        """None is counted here."""
+        return {}
+
+    def set_updates(self, updates: Mapping[str, int]) -> None:
+        """Nothing is counted here."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Held now; an optimizer makes its state at its first step."""
+        tensors = (
+            t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def forecast_bytes(self) -> int:
+        """What it will keep, only it knows."""
+        return self.state_bytes
+
+
+def in_order_of(
+    shapes: Mapping[str, torch.Size], here: Mapping[str, nn.Parameter], dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """All parameters of a model: those of other stages without values."""
+    return {
+        name: here[name] if name in here else nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        for name, shape in shapes.items()
+    }
+
+
+def check_apart(
+    factory: Factory,
+    shapes: Mapping[str, torch.Size],
+    stages: Iterable[Collection[str]],
+    device: torch.device,
+) -> None:
+    """Raises ValueError for an optimizer that cannot step the parameters of each of `stages` without the others.
+
+    Two steps of a model of the same form with dimensions of 2 are compared, bit by bit, with those of each stage.
+    """
+    whole = _probe(factory, shapes, shapes, device)
+    for number, names in enumerate(stages):
+        alone = _probe(factory, shapes, names, device)
+        if other := [name for name in names if not torch.equal(whole[name], alone[name])]:
+            raise ValueError(
+                f"optimizer: in its step {other[0]} depends on parameters that are not on pipeline stage {number}; "
+                f"legal is an optimizer that updates each parameter by itself, parallel.pipeline=1, or a type of "
+                f"config.optimizer"
+            )
+
+
+def _probe(
+    factory: Factory, shapes: Mapping[str, torch.Size], used: Collection[str], device: torch.device
+) -> dict[str, Tensor]:
+    """Small parameters after two steps in which those of `used` have gradients."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = {
+            name: nn.Parameter(torch.randn([min(size, 2) for size in shape], device=device))
+            for name, shape in shapes.items()
+        }
+        gradients = {name: torch.randn_like(parameter) for name, parameter in small.items()}
+        torch.manual_seed(0)
+        optimizer = factory(list(small.values()))
+        _check(optimizer, small)
+        for _ in range(2):
+            for name in used:
+                small[name].grad = gradients[name].clone()
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in small.items()}
+
+
+def _check(optimizer: object, given: Mapping[str, nn.Parameter]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer: the callable returned {type(optimizer).__name__}; legal is a torch.optim.Optimizer "
+            f"over the parameters that it is given"
+        )
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer: the step of {name} needs a closure that computes the loss again, which the "
+            f"engine's step cannot do; legal is an optimizer that steps from gradients alone"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    foreign = len(held - {id(p) for p in given.values()})
+    lacking = [key for key, p in given.items() if id(p) not in held]
+    if foreign or lacking:
+        raise ValueError(
+            f"optimizer: {name} holds {foreign} parameters that it was not given, and lacks {_few(lacking)}; "
+            f"legal is each parameter of the list once (freeze one before initialize to leave it out)"
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "none") + more
+
+
+def _bits(flat: Tensor) -> int:
+    """A sum over the bits of a flat tensor: it differs if one element does."""
+    return int(flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).sum())

@@ -1,0 +1,309 @@
+"""The command `colossal-lite`: a frozen dataclass a command, its options as fields and `run` as its action.
+
+Note: exit codes.  0: done; 1: the answer is bad news; 2: the request cannot be, and standard error says why,
+without a traceback.  Workers are started by torchrun, not from here.  Commands that need torch import it
+themselves: `config` and `schedule` start without.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, subcommand
+
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.config.config import Config, render
+from colossal_lite.config.pipeline_schema import ScheduleName
+from colossal_lite.schedule.schedule_drawing import draw
+
+if TYPE_CHECKING:
+    from colossal_lite.models import GPTConfig
+
+PROGRAM = "colossal-lite"
+# Commands that a later part brings. They are refused by name.
+NOT_BUILT: Mapping[str, str] = {
+    "bench": "benchmarks in one command; scripts are in examples/benchmarks",
+}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """What this machine has for training, what fell back, and why. Exit code 1 if something cannot work."""
+
+    json: bool = False
+    """One JSON object a finding, for programs."""
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from colossal_lite import launcher
+        from colossal_lite.launcher import doctor, env
+
+        rows = (*doctor.report(env.environment()), *doctor.attempt("launch", launcher.findings))
+        if self.json:
+            print("\n".join(json.dumps(asdict(row)) for row in rows))
+        else:
+            Console().print(doctor.table(rows))
+        return 1 if any(row.status == "fault" for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """Every setting with its value and origin. Options after the file (`--parallel.tensor.size 2`) win."""
+
+    path: Positional[str]
+    """A .py file (`file.py:name` for another dict than `config`), .json or .toml."""
+    world: int | None = None
+    """Check it against a world of so many ranks, and derive parallel.data."""
+    overrides: Suppress[tuple[str, ...]] = ()
+
+    def run(self) -> int:
+        config = Config.load(self.path, self.overrides)
+        config.check_built()
+        if self.world is not None:
+            config = config.check_world(self.world)
+        for line in (*config.notices, *config.warnings()):
+            print(line, file=sys.stderr)
+        print(render(config.resolved()))
+        return 0
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The JSON schema of a configuration file."""
+
+    def run(self) -> int:
+        print(json.dumps(Config.schema(), indent=2))
+        return 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option that may lie over a configuration file, with its meaning and default."""
+
+    def run(self) -> int:
+        print(Config.help(PROGRAM))
+        return 0
+
+
+@dataclass(frozen=True)
+class ConfigCommand:
+    """Show a configuration as it will be read, or describe what one may hold."""
+
+    action: OmitSubcommandPrefixes[
+        Annotated[Show, subcommand("show")]
+        | Annotated[Schema, subcommand("schema")]
+        | Annotated[Options, subcommand("options")]
+    ]
+
+    def run(self) -> int:
+        return self.action.run()
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Draw a pipeline schedule, with its bubble, the activations that it holds, and its messages."""
+
+    stages: int
+    """Ranks of the pipeline."""
+    micro_batches: int
+    """Parts of a batch."""
+    name: ScheduleName
+    """Which schedule."""
+    chunks: int | None = None
+    """Stages on each rank; left out, the least that the schedule is defined for."""
+    cost: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Seconds of forward, input gradient and weight gradient of one rank's layers."""
+    latency_s: float = 0.0
+    """Seconds from one rank to the next."""
+
+    def run(self) -> int:
+        drawn = draw(
+            self.stages, self.micro_batches, self.name, self.chunks, cost=self.cost, latency_s=self.latency_s
+        )
+        print(drawn)
+        return 0
+
+
+@dataclass(frozen=True)
+class Ls:
+    """Checkpoints of a folder, the newest first. Exit code 1 if one is damaged."""
+
+    folder: Positional[Path]
+    """What `engine.save` was given, or one step of it."""
+
+    def run(self) -> int:
+        from colossal_lite.checkpoint import tools as tools
+
+        rows = list(tools.ls(self.folder))
+        print("\n".join(map(str, rows)))
+        return 1 if any(row.fault for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read every byte of a checkpoint, or of all in a folder. Exit code 1 if one is damaged."""
+
+    folder: Positional[Path]
+    """What `engine.save` was given, or one step of it."""
+
+    def run(self) -> int:
+        from colossal_lite.checkpoint import tools as tools
+
+        found = False
+        for path, faults in tools.check(self.folder):
+            print("\n  ".join([f"{path}: {'damaged' if faults else 'whole'}", *faults]))
+            found = found or bool(faults)
+        return int(found)
+
+
+@dataclass(frozen=True)
+class ToHF:
+    """Write a checkpoint as a Hugging Face folder that `from_pretrained` opens."""
+
+    folder: Positional[Path]
+    """What `engine.save` was given, or one step of it; the newest whole checkpoint is taken."""
+    target: Positional[Path]
+    """The folder to make."""
+    dtype: Literal["fp32", "fp16", "bf16", "fp64"] = "fp32"
+    """Format of the weights."""
+
+    def run(self) -> int:
+        from colossal_lite.checkpoint import tools as tools
+
+        print(f"{self.target}: written from {tools.export(self.folder, self.target, self.dtype)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class FromHF:
+    """Make a checkpoint of step 0 from a Hugging Face folder of GPT-2 or Llama (safetensors)."""
+
+    folder: Positional[Path]
+    """Folder with config.json and safetensors."""
+    target: Positional[Path]
+    """Where `engine.load` will look."""
+
+    def run(self) -> int:
+        from colossal_lite.checkpoint import tools as tools
+
+        print(f"{tools.import_(self.folder, self.target)}: written from {self.folder}")
+        return 0
+
+
+@dataclass(frozen=True)
+class CkptCommand:
+    """List, verify and convert checkpoints. No process group, no torchrun."""
+
+    action: OmitSubcommandPrefixes[
+        Annotated[Ls, subcommand("ls")]
+        | Annotated[Verify, subcommand("verify")]
+        | Annotated[ToHF, subcommand("to-hf")]
+        | Annotated[FromHF, subcommand("from-hf")]
+    ]
+
+    def run(self) -> int:
+        return self.action.run()
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """What a run will hold and move on one rank, in a world that need not exist. Exit code 1 if it does not fit.
+
+    Options after the file (`--parallel.tensor.size 2`) lie over it, as in `config show`.
+    """
+
+    path: Positional[str]
+    """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
+    model: str
+    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both."""
+    batch: int
+    """Samples of a step, over all ranks."""
+    sequence: int
+    """Tokens of a sample."""
+    world: int
+    """Ranks."""
+    rank: int = 0
+    """Which of them."""
+    device_memory: str | None = None
+    """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
+    one_host: bool = False
+    """All ranks are processes of one host's CPUs, which exchange through shared memory."""
+    compare: Literal["tensor"] | None = None
+    """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
+    overrides: Suppress[tuple[str, ...]] = ()
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from colossal_lite.planner import planner, run_plan
+
+        config = Config.load(self.path, self.overrides)
+        model = planner.parse_model(self.model)
+        if self.compare is not None:
+            return self._compare(config, model)
+        memory = planner.device_memory(self.device_memory)
+        plan = planner.plan(
+            config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
+            device_bytes=memory, one_host=self.one_host,
+        )  # fmt: skip
+        for line in (*config.notices, *config.warnings()):
+            print(line, file=sys.stderr)
+        Console().print(run_plan.table(plan))
+        if plan.schedule:
+            print(f"\n{plan.schedule}")
+        return 1 if plan.fits is False else 0
+
+    def _compare(self, config: Config, model: GPTConfig) -> int:
+        from rich.console import Console
+
+        from colossal_lite.planner import compare
+
+        made = compare.compare_tensor(
+            config, model, batch=self.batch, sequence=self.sequence, world_size=self.world
+        )
+        Console(width=max(Console().width, 130)).print(compare.table(made))
+        return 0
+
+
+Command = (
+    Annotated[Doctor, subcommand("doctor")]
+    | Annotated[ConfigCommand, subcommand("config")]
+    | Annotated[PlanCommand, subcommand("plan")]
+    | Annotated[ScheduleCommand, subcommand("schedule")]
+    | Annotated[CkptCommand, subcommand("ckpt")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. tyro itself exits with 0 after --help and with 2 at a wrong option."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in NOT_BUILT:
+        print(f"{PROGRAM} {given[0]} is not built yet ({NOT_BUILT[given[0]]})", file=sys.stderr)
+        return 2
+    about = f"Large-scale training; torchrun starts the workers. Not built yet: {', '.join(NOT_BUILT)}."
+    command, rest = tyro.cli(Command, args=given, prog=PROGRAM, description=about, return_unknown_args=True)
+    if rest and isinstance(command, ConfigCommand) and isinstance(command.action, Show):
+        command = ConfigCommand(replace(command.action, overrides=tuple(rest)))
+    elif rest and isinstance(command, PlanCommand):
+        command = replace(command, overrides=tuple(rest))
+    elif rest:
+        print(
+            f"{PROGRAM} {given[0]}: unknown: {' '.join(rest)}; see {PROGRAM} {given[0]} --help",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        return command.run()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
