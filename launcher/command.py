@@ -116,7 +116,7 @@ class ScheduleCommand:
     """Parts of a batch."""
     name: ScheduleName
     """Which schedule."""
-    chunks: int | None = None
+    stages_per_rank: int | None = None
     """Stages on each rank; left out, the least that the schedule is defined for."""
     cost: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Seconds of forward, input gradient and weight gradient of one rank's layers."""
@@ -125,7 +125,12 @@ class ScheduleCommand:
 
     def run(self) -> int:
         drawn = draw(
-            self.stages, self.micro_batches, self.name, self.chunks, cost=self.cost, latency_s=self.latency_s
+            self.stages,
+            self.micro_batches,
+            self.name,
+            self.stages_per_rank,
+            cost=self.cost,
+            latency_s=self.latency_s,
         )
         print(drawn)
         return 0

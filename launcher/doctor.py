@@ -28,7 +28,7 @@ from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 
 Status = Literal["ok", "note", "fault"]
-Probe = Callable[[], Iterable["Row"]]
+Probe = Callable[[], Iterable["DoctorRow"]]
 
 GIB = 2**30
 OLDEST = {"python": (3, 11), "torch": (2, 11), "triton": (3, 6)}
@@ -49,7 +49,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class DoctorRow:
     """One finding. ok: as it should be; note: works, but know this; fault: something here cannot work."""
 
     group: str
@@ -59,7 +59,7 @@ class Row:
     why: str = ""
 
 
-def report(environment: Mapping[str, str] | None = None) -> tuple[Row, ...]:
+def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...]:
     """Every finding about this process and its machine. Never raises.
 
     `environment` is this process's environment; without it, nothing is said about variables.
@@ -76,15 +76,15 @@ def report(environment: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     return tuple(row for group, probe in probes for row in attempt(group, probe))
 
 
-def attempt(group: str, probe: Probe) -> Iterator[Row]:
+def attempt(group: str, probe: Probe) -> Iterator[DoctorRow]:
     """The rows of a probe; where it fails, a row that says so in place of the rest."""
     try:
         yield from probe()
     except Exception as error:  # whatever is broken on this machine is what the report is about
-        yield Row(group, "probe", "failed", "fault", f"{type(error).__name__}: {error}")
+        yield DoctorRow(group, "probe", "failed", "fault", f"{type(error).__name__}: {error}")
 
 
-def table(rows: Iterable[Row]) -> Table:
+def table(rows: Iterable[DoctorRow]) -> Table:
     """The rows for people, one section a group."""
     colours = {"ok": "green", "note": "yellow", "fault": "red"}
     drawn = Table(box=None, pad_edge=False, show_header=False)
@@ -102,25 +102,25 @@ def table(rows: Iterable[Row]) -> Table:
 # ---------------------------------------------------------------------------------------------------- probes
 
 
-def versions() -> Iterator[Row]:
-    yield Row("versions", "colossal_lite", __version__)
+def versions() -> Iterator[DoctorRow]:
+    yield DoctorRow("versions", "colossal_lite", __version__)
     yield _version("python", platform.python_version())
-    yield Row("versions", "platform", platform.platform())
+    yield DoctorRow("versions", "platform", platform.platform())
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA in this build"
     yield _version("torch", torch.__version__, build)
     triton = _installed("triton")
     if triton is None:
-        yield Row("versions", "triton", "absent", "note", "every kernel takes its torch path")
+        yield DoctorRow("versions", "triton", "absent", "note", "every kernel takes its torch path")
     else:
         yield _version("triton", triton)
     for name in REQUIRED:
         found = _installed(name)
-        yield Row(
+        yield DoctorRow(
             "versions", name, found or "absent", "ok" if found else "fault", "" if found else "required"
         )
     for name, use in OPTIONAL.items():
         found = _installed(name)
-        yield Row("versions", name, found or "absent", "ok", "" if found else f"optional: {use}")
+        yield DoctorRow("versions", name, found or "absent", "ok", "" if found else f"optional: {use}")
 
 
 def _installed(name: str) -> str | None:
@@ -130,29 +130,29 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _version(name: str, found: str, why: str = "") -> Row:
+def _version(name: str, found: str, why: str = "") -> DoctorRow:
     oldest = OLDEST[name]
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
     if numbers >= oldest:
-        return Row("versions", name, found, "ok", why)
-    return Row("versions", name, found, "fault", f"{'.'.join(map(str, oldest))} or newer is needed")
+        return DoctorRow("versions", name, found, "ok", why)
+    return DoctorRow("versions", name, found, "fault", f"{'.'.join(map(str, oldest))} or newer is needed")
 
 
-def devices() -> Iterator[Row]:
+def devices() -> Iterator[DoctorRow]:
     cores, usable = os.cpu_count() or 1, len(psutil.Process().cpu_affinity() or [0])
     threads = torch.get_num_threads()
     crowded = threads > usable
     why = f"{threads} threads share {usable} cores: set OMP_NUM_THREADS" if crowded else ""
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{usable} of {cores} cores, {threads} threads in torch, {capability}"
-    yield Row("devices", "cpu", text, "note" if crowded else "ok", why)
+    yield DoctorRow("devices", "cpu", text, "note" if crowded else "ok", why)
     if not torch.cuda.is_available():
         why = (
             "the driver or the device does not answer"
             if torch.version.cuda
             else "torch is built without CUDA"
         )
-        yield Row("devices", "cuda", "none", "note", f"training runs on the CPU: {why}")
+        yield DoctorRow("devices", "cuda", "none", "note", f"training runs on the CPU: {why}")
         return
     for index in range(torch.cuda.device_count()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
@@ -161,42 +161,44 @@ def devices() -> Iterator[Row]:
         half_full = free < total / 2
         why = "other processes hold its memory" if half_full else ""
         text = f"{name}, capability {major}.{minor}, {memory}"
-        yield Row("devices", f"cuda:{index}", text, "note" if half_full else "ok", why)
+        yield DoctorRow("devices", f"cuda:{index}", text, "note" if half_full else "ok", why)
 
 
-def kernel_paths() -> Iterator[Row]:
+def kernel_paths() -> Iterator[DoctorRow]:
     """Where each op leads on the devices that are there."""
     types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device_type in types:
         why = kernels.why_not_triton(device_type)
         fault = why is not None and device_type == "cuda"
         value = "can run" if why is None else "cannot run"
-        yield Row("kernels", f"triton ({device_type})", value, "note" if fault else "ok", why or "")
+        yield DoctorRow("kernels", f"triton ({device_type})", value, "note" if fault else "ok", why or "")
         for choice in kernels.select("auto", device_type).describe():
             fell_back = device_type == "cuda" and choice.path == "torch"
             name = f"{choice.op} on {device_type}"
-            yield Row("kernels", name, choice.path, "note" if fell_back else "ok", choice.reason)
+            yield DoctorRow("kernels", name, choice.path, "note" if fell_back else "ok", choice.reason)
 
 
-def corpus() -> Iterator[Row]:
+def corpus() -> Iterator[DoctorRow]:
     """The default text for training: it has to be there without a download."""
     try:
         found = read_corpus()
     except ValueError as error:
-        yield Row("data", "default corpus", "absent", "note", str(error))
+        yield DoctorRow("data", "default corpus", "absent", "note", str(error))
         return
     size = f"{found.num_files} files, {len(found.train) + len(found.held_out):,} bytes"
-    yield Row("data", "default corpus", f"{found.name}: {size}, sha256 {found.sha256[:12]}")
+    yield DoctorRow("data", "default corpus", f"{found.name}: {size}, sha256 {found.sha256[:12]}")
 
 
-def host() -> Iterator[Row]:
+def host() -> Iterator[DoctorRow]:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     limit = _cgroup_limit_bytes()
     if limit is not None and limit < memory.total:
-        yield Row("host", "memory", text, "note", f"this group of processes may have {limit / GIB:.1f} GiB")
+        yield DoctorRow(
+            "host", "memory", text, "note", f"this group of processes may have {limit / GIB:.1f} GiB"
+        )
     else:
-        yield Row("host", "memory", text)
+        yield DoctorRow("host", "memory", text)
     yield _space("/dev/shm", Path("/dev/shm"), GIB, "loader workers hand batches over in it")
     yield _space("working folder", Path.cwd(), 10 * GIB, "checkpoints go there")
     yield _space("temporary folder", Path(tempfile.gettempdir()), GIB, "")
@@ -204,7 +206,7 @@ def host() -> Iterator[Row]:
         yield _direct(name, path)
     shared = hasattr(os, "memfd_create")
     why = "" if shared else "host memory cannot be shared between processes"
-    yield Row("host", "memfd", "yes" if shared else "no", "ok" if shared else "note", why)
+    yield DoctorRow("host", "memfd", "yes" if shared else "no", "ok" if shared else "note", why)
 
 
 def _cgroup_limit_bytes() -> int | None:
@@ -215,30 +217,32 @@ def _cgroup_limit_bytes() -> int | None:
     return None
 
 
-def _space(name: str, path: Path, enough_bytes: int, use: str) -> Row:
+def _space(name: str, path: Path, enough_bytes: int, use: str) -> DoctorRow:
     if not path.is_dir():
-        return Row("host", name, "absent", "note", use)
+        return DoctorRow("host", name, "absent", "note", use)
     free = shutil.disk_usage(path).free
     text = f"{free / GIB:.1f} GiB free"
     return (
-        Row("host", name, text) if free >= enough_bytes else Row("host", name, text, "note", use or "little")
+        DoctorRow("host", name, text)
+        if free >= enough_bytes
+        else DoctorRow("host", name, text, "note", use or "little")
     )
 
 
-def _direct(name: str, path: Path) -> Row:
+def _direct(name: str, path: Path) -> DoctorRow:
     """Whether `memory.disk_dir` could be there, and whether it goes past the page cache."""
     try:
         file = DiskFile(path, FileLayout(()), label="doctor")
     except DiskError as error:
-        return Row("host", f"disk tier in the {name}", "no", "note", str(error))
+        return DoctorRow("host", f"disk tier in the {name}", "no", "note", str(error))
     file.close()
     text = "direct" if file.is_direct else "through the page cache"
-    return Row(
+    return DoctorRow(
         "host", f"disk tier in the {name}", text, "ok" if file.is_direct else "note", file.why_buffered
     )
 
 
-def limits() -> Iterator[Row]:
+def limits() -> Iterator[DoctorRow]:
     """What the system allows a process. A limit that is too low shows late, and as something else."""
     import resource  # not on every platform
 
@@ -253,12 +257,12 @@ def limits() -> Iterator[Row]:
         soft, _ = resource.getrlimit(number)
         low = soft != unlimited and (enough == unlimited or soft < enough)
         text = "unlimited" if soft == unlimited else f"{soft:,}"
-        yield Row("limits", name, text, "note" if low else "ok", why if low else "")
+        yield DoctorRow("limits", name, text, "note" if low else "ok", why if low else "")
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[Row]:
+def variables(environment: Mapping[str, str]) -> Iterator[DoctorRow]:
     for name in VARIABLES:
         if name in environment:
             slow = name == "CUDA_LAUNCH_BLOCKING" or (name, environment[name]) == ("TRITON_INTERPRET", "1")
             why = "every kernel runs far slower: meant for debugging" if slow else ""
-            yield Row("environment", name, environment[name], "note" if slow else "ok", why)
+            yield DoctorRow("environment", name, environment[name], "note" if slow else "ok", why)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["torchrun", "slurm", "openmpi", "none"]
+LauncherKind = Literal["torchrun", "slurm", "openmpi", "none"]
 DEFAULT_PORT = 29500
 # Ports derived from a job's id lie below Linux's ephemeral range; a job has 16, one for each of its steps.
 DERIVED_PORT_FIRST, DERIVED_PORT_COUNT, STEPS_PER_JOB = 20000, 12288, 16
@@ -39,7 +39,7 @@ class LaunchError(ValueError):
 class Launch:
     """What a launcher told this process. `local_*` count the ranks of this node."""
 
-    kind: Kind
+    kind: LauncherKind
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0

@@ -32,13 +32,13 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from colossal_lite import kernels
 from colossal_lite.config.config import Config, ConfigError, Problem
-from colossal_lite.distributed import host_meeting
+from colossal_lite.distributed import host_handshake
 from colossal_lite.distributed.communicator import CommError, everyones
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.distributed.watchdog import Watch
-from colossal_lite.engine.context import Context, LastWords, StopSignals
+from colossal_lite.distributed.watchdog import Watchdog
+from colossal_lite.engine.context import Context, FailureBoard, StopSignals
 from colossal_lite.launcher import env
-from colossal_lite.launcher.doctor import Row
+from colossal_lite.launcher.doctor import DoctorRow
 from colossal_lite.launcher.env import Launch, LaunchError
 
 if TYPE_CHECKING:
@@ -110,28 +110,28 @@ def run(main: Callable[[], object]) -> int:
     return 0
 
 
-def findings() -> Iterator[Row]:
+def findings() -> Iterator[DoctorRow]:
     """What `doctor` says about launchers and backends. Starts and ends a world of one on gloo."""
     try:
         place = env.detect(env.environment())
-        yield Row("launch", "launcher", place.describe(), "note" if place.note else "ok", place.note)
+        yield DoctorRow("launch", "launcher", place.describe(), "note" if place.note else "ok", place.note)
     except LaunchError as error:
-        yield Row("launch", "launcher", "refused", "fault", str(error))
+        yield DoctorRow("launch", "launcher", "refused", "fault", str(error))
     try:
         with launch({"backend": "gloo"}, store=dist.HashStore(), rank=0, world_size=1):
             everyones(b"works", 1)
-        yield Row("launch", "gloo", "works")
+        yield DoctorRow("launch", "gloo", "works")
     except RuntimeError as error:
-        yield Row("launch", "gloo", "fails", "fault", str(error).partition("\n")[0])
-    if (why := host_meeting.why_not()) is None:
-        yield Row("launch", "shared memory", "works between ranks of one host")
+        yield DoctorRow("launch", "gloo", "fails", "fault", str(error).partition("\n")[0])
+    if (why := host_handshake.why_not()) is None:
+        yield DoctorRow("launch", "shared memory", "works between ranks of one host")
     else:
-        yield Row("launch", "shared memory", "not used", "note", why)
+        yield DoctorRow("launch", "shared memory", "not used", "note", why)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        yield Row("launch", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
+        yield DoctorRow("launch", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         why = "no CUDA device" if dist.is_nccl_available() else "torch is built without it"
-        yield Row("launch", "nccl", "not used", "note" if torch.cuda.is_available() else "ok", why)
+        yield DoctorRow("launch", "nccl", "not used", "note" if torch.cuda.is_available() else "ok", why)
 
 
 # ------------------------------------------------------------------------------------------ who, and on what
@@ -195,8 +195,8 @@ def _join(
             if place.world_size > 1 or not dist.is_initialized():
                 _enter_default_group(store, place, backend, device, timeout)
                 owned.callback(_leave_default_group, place)
-        words = LastWords(store, place.rank)
-        watch = Watch(store, place.rank, place.world_size)
+        words = FailureBoard(store, place.rank)
+        watch = Watchdog(store, place.rank, place.world_size)
         owned.callback(watch.close)
         mesh = Mesh.create(
             config.layout(),
@@ -204,7 +204,7 @@ def _join(
             timeout_s=config.timeout_s,
             backend=backend,
             share_memory=device.type == "cpu" and config.backend == "auto",
-            explain=words.heard,
+            explain=words.first_failure,
             watch=watch,
         )
     owned.callback(mesh.destroy)

@@ -60,7 +60,7 @@ class Case:
     steps: int = 3
     tensor: int = 1
     sequence_parallel: bool = True
-    regather: bool = True
+    regather_inputs: bool = True
     mode: str = "1d"
     depth: int = 1
     sequence: int = 1
@@ -101,7 +101,7 @@ class Case:
             options = (
                 dict(sequence_parallel=self.sequence_parallel) if self.mode == "1d" else dict(mode=self.mode)
             )
-            options |= {} if self.regather else dict(regather=False)
+            options |= {} if self.regather_inputs else dict(regather_inputs=False)
             options |= dict(depth=self.depth) if self.mode == "2.5d" else {}
             base["parallel"] = dict(tensor=dict(size=self.tensor, **options))
         if self.pipeline != 1:
@@ -178,7 +178,7 @@ def serial_run(case: Case) -> list[Step]:
     cases that differ in what only several ranks, or chunks, know."""
     config = {key: case.config[key] for key in READ_BY_ONE if key in case.config}
     alone = replace(
-        case, config=config, world_size=1, tensor=1, sequence_parallel=True, regather=True, depth=1, sequence=1,
+        case, config=config, world_size=1, tensor=1, sequence_parallel=True, regather_inputs=True, depth=1, sequence=1,
         sequence_mode="ring", ulysses=1, pipeline=1, chunk_bytes=None, shows=False,
     )  # fmt: skip
     if repr(alone) not in _SERIAL:

@@ -1,6 +1,6 @@
 """Streams of a device that is not there: a log of what they are told to do, and the races that it has.
 
-Note: `Recorder` stands in for torch.cuda under a `StreamLane`.  Nothing runs late here: every operation computes at
+Note: `Recorder` stands in for torch.cuda under a `StreamExecutor`.  Nothing runs late here: every operation computes at
 once, so numbers are right whatever is forgotten.  What a GPU could have done instead is read off the log: which thread
 or stream touches which bytes, which events are recorded and waited for, and what threads hand to each other.  `races`
 gives each of them a vector clock, and finds every pair of accesses to the same bytes, one of them a write, of which
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 
 from colossal_lite.memory import host_store, link
 from colossal_lite.memory import pinned as host
-from colossal_lite.memory.copy_streams import StreamLane
+from colossal_lite.memory.copy_streams import StreamExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.offload import host_updates, optimizer_states, shard_streaming, state_storage
 from colossal_lite.zero import forward_hooks, sharded_weights
@@ -242,7 +242,7 @@ class Recorder:
             for target, name, value in (
                 (link, "ThreadPoolExecutor", Pool),
                 (link, "Request", Request),
-                (optimizer_states, "lane_beside", lambda device, speed: StreamLane(device, recorder)),
+                (optimizer_states, "executor_for", lambda device, speed: StreamExecutor(device, recorder)),
                 (state_storage, "host_pages", self.pages),
                 (shard_streaming, "host_room", self.room),
                 (host_updates, "host_room", self.room),

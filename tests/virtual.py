@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from colossal_lite.memory import link
-from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.memory.copy_streams import ThreadExecutor
 from colossal_lite.offload import host_updates, optimizer_states, state_storage
 
 
@@ -34,8 +34,8 @@ class Clock:
     def patched(self) -> Iterator[None]:
         """Within, every link that is made runs on this clock."""
 
-        def link(name: str, lane: ThreadLane, **_: Any) -> VirtualLink:
-            return VirtualLink(self, name, lane)
+        def link(name: str, executor: ThreadExecutor, **_: Any) -> VirtualLink:
+            return VirtualLink(self, name, executor)
 
         with ExitStack() as stack:
             for module in (optimizer_states, state_storage, host_updates):
@@ -65,9 +65,9 @@ class VirtualTransfer:
 
 
 class VirtualLink(link.Link):
-    def __init__(self, clock: Clock, name: str, lane: ThreadLane) -> None:
-        super().__init__(name, lane)
-        self.speed, self.bus = lane.speed, lane.bus
+    def __init__(self, clock: Clock, name: str, executor: ThreadExecutor) -> None:
+        super().__init__(name, executor)
+        self.speed, self.bus = executor.speed, executor.bus
         super().close()
         self.clock = clock
         self.timeout_s = 600.0

@@ -47,17 +47,18 @@ from colossal_lite.checkpoint.manifest import (
     Change,
     CheckpointError,
     Manifest,
-    Part,
     Read,
+    TensorSlice,
     changes,
     encode,
     misfits,
     reads,
     writes,
 )
-from colossal_lite.checkpoint.rendezvous import Meeting, Pulse, Store, _shared
-from colossal_lite.checkpoint.run_state import Facts, Held, Loaded
+from colossal_lite.checkpoint.rendezvous import Heartbeat, KeyValueStore, SaveRendezvous, _shared
+from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
 from colossal_lite.checkpoint.writer import _Save
+from colossal_lite.config.renamed import renamed
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
@@ -72,7 +73,7 @@ class Saving:
     by its `pulse`, it has been at one thing for longer than `timeout_s`."""
 
     def __init__(
-        self, work: Callable[[], Path], pulse: Pulse, *, in_thread: bool, rank: int, timeout_s: float
+        self, work: Callable[[], Path], pulse: Heartbeat, *, in_thread: bool, rank: int, timeout_s: float
     ) -> None:
         self._work, self._pulse, self._rank, self._timeout_s = work, pulse, rank, timeout_s
         self._path, self._error = Path(), None
@@ -124,7 +125,7 @@ class Checkpointer:
         self,
         layout: MeshLayout,
         rank: int,
-        store: Store,
+        store: KeyValueStore,
         *,
         keep: int,
         timeout_s: float,
@@ -139,11 +140,13 @@ class Checkpointer:
         self._late: LateError | None = None
         """a read of a load has not ended, and may yet write into what that was to fill"""
 
-    def save(self, directory: Path, held: Sequence[Held], facts: Facts, *, asynchronous: bool) -> Saving:
+    def save(
+        self, directory: Path, held: Sequence[HeldTensor], facts: RunFacts, *, asynchronous: bool
+    ) -> Saving:
         """Write a checkpoint. Collective. In a thread (from a copy of what this rank owns) if `asynchronous`: errors
         then come from `wait()`, or as a warning of the next call."""
         self.settle()
-        meeting, pulse = self._meet("save"), Pulse()
+        meeting, pulse = self._meet("save"), Heartbeat()
         parts = [one.part() for one in held]
         plan = writes(parts, self._layout, self._rank, slice_bytes=SLICE_BYTES, file_bytes=FILE_BYTES)
         if asynchronous:
@@ -175,7 +178,7 @@ class Checkpointer:
     def load(
         self,
         directory: Path,
-        held: Sequence[Held],
+        held: Sequence[HeldTensor],
         config: Mapping[str, Any],
         *,
         complete: bool,
@@ -243,9 +246,9 @@ class Checkpointer:
 
     def _agree(
         self,
-        meeting: Meeting,
+        meeting: SaveRendezvous,
         path: Path,
-        parts: Sequence[Part],
+        parts: Sequence[TensorSlice],
         config: Mapping[str, Any],
         crc32: int,
         complete: bool,
@@ -260,7 +263,9 @@ class Checkpointer:
                     f"rank {self._rank} sees another manifest than rank 0: all ranks must share one directory"
                 ]
             else:
-                faults = [str(c) for c in changes(manifest.config, config) if c.meaning == "impossible"]
+                faults = [
+                    str(c) for c in changes(renamed(manifest.config)[0], config) if c.meaning == "impossible"
+                ]
                 wanted = [part for part in parts if _is_stored(part.name, manifest)]
                 faults += misfits(wanted, manifest, complete=complete)
         except CheckpointError as error:
@@ -271,9 +276,14 @@ class Checkpointer:
         if rows := meeting.hear("misfits"):
             raise CheckpointError("\n  ".join([f"load: {path} does not fit this run", *rows]))
         assert manifest is not None
-        return manifest, changes(manifest.config, config)
+        settings, old = renamed(manifest.config)
+        if old and self._rank == 0:
+            warnings.warn(f"{path} has settings by older names: {', '.join(old)}", stacklevel=2)
+        return manifest, changes(settings, config)
 
-    def _fill(self, path: Path, held: Sequence[Held], plan: Sequence[Read], manifest: Manifest) -> str | None:
+    def _fill(
+        self, path: Path, held: Sequence[HeldTensor], plan: Sequence[Read], manifest: Manifest
+    ) -> str | None:
         """Read slices into what is held; the first fault, after which what is held is a mix. Raises LateError: the
         others are told why when this rank's context closes."""
         places = [_place(read, held, self._layout) for read in plan]
@@ -295,11 +305,11 @@ class Checkpointer:
             return str(error)
         return None
 
-    def _meet(self, what: str) -> Meeting:
+    def _meet(self, what: str) -> SaveRendezvous:
         self._calls += 1
         key = f"checkpoint/{self._calls}"
         world = self._layout.world_size
-        return Meeting(self._store, key, what, self._rank, world, self._timeout_s, self._heard)
+        return SaveRendezvous(self._store, key, what, self._rank, world, self._timeout_s, self._heard)
 
 
 def _is_stored(name: str, manifest: Manifest) -> bool:
@@ -307,7 +317,7 @@ def _is_stored(name: str, manifest: Manifest) -> bool:
     return not manifest.is_imported or name.startswith("model/")
 
 
-def _scatter(read: Read, data: Tensor, held: Sequence[Held], layout: MeshLayout) -> None:
+def _scatter(read: Read, data: Tensor, held: Sequence[HeldTensor], layout: MeshLayout) -> None:
     """Copy a slice where it meets what is held."""
     corner = [start for start, _ in read.slice.box]
     for index, fragment in read.into:
@@ -315,7 +325,7 @@ def _scatter(read: Read, data: Tensor, held: Sequence[Held], layout: MeshLayout)
         held[index].view(fragment, layout, write=True).copy_(data[inner])
 
 
-def _place(read: Read, held: Sequence[Held], layout: MeshLayout) -> Tensor | None:
+def _place(read: Read, held: Sequence[HeldTensor], layout: MeshLayout) -> Tensor | None:
     """Where a slice may be read to without a copy: what is held holds it whole, once, as it is stored."""
     if len(read.into) != 1:
         return None

@@ -200,7 +200,7 @@ def _overlaps(boxes: list[Box]) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """What one rank holds of one tensor: elements [start, stop) of its flattened local tensor (None: to the end).
 
     `flat_axes`: leaf axes whose ranks hold other intervals of the same local tensor. `is_copy`: a rank of another
@@ -236,7 +236,7 @@ class Read:
 
 
 def writes(
-    parts: Sequence[Part], layout: MeshLayout, rank: int, *, slice_bytes: int, file_bytes: int
+    parts: Sequence[TensorSlice], layout: MeshLayout, rank: int, *, slice_bytes: int, file_bytes: int
 ) -> dict[str, list[Write]]:
     """What a rank writes, by file: slices of at most `slice_bytes` in files of at most `file_bytes`."""
     # What lies on a stage lies on no other, so a rank's place on the pipeline says nothing of who writes.
@@ -259,7 +259,7 @@ def writes(
     return files
 
 
-def reads(parts: Sequence[Part], manifest: Manifest, layout: MeshLayout, rank: int) -> list[Read]:
+def reads(parts: Sequence[TensorSlice], manifest: Manifest, layout: MeshLayout, rank: int) -> list[Read]:
     """The slices that meet what a rank holds, in order of file and place. The parts fit (`misfits`)."""
     coords, found = layout.coords(rank), list[Read]()
     wanted = [(i, p, list(held(p.spec, layout, coords, p.start, p.stop))) for i, p in enumerate(parts)]
@@ -276,7 +276,7 @@ def reads(parts: Sequence[Part], manifest: Manifest, layout: MeshLayout, rank: i
     return sorted(found, key=lambda read: (read.slice.file, read.slice.start))
 
 
-def misfits(parts: Sequence[Part], manifest: Manifest, *, complete: bool) -> list[str]:
+def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool) -> list[str]:
     """Why a checkpoint cannot fill these parts; `complete`: they are all that the world holds."""
     mine = {part.name: part for part in parts}
     faults = [

@@ -15,7 +15,7 @@ SHARED_S = 10.0
 """how long a network file system may take to show one rank's directory to another"""
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What ranks agree through: torch's stores have it."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -47,10 +47,10 @@ class LocalStore:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SaveRendezvous:
     """Words between ranks for one save or load: each key is said once by each rank that says it."""
 
-    store: Store
+    store: KeyValueStore
     key: str
     what: str
     rank: int
@@ -97,7 +97,7 @@ class Meeting:
             raise CheckpointError(f"rank {self.rank}: {self.what}: the store is gone: {error}") from error
 
 
-class Pulse:
+class Heartbeat:
     """What a save is at, and since when: written by its thread, read by whoever waits for that."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Pulse:
         self.what, self.since_s = what, time.monotonic()
 
 
-def _shared(read: Callable[[], Any], path: Path, meeting: Meeting) -> Any:
+def _shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
     """What `read` returns, once a network file system shows `path` to this rank too."""
     end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
     while not path.exists():

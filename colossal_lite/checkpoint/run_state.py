@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from colossal_lite.checkpoint.files import NAMES
-from colossal_lite.checkpoint.manifest import Change, Manifest, Part
+from colossal_lite.checkpoint.manifest import Change, Manifest, TensorSlice
 from colossal_lite.sharding.boxes import Fragment, extent, strides_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor of this rank to save or to fill: elements [start, start + numel) of the flattened local tensor of
     `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO). `is_copy`: a rank of another
     pipeline stage saves it. `fetch` gives the elements where `tensor` has none of them (it is on the meta device), for
@@ -31,10 +31,10 @@ class Held:
     is_copy: bool = False
     fetch: Callable[[bool], Tensor] | None = None
 
-    def part(self) -> Part:
+    def part(self) -> TensorSlice:
         stop = self.start + self.tensor.numel()
         dtype = NAMES[self.tensor.dtype]
-        return Part(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
+        return TensorSlice(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
 
     def elements(self, *, write: bool = False) -> Tensor:
         """The tensor in memory, to be changed if `write`."""
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What a save states beside its tensors; see `Manifest`. `updates` are this rank's own."""
 
     step: int

@@ -17,7 +17,7 @@ from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
 from colossal_lite.checkpoint.manifest import CheckpointError, Manifest
 from colossal_lite.checkpoint.rendezvous import LocalStore
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.models.gpt import GPTConfig
 from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, read_hf, to_hf, write_hf
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -116,9 +116,9 @@ def import_(folder: Path, target: Path) -> Path:
     if config.tied:
         del state["head.weight"]
     held = [
-        Held(f"model/{name}", ShardSpec(name, dims_of(value.shape)), value.contiguous())
+        HeldTensor(f"model/{name}", ShardSpec(name, dims_of(value.shape)), value.contiguous())
         for name, value in state.items()
     ]
-    facts = Facts(0, 0, 0, {}, asdict(config), {}, {"imported": str(folder)})
+    facts = RunFacts(0, 0, 0, {}, asdict(config), {}, {"imported": str(folder)})
     disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=1 << 20, timeout_s=60, heard=str)
     return disk.save(target, held, facts, asynchronous=False).wait()

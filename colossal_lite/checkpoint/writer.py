@@ -19,14 +19,14 @@ from colossal_lite.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    Part,
     Stored,
+    TensorSlice,
     Write,
     decode,
     encode,
 )
-from colossal_lite.checkpoint.rendezvous import Meeting, Pulse, _shared
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, _shared
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
@@ -39,16 +39,16 @@ _HIDDEN = ".tmp-"
 class _Save:
     """One save on one rank, from first to last word."""
 
-    meeting: Meeting
+    meeting: SaveRendezvous
     directory: Path
     plan: Mapping[str, Sequence[Write]]
-    held: Sequence[Held]
-    parts: Sequence[Part]
-    facts: Facts
+    held: Sequence[HeldTensor]
+    parts: Sequence[TensorSlice]
+    facts: RunFacts
     layout: MeshLayout
     keep: int
     needed_bytes: int
-    pulse: Pulse
+    pulse: Heartbeat
 
     def run(self) -> Path:
         """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""

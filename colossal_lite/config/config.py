@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
-from colossal_lite.config.errors import ABSENT, ConfigError, Problem, dig, problems_of, refuse, shown
+from colossal_lite.config.errors import ABSENT, ConfigError, Problem, get_path, problems_of, refuse, shown
 from colossal_lite.config.legacy_keys import translate
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import (
@@ -27,23 +27,23 @@ from colossal_lite.config.rules import (
     model_problems,
     shard_problems,
     unbuilt_problems,
-    unread_across,
+    unused_across_sections,
     world_problems,
 )
 from colossal_lite.config.schema import (
-    Fault,
     Section,
+    SettingError,
 )
 from colossal_lite.config.settings import ParallelConfig, Settings
 from colossal_lite.config.source import SHORT_FORMS, given_paths, lay_over, plain, read_source, write_out
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
-__all__ = ["Config", "ConfigError", "ParallelConfig", "Problem", "Row", "render"]
+__all__ = ["Config", "ConfigError", "ParallelConfig", "Problem", "Setting", "render"]
 
 Origin = Literal["default", "user", "file", "command line", "derived", "translated"]
 
 
-class Row(NamedTuple):
+class Setting(NamedTuple):
     """One resolved setting. `value` is made of what JSON has."""
 
     path: str
@@ -87,11 +87,11 @@ class Config(Settings):
             problems += done.problems
             origins = {path: "translated" if path in done.moved else origin for path in given_paths(cls, raw)}
             notices = tuple(done.notices)
-        overridden, faults = lay_over(cls, raw, overrides)
+        overridden, told, faults = lay_over(cls, raw, overrides)
         origins |= dict.fromkeys(overridden, "command line")
         config, invalid = cls._validated(raw)
         refuse([*problems, *faults, *invalid])
-        config._given, config._origins, config._notices = raw, origins, notices
+        config._given, config._origins, config._notices = raw, origins, (*notices, *told)
         return config
 
     @classmethod
@@ -110,10 +110,10 @@ class Config(Settings):
             spoilt |= {problem.path.rpartition(".")[0] for problem in found} - {""}
             pruned = [_prune(rest, problem.path) for problem in found]
             assert any(pruned), f"no setting to leave out: {error}"
-        for path, fault in config._faults():
+        for path, fault in config._section_errors():
             where = f"{path}.{fault.name}"
             if not spoilt & {path, f"{path}.{fault.reads}"}:
-                problems.append(Problem(where, dig(config.model_dump(), where), fault.rule, fault.legal))
+                problems.append(Problem(where, get_path(config.model_dump(), where), fault.rule, fault.legal))
         told = {problem.path for problem in problems}
         problems += [problem for problem in joint_problems(config) if problem.path not in told]
         return config, problems
@@ -130,8 +130,8 @@ class Config(Settings):
 
         return below(self, "")
 
-    def _faults(self) -> Iterator[tuple[str, Fault]]:
-        return ((path, fault) for path, section in self._sections() for fault in section.faults())
+    def _section_errors(self) -> Iterator[tuple[str, SettingError]]:
+        return ((path, fault) for path, section in self._sections() for fault in section.errors())
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -147,8 +147,12 @@ class Config(Settings):
         lines = {}
         defaults = Config().values()
         values = {row.path: row.value for row in self.resolved() if row.origin != "default"}
-        unread = [(f"{section}.{u.name}", u.why) for section, part in self._sections() for u in part.unread()]
-        for path, why in (*unread, *unread_across(self)):
+        unread = [
+            (f"{section}.{u.name}", u.why)
+            for section, part in self._sections()
+            for u in part.unused_settings()
+        ]
+        for path, why in (*unread, *unused_across_sections(self)):
             if path in values and (path not in defaults or values[path] != defaults[path]):
                 lines[path] = f"{path}={shown(values[path])} has no effect: {why}"
         return tuple(lines.values())
@@ -189,15 +193,15 @@ class Config(Settings):
             tensor_mode=tensor.mode,
             tensor_depth=tensor.sheets,
             ulysses=sequence.ulysses if sequence.mode == "usp" and sequence.size > 1 else None,
-            data_shard=self.zero.shard if self.zero.is_hybrid(data) else None,
+            data_shard=self.zero.shard_size if self.zero.is_hybrid(data) else None,
             data_near=self.zero.near,
         )
 
-    def resolved(self) -> tuple[Row, ...]:
+    def resolved(self) -> tuple[Setting, ...]:
         """Every setting with its value and origin, in the order of the schema. `render` prints it."""
         return tuple(self._rows(self, ""))
 
-    def _rows(self, section: BaseModel, prefix: str) -> Iterator[Row]:
+    def _rows(self, section: BaseModel, prefix: str) -> Iterator[Setting]:
         for name in type(section).model_fields:
             path, value = prefix + name, getattr(section, name)
             if isinstance(value, BaseModel):
@@ -208,7 +212,7 @@ class Config(Settings):
                     yield from (row for row in rows if row.value is not None)
             else:
                 plain_value = list(value) if isinstance(value, tuple) else value
-                yield Row(path, plain_value, self._origins.get(path, "default"))
+                yield Setting(path, plain_value, self._origins.get(path, "default"))
 
     @classmethod
     def schema(cls) -> dict[str, Any]:  # type: ignore[override]  # takes the place of pydantic's deprecated method
@@ -247,7 +251,7 @@ def _prune(raw: dict[str, Any], path: str) -> bool:
     return True
 
 
-def render(rows: Iterable[Row]) -> str:
+def render(rows: Iterable[Setting]) -> str:
     """Resolved settings as a table for people: path, value, origin."""
     cells = [(row.path, shown(row.value), row.origin) for row in rows]
     widths = [max((len(row[column]) for row in cells), default=0) for column in range(2)]

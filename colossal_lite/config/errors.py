@@ -161,7 +161,9 @@ def problems_of(error: ValidationError, root: type[BaseModel], raw: Mapping[str,
             path, place = ".".join([path, named]).strip("."), (place[0], named, place[0].model_fields[named])
         by_path.setdefault(path, []).append(details)
         places[path] = place
-    return [_problem(root, path, errors, places[path], dig(raw, path)) for path, errors in by_path.items()]
+    return [
+        _problem(root, path, errors, places[path], get_path(raw, path)) for path, errors in by_path.items()
+    ]
 
 
 def locate(
@@ -235,7 +237,7 @@ def unknown_key(root: type[BaseModel], path: str, model: type[BaseModel], value:
     return Problem(path, value, "is an unknown key", ", ".join(legal), near)
 
 
-def dig(raw: Any, path: str) -> Any:
+def get_path(raw: Any, path: str) -> Any:
     """The value at a dotted path of nested dicts and lists; ABSENT if there is none."""
     for step in path.split(".") if path else ():
         if isinstance(raw, Mapping) and step in raw:

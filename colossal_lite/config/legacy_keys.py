@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from colossal_lite.config.errors import ABSENT, Problem, dig, shown
+from colossal_lite.config.errors import ABSENT, Problem, get_path, shown
+from colossal_lite.config.renamed import RENAMED
 
 # old path -> new path, same value
 MOVED: Mapping[str, str] = {
@@ -78,7 +79,7 @@ class Translation:
     def take(self, path: str) -> Any:
         """Remove the value at `path`, with the sections it leaves empty, and return it, or ABSENT."""
         section, _, name = path.rpartition(".")
-        holder = dig(self.raw, section)
+        holder = get_path(self.raw, section)
         if not isinstance(holder, dict) or name not in holder:
             return ABSENT
         value = holder.pop(name)
@@ -88,7 +89,7 @@ class Translation:
 
     def put(self, old: str, value: object, path: str, new: object, *, note: str = "") -> None:
         """Set `path`, unless the new name is given as well, and say so."""
-        if (given := dig(self.raw, path)) is not ABSENT:
+        if (given := get_path(self.raw, path)) is not ABSENT:
             if given == new:
                 self.drop(old, value, f"{path} says the same")
             else:
@@ -110,8 +111,17 @@ class Translation:
 
 
 def translate(raw: dict[str, Any]) -> Translation:
-    """Rewrite Colossal-AI's keys. `raw` is changed in place; keys that are ours pass untouched."""
+    """Rewrite Colossal-AI's keys, and our own of earlier releases. `raw` is changed in place; others pass untouched."""
     done = Translation(raw)
+    for old, new in RENAMED.items():
+        if (value := done.take(old)) is ABSENT:
+            continue
+        if get_path(raw, new) is ABSENT:
+            done.put(old, value, new, value)
+        else:
+            done.problems.append(
+                Problem(old, value, f"is the old name of {new}, which is given too", f"{new} alone")
+            )
     for old, new in MOVED.items():
         if (value := done.take(old)) is not ABSENT:
             done.put(old, value, new, value)
@@ -131,8 +141,12 @@ def translate(raw: dict[str, Any]) -> Translation:
 def _num_chunks(done: Translation) -> None:
     """The presence of model.num_chunks switched interleaving on."""
     if (value := done.take("model.num_chunks")) is not ABSENT:
-        done.put("model.num_chunks", value, "parallel.pipeline.chunks", value)
-        if dig(done.raw, "parallel.pipeline.schedule") is ABSENT and isinstance(value, int) and value > 1:
+        done.put("model.num_chunks", value, "parallel.pipeline.stages_per_rank", value)
+        if (
+            get_path(done.raw, "parallel.pipeline.schedule") is ABSENT
+            and isinstance(value, int)
+            and value > 1
+        ):
             done.put("model.num_chunks", value, "parallel.pipeline.schedule", "interleaved")
 
 
@@ -171,7 +185,7 @@ def _fp16(done: Translation) -> None:
 
 def _tensor_mode(done: Translation) -> None:
     """Sequence parallelism was a mode of the tensor axis; a mode of None meant no tensor parallelism."""
-    tensor = dig(done.raw, "parallel.tensor")
+    tensor = get_path(done.raw, "parallel.tensor")
     mode = tensor.get("mode", ABSENT) if isinstance(tensor, dict) else ABSENT
     if mode is None and tensor.get("size", 1) == 1:
         done.take("parallel.tensor.mode")
@@ -186,7 +200,7 @@ def _tensor_mode(done: Translation) -> None:
 
 def _zero(done: Translation) -> None:
     """zero=dict(model_config=..., optimizer_config=...) was ZeRO-3, and said where the state lives."""
-    zero = dig(done.raw, "zero")
+    zero = get_path(done.raw, "zero")
     if not isinstance(zero, dict) or not zero.keys() & {"model_config", "optimizer_config"}:
         return
     old = {key: zero[key] for key in ("model_config", "optimizer_config") if key in zero}
@@ -204,7 +218,7 @@ def _zero(done: Translation) -> None:
         if (value := done.take(path)) is not ABSENT:
             done.drop(path, value, "precision.loss_scale says how the loss is scaled")
     for section in ("zero.model_config", "zero.optimizer_config"):
-        if dig(done.raw, section) in ({}, None):
+        if get_path(done.raw, section) in ({}, None):
             done.take(section)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from colossal_lite.config.schema import Fault, Legal, NotNegative, Ratio, Section, Unread
+from colossal_lite.config.schema import Legal, NotNegative, Ratio, Section, SettingError, UnusedSetting
 
 UNITS = {
     "B": 1,
@@ -68,7 +68,7 @@ class MemoryConfig(Section):
     host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update: Literal["device", "host"] = "device"
+    update_on: Literal["device", "host"] = "device"
     """Where optimizer state that rests on the host or on disk is updated: it visits the device, whose op gives the bits
     that it gives to state that stays there; or on the host, with the CPU's op, and gradients go down and weights up in
     its place."""
@@ -97,43 +97,45 @@ class MemoryConfig(Section):
         return "device" if self.placement == "auto" else self.placement
 
     @property
-    def spills(self) -> bool:
+    def spills_to_disk(self) -> bool:
         """Whether records for which the host has no room rest on disk."""
         has_both = self.host_budget is not None and self.disk_dir is not None
         return has_both and self.placement in ("host", "auto") and self.records_tier == "host"
 
-    def faults(self) -> Iterable[Fault]:
+    def errors(self) -> Iterable[SettingError]:
         if self.placement == "disk" and self.disk_dir is None:
-            yield Fault("disk_dir", "placement='disk' needs it", "the name of a directory on a local disk")
+            yield SettingError(
+                "disk_dir", "placement='disk' needs it", "the name of a directory on a local disk"
+            )
         if self.placement == "static" and not any(dict(self.host_fraction).values()):
             legal = "host_fraction=dict(weights=, gradients=, optimizer=) with one above 0, or 'device'"
             rule = "keeps nothing on the host, as each host_fraction is 0"
-            yield Fault("placement", rule, legal, reads="host_fraction")
+            yield SettingError("placement", rule, legal, reads="host_fraction")
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
         if self.placement == "static" and not self.host_fraction.optimizer:
             why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
-            yield Unread("update", why)
+            yield UnusedSetting("update_on", why)
         if self.placement != "static":
             for name in HostFraction.model_fields:
-                yield Unread(
+                yield UnusedSetting(
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
-        if self.records_tier != "disk" and not self.spills:
+        if self.records_tier != "disk" and not self.spills_to_disk:
             for name in ("disk_dir", "disk_bandwidth"):
-                yield Unread(name, self._why_not_on_disk)
+                yield UnusedSetting(name, self._why_not_on_disk)
 
-    def _unread_on_the_device(self) -> Iterable[Unread]:
+    def _unread_on_the_device(self) -> Iterable[UnusedSetting]:
         """Where no optimizer record rests elsewhere, nor anything else."""
         why = "placement='device' keeps all model state on the device"
         if self.placement == "auto":
-            yield Unread("placement", why := UNDIVIDED)
-        yield Unread("host_budget", f"{why} (a store alone takes it from there)")
+            yield UnusedSetting("placement", why := UNDIVIDED)
+        yield UnusedSetting("host_budget", f"{why} (a store alone takes it from there)")
         for name in ("link_bandwidth", "link_latency_s"):
-            yield Unread(name, "all model state rests on the device, and nothing moves")
-        yield Unread("update", "all model state rests on the device, and is updated there")
+            yield UnusedSetting(name, "all model state rests on the device, and nothing moves")
+        yield UnusedSetting("update_on", "all model state rests on the device, and is updated there")
 
     @property
     def _why_not_on_disk(self) -> str:

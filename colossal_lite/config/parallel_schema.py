@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from colossal_lite.config.schema import Count, Section, Unread
+from colossal_lite.config.schema import Count, Section, UnusedSetting
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TensorConfig(Section):
     """1d (1909.08053); 2d: size = q*q (2104.05343); 2.5d: q*q*depth (2105.14500); 3d: l*l*l (2105.14450)."""
     sequence_parallel: bool = True
     """1d: norms, dropout and residuals are cut along the sequence (2205.05198)."""
-    regather: bool = True
+    regather_inputs: bool = True
     """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole instead."""
     depth: Count = 1
     """2.5d: layers of q*q ranks that share the batch."""
@@ -60,18 +60,20 @@ class TensorConfig(Section):
         """Whether `size` ranks can be cut as the mode needs; one rank can in every mode."""
         return size == 1 or size == self.size_of(self.model_copy(update={"size": size}).edge)
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.size == 1:
-            for name in ("mode", "sequence_parallel", "regather", "depth"):
-                yield Unread(name, "tensor.size is 1")
+            for name in ("mode", "sequence_parallel", "regather_inputs", "depth"):
+                yield UnusedSetting(name, "tensor.size is 1")
             return
         if self.mode != "2.5d":
-            yield Unread("depth", f"only mode='2.5d' has a depth, and mode is {self.mode!r}")
+            yield UnusedSetting("depth", f"only mode='2.5d' has a depth, and mode is {self.mode!r}")
         if self.mode != "1d":
-            yield Unread("sequence_parallel", f"mode={self.mode!r} cuts activations in any case")
-            yield Unread("regather", f"only mode='1d' gathers whole inputs, and mode is {self.mode!r}")
+            yield UnusedSetting("sequence_parallel", f"mode={self.mode!r} cuts activations in any case")
+            yield UnusedSetting(
+                "regather_inputs", f"only mode='1d' gathers whole inputs, and mode is {self.mode!r}"
+            )
         elif not self.sequence_parallel:
-            yield Unread("regather", "without sequence_parallel inputs are whole already")
+            yield UnusedSetting("regather_inputs", "without sequence_parallel inputs are whole already")
 
 
 class SequenceConfig(Section):
@@ -100,9 +102,9 @@ class SequenceConfig(Section):
         zigzag = self.size > 1 and self.mode in ("ring", "usp", "allgather_kv")
         return 2 * self.size if zigzag else self.size
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.size == 1:
-            yield Unread("mode", "sequence.size is 1")
-            yield Unread("ulysses", "sequence.size is 1")
+            yield UnusedSetting("mode", "sequence.size is 1")
+            yield UnusedSetting("ulysses", "sequence.size is 1")
         elif self.mode != "usp":
-            yield Unread("ulysses", f"only mode='usp' has an inner axis, and mode is {self.mode!r}")
+            yield UnusedSetting("ulysses", f"only mode='usp' has an inner axis, and mode is {self.mode!r}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from colossal_lite.schedule.pipeline_schedules import SCHEDULES, _check_chunks
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, check_stages_per_rank
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]
 
@@ -23,40 +23,41 @@ class PipelineConfig(BaseModel):
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
     """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
-    chunks: Annotated[int, Field(ge=1)] = 1
+    stages_per_rank: Annotated[int, Field(ge=1)] = 1
     """Stages on each rank; left out, the least that the schedule is defined for."""
     partition: Literal["balanced", "profiled", "uniform"] | tuple[Annotated[int, Field(ge=1)], ...] = (
         "balanced"
     )
     """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal counts, or the
-    counts of all size x chunks stages."""
+    counts of all size x stages_per_rank stages."""
     activation_cap: Annotated[int, Field(ge=1)] | None = None
     """Most activations, of one stage and micro-batch each, that a rank may hold: `auto` searches within it, any other
-    schedule that holds more is refused. None: what the schedule holds, and for auto size x chunks, as 1f1b does."""
+    schedule that holds more is refused. None: what the schedule holds; for auto, size x
+    stages_per_rank, as 1f1b does."""
 
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             value = {"size": value}
-        if isinstance(value, dict) and "chunks" not in value and value.get("schedule") in SCHEDULES:
-            value = value | {"chunks": SCHEDULES[value["schedule"]].chunks[0]}
+        if isinstance(value, dict) and "stages_per_rank" not in value and value.get("schedule") in SCHEDULES:
+            value = value | {"stages_per_rank": SCHEDULES[value["schedule"]].stages_per_rank[0]}
         return value
 
     @model_validator(mode="after")
     def _rules(self) -> PipelineConfig:
-        _check_chunks(self.schedule, self.chunks)
+        check_stages_per_rank(self.schedule, self.stages_per_rank)
         if isinstance(self.partition, tuple) and len(self.partition) != self.stages:
             raise ValueError(
                 f"partition: {len(self.partition)} counts for {self.stages} stages "
-                f"(size {self.size} x chunks {self.chunks}); give one count for each stage"
+                f"(size {self.size} x chunks {self.stages_per_rank}); give one count for each stage"
             )
         return self
 
     @property
     def stages(self) -> int:
         """Stages of the whole pipeline."""
-        return self.size * self.chunks
+        return self.size * self.stages_per_rank
 
     def parts(self, samples: int) -> int:
         """Micro-batches for a batch of `samples` on one data rank. Raises ValueError if there are too few."""
@@ -75,15 +76,21 @@ class PipelineConfig(BaseModel):
             )
         return self.micro_batches
 
-    def parts_of(self, sizes: Sequence[int], turns: int) -> int:
+    def parts_of(self, sizes: Sequence[int], accumulation_steps: int) -> int:
         """Micro-batches of each of `turns` accumulated parts of a batch with so many samples on each data rank, the
         same on all of them. Raises ValueError as `parts`."""
         if self.size == 1:
             return 1
-        return self.parts(-(-max(sizes) // turns) if self.micro_batches is None else min(sizes) // turns)
+        return self.parts(
+            -(-max(sizes) // accumulation_steps)
+            if self.micro_batches is None
+            else min(sizes) // accumulation_steps
+        )
 
-    def fewer_of(self, sizes: Sequence[int], turns: int) -> int:
+    def fewer_of(self, sizes: Sequence[int], accumulation_steps: int) -> int:
         """For evaluation, which takes any batch: no more micro-batches than samples."""
         if self.size == 1:
             return 1
-        return min(self.micro_batches or 4 * self.size, max(1, *(-(-size // turns) for size in sizes)))
+        return min(
+            self.micro_batches or 4 * self.size, max(1, *(-(-size // accumulation_steps) for size in sizes))
+        )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from colossal_lite.config.errors import Problem, dig
+from colossal_lite.config.errors import Problem, get_path
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig
 from colossal_lite.config.schema import WHOLE_TENSORS, ZeroConfig
@@ -28,7 +28,7 @@ def divisors(number: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ world
 
 
-class Sizes(NamedTuple):
+class MeshSizes(NamedTuple):
     """Ranks along each axis."""
 
     data: int
@@ -92,11 +92,11 @@ def shard_problems(
         if world_size < 1 or world_size % rest:  # told already
             return
         data, whence = world_size // rest, "derived"
-    if zero.stage and zero.shard is not None and data % zero.shard:
+    if zero.stage and zero.shard_size is not None and data % zero.shard_size:
         rule = f"must divide parallel.data={data} ({whence})"
-        yield Problem("zero.shard", zero.shard, rule, _listed(divisors(data)))
+        yield Problem("zero.shard_size", zero.shard_size, rule, _listed(divisors(data)))
         return
-    copy = zero.shard or data
+    copy = zero.shard_size or data
     if zero.near is not None and (copy % zero.near or zero.near == copy):
         rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
         legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
@@ -111,8 +111,9 @@ def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_ty
         rule = f"emulates a link, and {device_type} has one"
         yield Problem(f"memory.{name}", getattr(memory, name), rule, "0" if name.endswith("_s") else "None")
     if memory.moves and zero.is_hybrid(data):
-        rule = f"keeps gradients on the host, over which copies of {zero.shard} ranks are not summed on {device_type}"
-        legal = "zero.shard=None, or memory.placement='host', 'disk' or 'device'"
+        copies = f"copies of {zero.shard_size} ranks"
+        rule = f"keeps gradients on the host, over which {copies} are not summed on {device_type}"
+        legal = "zero.shard_size=None, or memory.placement='host', 'disk' or 'device'"
         yield Problem("memory.placement", memory.placement, rule, legal)
 
 
@@ -127,21 +128,21 @@ def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
     return f"data x pipeline x sequence x tensor = {' x '.join(terms)}"
 
 
-def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[Sizes]:
+def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[MeshSizes]:
     """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
 
     Sizes that a mode cannot cut are left out.  `data` follows from the others and weighs if it was given.
     """
     wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
 
-    def distance(sizes: Sizes) -> tuple[int, float, Sizes]:
+    def distance(sizes: MeshSizes) -> tuple[int, float, MeshSizes]:
         factors = [
             math.log(size / want) for size, want in zip(sizes, wanted, strict=True) if isinstance(want, int)
         ]
         return sum(factor != 0 for factor in factors[-3:]), sum(map(abs, factors)), sizes
 
     found = [
-        Sizes(world_size // (pipeline * sequence * tensor), pipeline, sequence, tensor)
+        MeshSizes(world_size // (pipeline * sequence * tensor), pipeline, sequence, tensor)
         for pipeline in divisors(world_size)
         for sequence in divisors(world_size // pipeline)
         if parallel.sequence.fits(sequence)
@@ -160,7 +161,7 @@ def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Prob
     yield from broken
     if broken:
         return
-    stages, chunks = parallel.pipeline.stages, parallel.pipeline.chunks
+    stages, chunks = parallel.pipeline.stages, parallel.pipeline.stages_per_rank
     if facts.layers < stages:
         product = f"size {parallel.pipeline.size} x chunks {chunks}"
         rule = f"{facts.layers} layers are fewer than {stages} stages ({product})"
@@ -287,11 +288,11 @@ def joint_problems(config: Settings) -> Iterator[Problem]:
         rule = f"keeps the sum of one micro-batch, and {what}would round it again with each further one"
         legal = "'auto', or " + " and ".join(f"{name}=1" for name in parts)
         yield Problem("precision.gradient", "bf16", rule, legal)
-    if config.optimizer.update == "backward" and (forbids := dict(_needs_all_gradients(config))):
-        what = ", ".join(f"{name}={dig(config.model_dump(), name)!r}" for name in forbids)
+    if config.optimizer.update_when == "backward" and (forbids := dict(_needs_all_gradients(config))):
+        what = ", ".join(f"{name}={get_path(config.model_dump(), name)!r}" for name in forbids)
         rule = f"updates a chunk before other gradients are known, and has no place for {what}"
         legal = "'step', or " + " and ".join(f"{name}={value}" for name, value in forbids.items())
-        yield Problem("optimizer.update", "backward", rule, legal)
+        yield Problem("optimizer.update_when", "backward", rule, legal)
 
 
 def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
@@ -309,8 +310,8 @@ def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
             yield f"optimizer.{prefix}type", "'adamw'"
     if config.memory.moves:
         yield "memory.placement", "'device'"
-    if config.memory.update == "host":
-        yield "memory.update", "'device'"
+    if config.memory.update_on == "host":
+        yield "memory.update_on", "'device'"
     for name in ("device_budget", "host_budget"):
         if getattr(config.memory, name) is not None:
             yield f"memory.{name}", "None"
@@ -318,17 +319,19 @@ def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
 
 def _parts_of_a_step(config: Settings) -> dict[str, int | None]:
     """The settings that cut a step into more than one micro-batch, and their values."""
-    pipeline, turns = config.parallel.pipeline, config.gradient_accumulation
-    found: dict[str, int | None] = {"gradient_accumulation": turns} if turns > 1 else {}
+    pipeline, accumulation_steps = config.parallel.pipeline, config.gradient_accumulation
+    found: dict[str, int | None] = (
+        {"gradient_accumulation": accumulation_steps} if accumulation_steps > 1 else {}
+    )
     if pipeline.size > 1 and pipeline.micro_batches != 1:
         found["parallel.pipeline.micro_batches"] = pipeline.micro_batches
     return found
 
 
-def unread_across(config: Settings) -> Iterator[tuple[str, str]]:
+def unused_across_sections(config: Settings) -> Iterator[tuple[str, str]]:
     """(path, why) of settings that have no effect because of another section's."""
     if config.zero.stage == 2 and not _parts_of_a_step(config):
-        yield "zero.reduce", "a step has one micro-batch, after which stage 2 reduces in any case"
+        yield "zero.reduce_every", "a step has one micro-batch, after which stage 2 reduces in any case"
     if config.memory.placement != "static":
         return
     sharding = Sharding.of(config.zero, config.gradient_accumulation)
@@ -413,7 +416,7 @@ def unbuilt_problems(config: Settings) -> Iterator[Problem]:
     values = config.model_dump()
     told: set[str] = set()
     for row in (*NOT_BUILT, *WITH_PIPELINE):
-        value = dig(values, row.path)
+        value = get_path(values, row.path)
         if row.path in told:
             continue
         if value not in row.built and row.when(config):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class Fault(NamedTuple):
+class SettingError(NamedTuple):
     """A setting of a section (dotted name below it) that its other settings forbid."""
 
     name: str
@@ -26,7 +26,7 @@ class Fault(NamedTuple):
     """The section below it whose settings were judged by, if there is one: where these are invalid, nothing is said."""
 
 
-class Unread(NamedTuple):
+class UnusedSetting(NamedTuple):
     """A setting of a section (dotted name below it) that has no effect, and why."""
 
     name: str
@@ -47,10 +47,10 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    def faults(self) -> Iterable[Fault]:
+    def errors(self) -> Iterable[SettingError]:
         return ()
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         return ()
 
 
@@ -132,7 +132,7 @@ class OptimizerConfig(Section):
     """How adamw and adam keep both averages: auto, as wide as gradients are summed; bf16, lossy: 4 bytes a parameter in
     the place of 8, rounded up or down by counted random numbers. Of a checkpoint, wide ones are then rounded to nearest
     when they are loaded."""
-    update: Literal["step", "backward"] = "step"
+    update_when: Literal["step", "backward"] = "step"
     """step: when all gradients are summed; backward: of each chunk as soon as its own are, so that gradients have a few
     slots and no place of their own. For steps of one micro-batch without clipping; a gradient that is not finite ends
     the run, as weights have it by then."""
@@ -158,21 +158,21 @@ class OptimizerConfig(Section):
         groups = {f"groups.{index}.": self.of_group(group) for index, group in enumerate(self.groups)}
         return {"": self} | groups
 
-    def faults(self) -> Iterable[Fault]:
+    def errors(self) -> Iterable[SettingError]:
         for prefix, held in self.by_prefix().items():
             if held.type == "sgd" and held.nesterov and not held.momentum:
                 legal = "nesterov=False, or momentum=0.9"
-                yield Fault(f"{prefix}nesterov", "needs a momentum above 0", legal)
+                yield SettingError(f"{prefix}nesterov", "needs a momentum above 0", legal)
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         settings = frozenset().union(*OPTIMIZER_READS.values())
         for prefix, held in self.by_prefix().items():
             reads = OPTIMIZER_READS[held.type]
             for name in sorted(settings - reads):
-                yield Unread(prefix + name, f"{held.type} reads {', '.join(['lr', *sorted(reads)])}")
+                yield UnusedSetting(prefix + name, f"{held.type} reads {', '.join(['lr', *sorted(reads)])}")
         for index, group in enumerate(self.groups):
             if group.model_fields_set == {"match"}:
-                yield Unread(f"groups.{index}.match", "the group changes no setting")
+                yield UnusedSetting(f"groups.{index}.match", "the group changes no setting")
 
 
 # What each learning-rate schedule reads.
@@ -204,26 +204,30 @@ class LRSchedulerConfig(Section):
     start_ratio: Ratio = 0.04
     """one_cycle: first learning rate over the peak."""
 
-    def faults(self) -> Iterable[Fault]:
+    def errors(self) -> Iterable[SettingError]:
         if self.type == "constant":
             return
         if self.total_steps is None:
-            yield Fault("total_steps", f"{self.type} needs it", "an int >= 1: the optimizer steps of the run")
+            yield SettingError(
+                "total_steps", f"{self.type} needs it", "an int >= 1: the optimizer steps of the run"
+            )
             return
         if self.warmup_steps > self.total_steps:
-            yield Fault("warmup_steps", f"exceeds total_steps={self.total_steps}", f"0 to {self.total_steps}")
+            yield SettingError(
+                "warmup_steps", f"exceeds total_steps={self.total_steps}", f"0 to {self.total_steps}"
+            )
             return
         if self.type == "wsd":
             rest = self.total_steps - self.warmup_steps
             if self.decay_steps is None or self.decay_steps > rest:
                 rule = f"must lie within the {rest} steps that warmup_steps leaves of total_steps"
-                yield Fault("decay_steps", rule, f"1 to {rest}" if rest else "a smaller warmup_steps")
+                yield SettingError("decay_steps", rule, f"1 to {rest}" if rest else "a smaller warmup_steps")
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         reads = SCHEDULE_READS[self.type]
         for name in sorted(set(type(self).model_fields) - {"type"} - reads):
             known = ", ".join(kind for kind, names in SCHEDULE_READS.items() if name in names)
-            yield Unread(name, f"the {self.type} schedule does not read it; {known} would")
+            yield UnusedSetting(name, f"the {self.type} schedule does not read it; {known} would")
 
 
 class PrecisionConfig(Section):
@@ -246,21 +250,21 @@ class PrecisionConfig(Section):
         keeps_own = self.master == "none" or self.dtype in ("fp32", "fp64")
         return self.dtype if keeps_own else "split" if self.master == "split" else "fp32"
 
-    def faults(self) -> Iterable[Fault]:
+    def errors(self) -> Iterable[SettingError]:
         if self.master == "split" and self.dtype != "bf16":
-            yield Fault(
+            yield SettingError(
                 "master", f"only bf16 is the high half of an fp32 number, {self.dtype} is not", "'auto'"
             )
         if self.gradient == "bf16" and self.dtype != "bf16":
-            yield Fault("gradient", f"would round what backward gives in {self.dtype}", "'auto'")
+            yield SettingError("gradient", f"would round what backward gives in {self.dtype}", "'auto'")
         if self.master == "fp32" and self.dtype == "fp64":
-            yield Fault("master", "is narrower than dtype='fp64'", "'auto', 'none'")
+            yield SettingError("master", "is narrower than dtype='fp64'", "'auto', 'none'")
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.dtype != "fp16":
-            yield Unread("loss_scale", f"only fp16 needs it, and dtype is {self.dtype}")
+            yield UnusedSetting("loss_scale", f"only fp16 needs it, and dtype is {self.dtype}")
         if self.dtype in ("fp32", "fp64"):
-            yield Unread("master", f"{self.dtype} weights are their own master")
+            yield UnusedSetting("master", f"{self.dtype} weights are their own master")
 
 
 class ZeroConfig(Section):
@@ -269,15 +273,15 @@ class ZeroConfig(Section):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     """Sharded over the data axis, and a sequence axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
     weights."""
-    reduction: Literal["fast", "ordered"] = "fast"
+    sum_order: Literal["fast", "ordered"] = "fast"
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
-    reduce: Literal["step", "micro_batch"] = "step"
+    reduce_every: Literal["step", "micro_batch"] = "step"
     """Stage 2, in steps of several micro-batches: reduce gradients once a step (memory of stage 1) or after each
     micro-batch (more traffic)."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True
     """Stage 3: drop gathered weights after forward and gather them again in backward. A number: keep them sharded over
     so many neighbours on the data axis until backward, a divisor of the ranks of a copy, and gather from these."""
-    shard: Count | None = None
+    shard_size: Count | None = None
     """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data; gradients are
     also summed over the copies. A sequence axis is sharded over in any case. None: one copy, over all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
@@ -285,7 +289,7 @@ class ZeroConfig(Section):
 
     def is_hybrid(self, data: int) -> bool:
         """Whether `data` ranks keep more than one copy of what is sharded."""
-        return self.stage > 0 and self.shard not in (None, data)
+        return self.stage > 0 and self.shard_size not in (None, data)
 
     @property
     def near(self) -> int | None:
@@ -293,16 +297,18 @@ class ZeroConfig(Section):
         resharded = self.reshard_after_forward
         return None if self.stage < 3 or isinstance(resharded, bool) else resharded
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.stage == 0:
-            yield Unread("shard", "stage 0 shards nothing")
+            yield UnusedSetting("shard_size", "stage 0 shards nothing")
         if self.stage < 2:
-            yield Unread("reduce", f"gradients are sharded from stage 2 on, and stage is {self.stage}")
+            yield UnusedSetting(
+                "reduce_every", f"gradients are sharded from stage 2 on, and stage is {self.stage}"
+            )
         if self.stage == 3:
-            yield Unread("reduce", "stage 3 reduces after each micro-batch in any case")
+            yield UnusedSetting("reduce_every", "stage 3 reduces after each micro-batch in any case")
         if self.stage < 3:
             for name in ("reshard_after_forward", "prefetch"):
-                yield Unread(name, f"weights are sharded at stage 3 only, and stage is {self.stage}")
+                yield UnusedSetting(name, f"weights are sharded at stage 3 only, and stage is {self.stage}")
 
 
 class CheckpointConfig(Section):

@@ -21,7 +21,7 @@ from colossal_lite.config.schema import (
     Positive,
     PrecisionConfig,
     Section,
-    Unread,
+    UnusedSetting,
     ZeroConfig,
 )
 
@@ -37,11 +37,11 @@ class ParallelConfig(Section):
     tensor: TensorConfig = TensorConfig()
     sequence: SequenceConfig = SequenceConfig()
 
-    def unread(self) -> Iterable[Unread]:
+    def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.pipeline.size == 1:
-            yield Unread("pipeline.schedule", "pipeline.size is 1")
-            yield Unread("pipeline.partition", "pipeline.size is 1")
-            yield Unread("pipeline.activation_cap", "pipeline.size is 1")
+            yield UnusedSetting("pipeline.schedule", "pipeline.size is 1")
+            yield UnusedSetting("pipeline.partition", "pipeline.size is 1")
+            yield UnusedSetting("pipeline.activation_cap", "pipeline.size is 1")
 
 
 class Settings(Section):

@@ -23,12 +23,13 @@ from colossal_lite.config.errors import (
     ABSENT,
     ConfigError,
     Problem,
-    dig,
+    get_path,
     item_section,
     locate,
     nearest,
     unknown_key,
 )
+from colossal_lite.config.renamed import RENAMED
 
 # A section that is given as a bare value: the setting which that value is.
 SHORT_FORMS: Mapping[str, str] = {
@@ -185,17 +186,24 @@ def given_paths(model: type[BaseModel], raw: Mapping[str, Any], prefix: str = ""
 
 def lay_over(
     root: type[BaseModel], raw: dict[str, Any], options: Sequence[str]
-) -> tuple[list[str], list[Problem]]:
-    """Set every option in `raw`, in place; the paths that were set, and the problems."""
+) -> tuple[list[str], list[str], list[Problem]]:
+    """Set every option in `raw`, in place; the paths that were set, a notice for each old name, and the problems."""
     paths: list[str] = []
+    notices: list[str] = []
     problems: list[Problem] = []
     for option, tokens in _options(options):
-        path = option.removeprefix("--").replace("-", "_")
+        path = given = option.removeprefix("--").replace("-", "_")
+        if given in RENAMED:
+            path = RENAMED[given]
+            notices.append(f"--{given} is now --{path}")
         path += "." + SHORT_FORMS[path] if path in SHORT_FORMS else ""
         found, (model, _, field) = locate(
             root, tuple(int(s) if s.isdecimal() else s for s in path.split("."))
         )
-        if not option.startswith("--") or not path:
+        if given in RENAMED and path in paths:
+            rule = f"is the old name of {path}, which is given too"
+            problems.append(Problem(given, " ".join(tokens), rule, f"--{path} alone"))
+        elif not option.startswith("--") or not path:
             problems.append(Problem("overrides", option, "names no setting", "--section.setting value"))
         elif found != path or field is None:
             problems.append(unknown_key(root, path, model, " ".join(tokens)))
@@ -207,7 +215,7 @@ def lay_over(
             )
         else:
             paths.append(path)
-    return paths, problems
+    return paths, notices, problems
 
 
 def _options(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -258,7 +266,7 @@ def _literal(token: str) -> object:
 def _set(raw: dict[str, Any], path: str, value: object) -> bool:
     """Put a value at a dotted path, making sections on the way; False if a list has no such entry."""
     parent, _, last = path.rpartition(".")
-    if isinstance(entry := dig(raw, parent), dict):
+    if isinstance(entry := get_path(raw, parent), dict):
         entry[last] = value
         return True
     sections = parent.split(".")

@@ -16,7 +16,7 @@ class Sharding:
     weight: bool = False
     by_micro_batch: bool = False
     ordered: bool = False
-    consumes: bool = False
+    frees_gradient_on_update: bool = False
     """A gradient is used up as soon as it is summed: none has a place beside the slots that they pass through."""
 
     @property
@@ -25,18 +25,18 @@ class Sharding:
         return self.state or self.ordered
 
     @classmethod
-    def of(cls, zero: ZeroConfig, micro_batches: int, *, consumes: bool = False) -> Sharding:
+    def of(cls, zero: ZeroConfig, micro_batches: int, *, frees_gradient_on_update: bool = False) -> Sharding:
         """The plan of a config whose steps have so many micro-batches. With one, reducing by step and by micro-batch
         move the same bytes, and the second needs less memory."""
-        ordered = zero.reduction == "ordered"
+        ordered = zero.sum_order == "ordered"
         as_you_go = zero.stage == 3 or (
-            zero.stage == 2 and (zero.reduce == "micro_batch" or micro_batches == 1)
+            zero.stage == 2 and (zero.reduce_every == "micro_batch" or micro_batches == 1)
         )
         return cls(
             state=zero.stage >= 1,
             gradient=as_you_go,
             weight=zero.stage == 3,
-            by_micro_batch=as_you_go or ordered or consumes,
+            by_micro_batch=as_you_go or ordered or frees_gradient_on_update,
             ordered=ordered,
-            consumes=consumes,
+            frees_gradient_on_update=frees_gradient_on_update,
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.config.errors import ConfigError, Problem
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 
 # ---------------------------------------------------------------------------------------------------- windows
 
@@ -83,7 +83,7 @@ class Corpus:
             rule = f"its ids go up to {self.vocabulary - 1}, and the model has {vocabulary}"
             raise _data_error(self.name, rule, f"--vocabulary {self.vocabulary} or more")
 
-    def assert_same(self, world: AxisComm) -> None:
+    def assert_same(self, world: Communicator) -> None:
         """Raises ConfigError, on every rank alike, where ranks have read different texts."""
         found = world.gather_json(self.sha256)
         if odd := [rank for rank, sha256 in enumerate(found) if sha256 != found[0]]:

@@ -25,43 +25,43 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from colossal_lite.distributed.communicator import AxisComm
-from colossal_lite.transforms.saved_results import keep
+from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.transforms.saved_results import save_for_recompute
 
 
-def copy(x: Tensor, comm: AxisComm) -> Tensor:
+def copy(x: Tensor, comm: Communicator) -> Tensor:
     """x [...] unchanged; its gradient is the sum of the ranks' gradients."""
     return x if comm.size == 1 else _apply(_Copy, x, comm)
 
 
-def all_reduce(x: Tensor, comm: AxisComm) -> Tensor:
+def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
     """The sum of all ranks' x [...]; the gradient passes to each unchanged."""
     return x if comm.size == 1 else _apply(_AllReduce, x, comm)
 
 
-def gather(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """All ranks' x concatenated along `dim`; each rank's gradient is a term, and its part of the sum comes back."""
     return x if comm.size == 1 else _apply(_Gather, x, comm, dim)
 
 
-def reduce_scatter(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' x. Raises ValueError if `dim` does not divide."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_ReduceScatter, x, comm, dim)
 
 
-def split(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def split(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """This rank's part of an x that all ranks hold alike; the gradients of the parts are joined for each."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_Split, x, comm, dim)
 
 
-def join(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def join(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """All ranks' x concatenated along `dim`, which all then use alike: each keeps its part of the gradient."""
     return x if comm.size == 1 else _apply(_Join, x, comm, dim)
 
 
-def tokens_to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+def tokens_to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Tensors [B, t, H_i, K] of this rank's tokens to [B, n t, H_i / n, K]: its heads of all ranks' tokens, in rank
     order; one exchange for all of them. Raises ValueError for heads that do not divide."""
     for x in tensors:
@@ -72,23 +72,23 @@ def tokens_to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, 
     return out
 
 
-def heads_to_tokens(x: Tensor, comm: AxisComm) -> Tensor:
+def heads_to_tokens(x: Tensor, comm: Communicator) -> Tensor:
     """The way back: this rank's heads [B, n t, H, K] of all tokens to all heads [B, t, n H, K] of its tokens."""
     _check_divides(x, comm, 1)
     return x if comm.size == 1 else _apply(_ToTokens, x, comm)
 
 
-def shift(x: Tensor, comm: AxisComm, distance: int = 1) -> Tensor:
+def shift(x: Tensor, comm: Communicator, distance: int = 1) -> Tensor:
     """x of the coordinate `distance` behind on the ring."""
     return x if comm.size == 1 else _apply(_Shift, x, comm, distance)
 
 
-def broadcast(x: Tensor, comm: AxisComm, source: int) -> Tensor:
+def broadcast(x: Tensor, comm: Communicator, source: int) -> Tensor:
     """x of coordinate `source`; that rank gets the sum of the gradients, the others none."""
     return x if comm.size == 1 else _apply(_Broadcast, x, comm, source)
 
 
-def reduce(x: Tensor, comm: AxisComm, target: int) -> Tensor:
+def reduce(x: Tensor, comm: Communicator, target: int) -> Tensor:
     """The sum of all ranks' x on coordinate `target`, zeros elsewhere; its gradient goes back to all."""
     return x if comm.size == 1 else _apply(_Reduce, x, comm, target)
 
@@ -101,23 +101,23 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
 # ---- plain forms, on tensors without a graph ----
 
 
-def _sum(x: Tensor, comm: AxisComm) -> Tensor:
+def _sum(x: Tensor, comm: Communicator) -> Tensor:
     return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-def _concat(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def _concat(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return comm.all_gather(x.contiguous(), dim=dim)
 
 
-def _sum_part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def _sum_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return comm.reduce_scatter(x if dim % x.dim() else x.contiguous(), dim=dim)
 
 
-def _part(x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+def _part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return x.chunk(comm.size, dim)[comm.coord].contiguous()
 
 
-def _to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+def _to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """The wire has tokens before samples, so that what comes is whole sequences as it lies, without a copy."""
     n, (batch, tokens, _, width) = comm.size, tensors[0].shape
     heads = [x.shape[2] // n for x in tensors]
@@ -128,7 +128,7 @@ def _to_heads(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
     return parts
 
 
-def _to_tokens(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
+def _to_tokens(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     n, (batch, tokens, _, width) = comm.size, tensors[0].shape
     heads = [x.shape[2] for x in tensors]
     wire = tensors[0].new_empty(tokens, batch, sum(heads), width)
@@ -137,7 +137,7 @@ def _to_tokens(tensors: Sequence[Tensor], comm: AxisComm) -> tuple[Tensor, ...]:
     return tuple(rearrange(part, "n t b h k -> b t (n h) k") for part in parts)
 
 
-def _check_divides(x: Tensor, comm: AxisComm, dim: int) -> None:
+def _check_divides(x: Tensor, comm: Communicator, dim: int) -> None:
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"axis {comm.axis!r}: {comm.size} ranks do not divide dim {dim} of {list(x.shape)}; "
@@ -150,7 +150,7 @@ def _check_divides(x: Tensor, comm: AxisComm, dim: int) -> None:
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
         return x.view_as(x)
 
@@ -161,8 +161,8 @@ class _Copy(Function):
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        return keep(lambda: _sum(x, comm), x)
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        return save_for_recompute(lambda: _sum(x, comm), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -171,7 +171,7 @@ class _AllReduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
         return _concat(x, comm, dim)
 
@@ -182,9 +182,9 @@ class _Gather(Function):
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
-        return keep(lambda: _sum_part(x, comm, dim), x)
+        return save_for_recompute(lambda: _sum_part(x, comm, dim), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -193,7 +193,7 @@ class _ReduceScatter(Function):
 
 class _Split(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
         return _part(x, comm, dim)
 
@@ -204,7 +204,7 @@ class _Split(Function):
 
 class _Join(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
         return _concat(x, comm, dim)
 
@@ -215,7 +215,7 @@ class _Join(Function):
 
 class _ToHeads(Function):
     @staticmethod
-    def forward(ctx: Any, comm: AxisComm, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
         return _to_heads(tensors, comm)
 
@@ -226,7 +226,7 @@ class _ToHeads(Function):
 
 class _ToTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
         return _to_tokens((x,), comm)[0]
 
@@ -237,7 +237,7 @@ class _ToTokens(Function):
 
 class _Shift(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, distance: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, distance: int) -> Tensor:
         ctx.comm, ctx.distance = comm, distance
         return comm.shift(x.contiguous(), distance)
 
@@ -248,7 +248,7 @@ class _Shift(Function):
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, source: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, source: int) -> Tensor:
         ctx.comm, ctx.source = comm, source
         return comm.broadcast(x.clone(memory_format=torch.contiguous_format), source)
 
@@ -259,7 +259,7 @@ class _Broadcast(Function):
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, target: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, target: int) -> Tensor:
         ctx.comm, ctx.target = comm, target
         return _to_target(x, comm, target)
 
@@ -268,6 +268,6 @@ class _Reduce(Function):
         return ctx.comm.broadcast(dy.clone(memory_format=torch.contiguous_format), ctx.target), None, None
 
 
-def _to_target(x: Tensor, comm: AxisComm, target: int) -> Tensor:
+def _to_target(x: Tensor, comm: Communicator, target: int) -> Tensor:
     summed = comm.reduce(x.clone(memory_format=torch.contiguous_format), target)
     return summed if comm.coord == target else torch.zeros_like(summed)

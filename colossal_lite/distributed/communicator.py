@@ -1,20 +1,22 @@
 """The only file that moves tensors between ranks: collectives on one axis, counted.
 
 Note: the communicator.
-An `AxisComm` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so that
+An `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
+that
 - the **ledger** sees all: it counts calls and *logical payload* bytes per (operation, axis), as a paper would: the
   full tensor handed to the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the
   unreduced input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A
   group of one rank makes no call and counts nothing.
 - a **recording** communicator has the same methods and no peers: it counts and returns at once, so that a rank of any
-  world can be run on meta tensors in one process.  A `Pending` of it holds what that of an exchange holds, what the
-  pieces of the others land in among it, so that a meter sees a real step's bytes;
+  world can be run on meta tensors in one process.  A `PendingCollective` of it holds what that of an exchange holds,
+  what the pieces of the others land in among it, so that a meter sees a real step's bytes;
 - whoever waits has a timeout (the group's), and the error says for whom: axis, ranks, operation, shape.
 
-Asynchronous methods return a `Pending`; its `wait()` must be called, on every rank in the same order.  Sums are plain
-sums; no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges (half the
-bytes and a third of the time of gloo's own at 64 MB, two ranks); a reduce-scatter then adds in rank order, so its
-bits do not depend on timing.  The names of torch's collectives changed between 2.11 and 2.13; that is hidden here.
+Asynchronous methods return a `PendingCollective`; its `wait()` must be called, on every rank in the same order.  Sums
+are plain sums; no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
+(half the bytes and a third of the time of gloo's own at 64 MB, two ranks); a reduce-scatter then adds in rank order,
+so its bits do not depend on timing.  The names of torch's collectives changed between 2.11 and 2.13; that is hidden
+here.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from torch import Tensor
 from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.distributed.shared_memory import nothing
 from colossal_lite.distributed.shared_memory_collectives import (
-    HostWire,
     ReduceOp,
+    SharedMemoryTransport,
     Started,
     add_wide,
     cut,
     is_rounded,
 )
-from colossal_lite.distributed.watchdog import Made, Watch
+from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 deprecates the *_tensor names that are the only ones in 2.11.
@@ -54,12 +56,12 @@ class CommError(RuntimeError):
     """A collective failed or timed out: names the rank, the operation, the axis and whom it waited for."""
 
 
-class Pending:
+class PendingCollective:
     """Operations in flight on one tensor. `wait()` returns the finished tensor; a second call returns it again."""
 
     def __init__(
         self,
-        comm: AxisComm,
+        comm: Communicator,
         what: str,
         result: Tensor,
         works: Sequence[Any] = (),
@@ -88,7 +90,7 @@ class Pending:
         return self._result
 
 
-class AxisComm:
+class Communicator:
     """This rank's end of the group along one axis (or a product of axes).
 
     `host` carries tensors of the CPU between ranks of one host, `group` all else.  Without both no peers are reached:
@@ -108,18 +110,18 @@ class AxisComm:
         recording: bool = False,
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
-        watch: Watch | None = None,
-        made: Made | None = None,
-        host: HostWire | None = None,
+        watch: Watchdog | None = None,
+        made: CollectiveFingerprint | None = None,
+        host: SharedMemoryTransport | None = None,
         shares_memory: bool = False,
     ) -> None:
         self.axis, self.ranks, self.rank, self.ledger = axis, tuple(ranks), rank, ledger
         self.size, self.coord = len(self.ranks), self.ranks.index(rank)
         self.timeout_s = timeout_s
         self._recording, self._explain, self._watch = recording, explain, watch
-        self._made = made or Made()
+        self._made = made or CollectiveFingerprint()
         self._host, self._shares_memory = host, shares_memory or host is not None
-        self._torch = TorchWire(group, self.ranks, self.coord) if group is not None else None
+        self._torch = TorchTransport(group, self.ranks, self.coord) if group is not None else None
         assert self.size == 1 or recording or self._host or self._torch, (
             f"axis {axis} has {self.size} ranks but no way to reach them"
         )
@@ -127,11 +129,11 @@ class AxisComm:
 
     def __repr__(self) -> str:
         kind = ", recording" if self._recording else ""
-        return f"AxisComm({self.axis}, ranks {list(self.ranks)}, coord {self.coord}{kind})"
+        return f"Communicator({self.axis}, ranks {list(self.ranks)}, coord {self.coord}{kind})"
 
     # ---- collectives; each returns its result tensor, or a Pending when asynchronous ----
 
-    def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Pending:
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> PendingCollective:
         """Reduce `tensor` over the axis, in place. Payload: the buffer."""
         return self._run(
             "all_reduce", tensor, tensor, lambda tag: self._wire(tensor).all_reduce(tensor, op, tag),
@@ -141,7 +143,9 @@ class AxisComm:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.all_reduce_async(tensor, op).wait()
 
-    def all_gather_async(self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Pending:
+    def all_gather_async(
+        self, shard: Tensor, out: Tensor | None = None, *, dim: int = 0
+    ) -> PendingCollective:
         """Concatenate equal shards along `dim` in coordinate order. Payload: the gathered output.
 
         `shard` is [n, ...], the result [size * n, ...]; `out`, of dim 0 only, may hold `shard` in its own place.
@@ -167,7 +171,7 @@ class AxisComm:
     def reduce_scatter_async(
         self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
         scratch: Tensor | None = None,
-    ) -> Pending:  # fmt: skip
+    ) -> PendingCollective:  # fmt: skip
         """Sum over the axis; this rank keeps its 1/size of `dim`. Payload: the unreduced input.
 
         `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n, ...].
@@ -229,7 +233,7 @@ class AxisComm:
             posted=parts[1:],
         ).wait()  # fmt: skip
 
-    def send_async(self, tensor: Tensor, to: int, about: str = "") -> Pending:
+    def send_async(self, tensor: Tensor, to: int, about: str = "") -> PendingCollective:
         """Send to coordinate `to`. Payload: the buffer, counted by the sender only. `about`: told if it fails."""
         assert to != self.coord and tensor.is_contiguous()
         return self._run(
@@ -237,7 +241,7 @@ class AxisComm:
             peer=to, about=about, posted=(tensor,),
         )  # fmt: skip
 
-    def receive_async(self, into: Tensor, source: int, about: str = "") -> Pending:
+    def receive_async(self, into: Tensor, source: int, about: str = "") -> PendingCollective:
         """Receive from coordinate `source` into a contiguous tensor of the sender's shape and dtype."""
         assert source != self.coord and into.is_contiguous()
         return self._run(
@@ -261,7 +265,7 @@ class AxisComm:
             total.add_(term)
         return tensor.copy_(total)
 
-    def shift_async(self, tensor: Tensor, distance: int = 1) -> Pending:
+    def shift_async(self, tensor: Tensor, distance: int = 1) -> PendingCollective:
         """Pass `tensor` to the coordinate `distance` further on the ring; the result came from as far behind."""
         assert tensor.is_contiguous()
         to, source = (self.coord + distance) % self.size, (self.coord - distance) % self.size
@@ -325,20 +329,22 @@ class AxisComm:
         what: str | None = None,
         peer: int | None = None,
         about: str = "",
-    ) -> Pending:
+    ) -> PendingCollective:
         """Count, begin. A recording: where ranks share memory, `posted` is laid there and `kept` held to the end;
         elsewhere what the others send has `landed`, with all that is held to the end."""
         tag = f"{what or counted} of {_kind(payload)}"
         description = tag + (f" ({about})" if about else "")
         if self.size == 1:
-            return Pending(self, description, result)
+            return PendingCollective(self, description, result)
         if counted:
             self.ledger.add(counted, self.axis, _bytes(payload))
         self._calls += 1
         if self._recording:
             if self._shares_memory:
                 self.ledger.share(sum(map(_bytes, posted)))
-            return Pending(self, description, result, holds=kept if self._shares_memory else landed())
+            return PendingCollective(
+                self, description, result, holds=kept if self._shares_memory else landed()
+            )
         if peer is None:
             self._made.add(f"{description} on axis {self.axis!r}")
         if self._watch:
@@ -347,9 +353,9 @@ class AxisComm:
             works, finish = start(tag)
         except RuntimeError as error:
             raise self.failure(description, error, self._calls, peer) from error
-        return Pending(self, description, result, works, finish, self._calls, peer)
+        return PendingCollective(self, description, result, works, finish, self._calls, peer)
 
-    def _wire(self, tensor: Tensor) -> HostWire | TorchWire:
+    def _wire(self, tensor: Tensor) -> SharedMemoryTransport | TorchTransport:
         """What carries this tensor."""
         if self._host is not None and tensor.device.type == "cpu":
             return self._host
@@ -365,7 +371,7 @@ def everyones(words: bytes, world_size: int) -> list[bytes]:
     return [bytes(row.tolist()) for row in rows]
 
 
-class TorchWire:
+class TorchTransport:
     """The collectives of one of torch's groups: NCCL's own for CUDA, on gloo direct exchanges where faster."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], coord: int) -> None:
@@ -375,7 +381,8 @@ class TorchWire:
         return [dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)], nothing
 
     def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
-        """Along `dim` > 0 pieces land one after the other, and are copied to their places: the own one meanwhile."""
+        """Along `dim` > 0 pieces land one after the other, and are copied to their places: the own one
+        meanwhile."""
         places = cut(whole, self._size, dim, shard.shape)
         shard, own = shard.contiguous(), places[self._coord]
         if shard.is_cuda:

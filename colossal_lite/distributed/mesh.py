@@ -15,12 +15,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from colossal_lite.distributed.communicator import AxisComm, CommError, everyones
-from colossal_lite.distributed.host_meeting import Meeting, host_of
+from colossal_lite.distributed.communicator import CommError, Communicator, everyones
+from colossal_lite.distributed.host_handshake import HostHandshake, host_of
 from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.distributed.shared_memory import Exchange
-from colossal_lite.distributed.shared_memory_collectives import HostWire
-from colossal_lite.distributed.watchdog import Made, Progress, Watch, differences
+from colossal_lite.distributed.shared_memory_collectives import SharedMemoryTransport
+from colossal_lite.distributed.watchdog import CollectiveFingerprint, Progress, Watchdog, differences
 from colossal_lite.sharding.mesh_layout import AXES, MeshLayout
 
 
@@ -38,7 +38,7 @@ class Mesh:
         recording: bool = False,
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ) -> None:
         self.layout, self.rank, self.coords = layout, rank, layout.coords(rank)
         self.ledger = Ledger()
@@ -49,8 +49,8 @@ class Mesh:
         self._watch = watch
         self.progress = watch.progress if watch else Progress()
         """What this rank is doing: whoever is asked why others wait for it says so."""
-        self._axes: dict[tuple[str, ...], AxisComm] = {}
-        self._made: dict[tuple[str, ...], Made] = {}
+        self._axes: dict[tuple[str, ...], Communicator] = {}
+        self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
 
     @classmethod
     def serial(cls) -> Mesh:
@@ -75,7 +75,7 @@ class Mesh:
         backend: str | None = None,
         share_memory: bool = False,
         explain: Callable[[], str] | None = None,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ) -> Mesh:
         """Create the groups of a live world. Collective: every rank of the default group calls it.
 
@@ -107,11 +107,11 @@ class Mesh:
     def coord(self, *names: str) -> int:
         return self.layout.coord(self.rank, *names)
 
-    def axis(self, *names: str) -> AxisComm:
+    def axis(self, *names: str) -> Communicator:
         """The communicator along these axes; ValueError names the axes that exist."""
         if names not in self._axes:
             spanning, ranks = self.layout.spanning(*names), self.layout.group(self.rank, *names)
-            self._axes[names] = AxisComm(
+            self._axes[names] = Communicator(
                 "world" if names == AXES else "*".join(names),
                 ranks,
                 self.rank,
@@ -123,15 +123,15 @@ class Mesh:
                 timeout_s=self._timeout_s,
                 explain=self._explain,
                 watch=self._watch,
-                made=self._made.setdefault(spanning, Made()),
+                made=self._made.setdefault(spanning, CollectiveFingerprint()),
             )
         return self._axes[names]
 
-    def _host_wire(self, spanning: tuple[str, ...], ranks: Sequence[int]) -> HostWire | None:
+    def _host_wire(self, spanning: tuple[str, ...], ranks: Sequence[int]) -> SharedMemoryTransport | None:
         if self._exchange is None or len(ranks) == 1 or not _on_one_host(self._hosts, ranks):
             return None
         number = self.layout.communicating_groups().index(spanning)
-        return HostWire(self._exchange, number, ranks, ranks.index(self.rank), self._timeout_s)
+        return SharedMemoryTransport(self._exchange, number, ranks, ranks.index(self.rank), self._timeout_s)
 
     @property
     def shares_memory(self) -> bool:
@@ -141,19 +141,19 @@ class Mesh:
     @property
     def shared_bytes(self) -> int:
         """The most that this rank has laid in shared memory for others to read; 0 where no memory is shared."""
-        return self._exchange.outbox.peak_bytes if self._exchange else 0
+        return self._exchange.send_buffer.peak_bytes if self._exchange else 0
 
     @property
     def posted_bytes(self) -> int:
         """What this rank has laid in shared memory since the launch, each piece once for all its readers."""
-        return self._exchange.outbox.posted_bytes if self._exchange else 0
+        return self._exchange.send_buffer.posted_bytes if self._exchange else 0
 
     @property
-    def world(self) -> AxisComm:
+    def world(self) -> Communicator:
         return self.axis(*AXES)
 
     @property
-    def apart(self) -> int:
+    def collectives_differ(self) -> int:
         """This rank's term of a sum over the world that is zero where the ranks of each group have made the same
         collectives: what the first has made it counts for each of the others, who take away their own."""
         terms = [
@@ -198,7 +198,7 @@ class Mesh:
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[Exchange | None, tuple[int, ...]]:
     """This rank's exchange with those of its host, and of each rank the first of its host. Collective."""
-    meeting = Meeting.call(rank)
+    meeting = HostHandshake.call(rank)
     try:
         known = everyones(meeting.card, world_size)
         exchange = meeting.join(known, timeout_s)

@@ -1,21 +1,24 @@
 """Ranks of one host hand tensors to each other through shared memory: one copy in, one copy (or sum) out.
 
 Note: the exchange.
-Each rank has an **outbox**, anonymous shared memory that every rank of its host has mapped, and one socket to each of
-them.  Who sends copies a tensor into a free place of its outbox and tells each reader where it lies; who receives waits
+Each rank has a **send buffer**, anonymous shared memory that every rank of its host has mapped, and one socket to
+each of them.  Who sends copies a tensor into a free place of its send buffer and tells each reader where it lies; who
+receives waits
 for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
 free again.  A post does not wait for its readers (only where hundreds of packets lie unread does it wait for room, and
 goes on reading meanwhile), so any order of posts and reads that ends on paper ends here.
-- **Order**: messages from one rank to another are numbered on each `Lane`; the n-th that is expected is the n-th that
+- **Order**: messages from one rank to another are numbered on each `MessageChannel`; the n-th that is expected is the
+n-th that
   was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
   common sequence of operations are told at once, not after a timeout.
 - **Sums** are made in rank order by whoever needs them, so their bits depend neither on timing nor on sizes.
 - **Faults**: a rank that ends closes its sockets, and whoever waits for it hears so; a rank that stalls is waited for
   no longer than the timeout.  What was posted before a rank ended can still be read.
-- **Cost**: the outbox grows to the most bytes that were posted and not yet read, and no further; a message is two short
+- **Cost**: the send buffer grows to the most bytes that were posted and not yet read, and no further; a message is
+two short
   packets (the place; that it has been read).  No thread, no spinning.
-Outbox addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
-elsewhere `Meeting` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
+Addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
+elsewhere `HostHandshake` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed.outbox import ExchangeError, Outbox
+from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer
 
 Stage = tuple[list["Arrival"], "Finish"]
 Finish = Callable[[], Stage | None]
@@ -41,13 +44,13 @@ MOST_LENT = 64
 """Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
 MESSAGE_BYTES = 4096
 TOKEN_BYTES = 16
-_HEADER = struct.Struct("<BHQQQ")  # kind, lane, number, offset, size in bytes; then the tag
+_HEADER = struct.Struct("<BHQQQ")  # kind, channel, number, offset, size in bytes; then the tag
 _POSTED, _DONE = 1, 2
 
 
 @dataclass
 class _Neighbour:
-    """One rank of the same host: its socket, its outbox, and what it has posted and nobody has asked for yet."""
+    """One rank of the same host: its socket, its send buffer, and what it has posted and nobody has asked for yet."""
 
     rank: int
     socket: socket.socket
@@ -77,7 +80,7 @@ class Arrival:
         self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
 
     def view(self) -> Tensor:
-        """The message where it lies, in the sender's outbox. It may be written: nobody else reads a place of one
+        """The message where it lies, in the sender's send buffer. It may be written: nobody else reads a place of one
         reader."""
         assert self._offset >= 0, "it has not been waited for"
         return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
@@ -134,8 +137,8 @@ class Operation:
 class Exchange:
     """This rank's end of all the pairs of its host. One thread at a time may use it."""
 
-    def __init__(self, rank: int, outbox: Outbox, neighbours: Sequence[_Neighbour]) -> None:
-        self.rank, self.outbox = rank, outbox
+    def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[_Neighbour]) -> None:
+        self.rank, self.send_buffer = rank, send_buffer
         self._neighbours = {each.rank: each for each in neighbours}
         self._by_descriptor = {each.socket.fileno(): each for each in neighbours}
         self._poll = select.poll()
@@ -145,39 +148,39 @@ class Exchange:
         self._posted: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
 
-    def reserve(self, lane: int, readers: Sequence[int]) -> Mapping[int, int]:
-        """The numbers of the next message to each of `readers` on `lane`, to be posted later."""
-        numbers = {reader: self._posted[lane, reader] for reader in readers}
-        self._posted.update((lane, reader) for reader in readers)
+    def reserve(self, channel: int, readers: Sequence[int]) -> Mapping[int, int]:
+        """The numbers of the next message to each of `readers` on `channel`, to be posted later."""
+        numbers = {reader: self._posted[channel, reader] for reader in readers}
+        self._posted.update((channel, reader) for reader in readers)
         return numbers
 
     def post(
-        self, tensor: Tensor, lane: int, numbers: Mapping[int, int], tag: str, timeout_s: float
+        self, tensor: Tensor, channel: int, numbers: Mapping[int, int], tag: str, timeout_s: float
     ) -> Sequence[Lost]:
         """Copy `tensor`, of any strides, where the ranks of `numbers` can read it, and tell them. Does not wait.
 
         Those that have ended are returned: whether they are needed, what is expected of them will show.
         """
-        if self.outbox.lent >= MOST_LENT:
+        if self.send_buffer.lent >= MOST_LENT:
             self._hear_all()
         size_bytes = tensor.numel() * tensor.element_size()
-        self.outbox.posted_bytes += size_bytes
-        offset = self.outbox.lend(size_bytes, len(numbers))
-        _tensor(self.outbox.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        self.send_buffer.posted_bytes += size_bytes
+        offset = self.send_buffer.lend(size_bytes, len(numbers))
+        _tensor(self.send_buffer.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
         text = tag.encode()[: MESSAGE_BYTES - _HEADER.size]
         lost = []
         for reader, number in numbers.items():
-            words = _HEADER.pack(_POSTED, lane, number, offset, len(text)) + text
+            words = _HEADER.pack(_POSTED, channel, number, offset, len(text)) + text
             if not self._tell(self._neighbours[reader], words, timeout_s):
                 lost.append(Lost(reader))
-                self.outbox.give_back(offset)
+                self.send_buffer.give_back(offset)
         return lost
 
-    def expect(self, like: Tensor, lane: int, source: int, tag: str, timeout_s: float) -> Arrival:
-        """The next message of rank `source` on `lane`, of the shape and dtype of `like`."""
-        number = self._expected[lane, source]
-        self._expected[lane, source] = number + 1
-        return Arrival(self, self._neighbours[source], (lane, number), like, tag, timeout_s)
+    def expect(self, like: Tensor, channel: int, source: int, tag: str, timeout_s: float) -> Arrival:
+        """The next message of rank `source` on `channel`, of the shape and dtype of `like`."""
+        number = self._expected[channel, source]
+        self._expected[channel, source] = number + 1
+        return Arrival(self, self._neighbours[source], (channel, number), like, tag, timeout_s)
 
     def advance(self) -> None:
         """Take up what is here of operations in flight."""
@@ -212,7 +215,7 @@ class Exchange:
         for each in self._neighbours.values():
             each.socket.close()
         self._neighbours.clear()
-        os.close(self.outbox.descriptor)
+        os.close(self.send_buffer.descriptor)
 
     def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> bool:
         """Send one packet; False if the reader has ended. While its socket is full this rank goes on hearing: all may
@@ -254,16 +257,16 @@ class Exchange:
                 source.gone = True
                 self._poll.unregister(source.socket.fileno())
                 return
-            kind, lane, number, offset, size = _HEADER.unpack_from(packet)
+            kind, channel, number, offset, size = _HEADER.unpack_from(packet)
             if kind == _DONE:
-                self.outbox.give_back(offset)
+                self.send_buffer.give_back(offset)
             else:
                 tag = packet[_HEADER.size : _HEADER.size + size].decode(errors="replace")
-                source.arrived[lane, number] = (offset, tag)
+                source.arrived[channel, number] = (offset, tag)
 
 
 @dataclass(frozen=True)
-class Lane:
+class MessageChannel:
     """One sequence of messages between the ranks of one group."""
 
     exchange: Exchange

@@ -20,8 +20,8 @@ from colossal_lite.distributed.shared_memory import (
     Arrival,
     Exchange,
     Finish,
-    Lane,
     Lost,
+    MessageChannel,
     Operation,
     Stage,
     nothing,
@@ -33,10 +33,11 @@ Started = tuple[Sequence[Any], Callable[[], Any]]
 WIDE_NUMEL = 1 << 18
 """Elements of 16 bits that are summed in float32 at once, so that all passes over them stay in the caches."""
 WHOLE_BYTES = 1 << 16
-"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the others."""
+"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the
+others."""
 
 
-class HostWire:
+class SharedMemoryTransport:
     """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
 
     Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
@@ -45,8 +46,8 @@ class HostWire:
 
     def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
         self._exchange = exchange
-        self._together = Lane(exchange, 2 * number, tuple(ranks), timeout_s)
-        self._pairs = Lane(exchange, 2 * number + 1, tuple(ranks), timeout_s)
+        self._together = MessageChannel(exchange, 2 * number, tuple(ranks), timeout_s)
+        self._pairs = MessageChannel(exchange, 2 * number + 1, tuple(ranks), timeout_s)
         """Messages of two ranks have a sequence of their own: they may be posted and expected ahead of collectives."""
         self._size, self._coord = len(ranks), coord
         self._others = [coord for coord in range(self._size) if coord != self._coord]
@@ -147,16 +148,20 @@ class HostWire:
     def receive(self, into: Tensor, source: int, tag: str) -> Started:
         return self._begun(*self._filling({source: into.data}, tag, self._pairs))
 
-    def _post(self, lane: Lane, tensor: Tensor, readers: Sequence[int], tag: str) -> Sequence[Lost]:
+    def _post(
+        self, channel: MessageChannel, tensor: Tensor, readers: Sequence[int], tag: str
+    ) -> Sequence[Lost]:
         self._exchange.advance()
-        return lane.post(tensor, lane.reserve(readers), tag)
+        return channel.post(tensor, channel.reserve(readers), tag)
 
     def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
         return [Operation(self._exchange, arrivals, finish)], nothing
 
-    def _filling(self, places: Mapping[int, Tensor], tag: str, lane: Lane | None = None) -> Stage:
+    def _filling(
+        self, places: Mapping[int, Tensor], tag: str, channel: MessageChannel | None = None
+    ) -> Stage:
         """What each of these coordinates posts next is copied to a place."""
-        came = [((lane or self._together).expect(place, j, tag), place) for j, place in places.items()]
+        came = [((channel or self._together).expect(place, j, tag), place) for j, place in places.items()]
 
         def copy() -> None:
             for message, place in came:

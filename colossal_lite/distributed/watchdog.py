@@ -38,7 +38,7 @@ KEPT = 32
 """descriptions kept for each axis"""
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What ranks agree through: torch's stores have it."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -71,7 +71,7 @@ class Progress:
 
 
 @dataclass
-class Made:
+class CollectiveFingerprint:
     """The collectives that one rank has made in one group, messages of two ranks left out: equal on all its ranks."""
 
     calls: int = 0
@@ -119,10 +119,10 @@ def _first_difference(like: int, odd: int, made: Mapping[int, Mapping[str, Any]]
     return f"rank {odd} has made others than rank {like} before the last {KEPT}"
 
 
-class Watch:
+class Watchdog:
     """One rank's record keeper and its thread."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, world_size: int) -> None:
         self.progress = Progress()
         self._store, self._rank, self._answered = store, rank, False
         self._end = threading.Event()

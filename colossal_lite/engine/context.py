@@ -50,7 +50,7 @@ class Context:
     """Where the ranks of this context agree on small things; its keys are its own."""
     launched: str
     """One line for people: the launcher, and this rank's place in it."""
-    _last_words: LastWords
+    _failure_board: FailureBoard
     _signals: StopSignals
     _owned: ExitStack
 
@@ -106,18 +106,18 @@ class Context:
             timeout_s=self.config.timeout_s,
         )
 
-    def heard(self) -> str:
+    def first_failure(self) -> str:
         """`rank r stopped: reason` if a rank has left this world by an error, else ""."""
-        return self._last_words.heard()
+        return self._failure_board.first_failure()
 
-    def stops(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Tell the other ranks why this one leaves them, unless one of them was first."""
-        self._last_words.say(reason)
+        self._failure_board.say(reason)
 
     def tell_fault(self) -> None:
         """As `stops`, where the last call of an engine has raised and its caller has caught that."""
         if fault := self.mesh.progress.fault:
-            self.stops(fault)
+            self.report_failure(fault)
 
     def on_close(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the context is closed, before anything is given back; the last one given is first."""
@@ -134,7 +134,7 @@ class Context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.stops(reason_of(error))
+            self.report_failure(reason_of(error))
         self.close()
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class LastWords:
+class FailureBoard:
     """Who stopped first and why, told through the store. Neither method raises: both run while ranks end."""
 
     store: Store
@@ -155,7 +155,7 @@ class LastWords:
         except RuntimeError:  # the store has ended with the rank or the launcher that served it
             return
 
-    def heard(self) -> str:
+    def first_failure(self) -> str:
         """`rank r stopped: reason` of the rank that stopped first, or "" if none has said so."""
         try:
             return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""

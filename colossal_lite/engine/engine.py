@@ -13,8 +13,8 @@ Cost of data parallelism per step: what zero/stages.py says of each gradient chu
 all-reduce of `5 + parameters` float64, and, where the model has dropout or auxiliary losses, one all-gather of the
 ranks' batch sizes.
 
-With `optimizer.update="backward"` the UPDATE of each chunk stands right behind its REDUCE, while backward runs, and
-loss and tokens are agreed on before it too (zero/in_backward.py).  There a gradient that is not finite cannot be
+With `optimizer.update_when="backward"` the UPDATE of each chunk stands right behind its REDUCE, while backward runs,
+and loss and tokens are agreed on before it too (zero/in_backward.py).  There a gradient that is not finite cannot be
 skipped: the step raises, and nothing goes on but from a checkpoint.  Until `step` is over some weights are new and
 others are not, so whatever else would read or change them is refused.
 
@@ -36,19 +36,19 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
-from colossal_lite.checkpoint.run_state import Facts, Loaded
+from colossal_lite.checkpoint.run_state import Loaded, RunFacts
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.engine.context import Context, noting_faults, reason_of
-from colossal_lite.engine.full_state import Names, WholeState, own_config
+from colossal_lite.engine.full_state import FullState, GlobalNames, own_config
 from colossal_lite.engine.memory_report import LinkMarks, LinkRow, MemoryRow, Metering, rows_of_state
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.step_totals import Sums, Totals, agree
-from colossal_lite.engine.task_handover import Handover
+from colossal_lite.engine.step_totals import LocalSums, StepTotals, all_reduce_totals
+from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import Updates, refuse_second_backward, spoilt
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError
-from colossal_lite.memory.host_store import Kept, TaskRecords
+from colossal_lite.memory.host_store import ParkedState, TaskRecords
 from colossal_lite.memory.packing import ChunkSpec, stages_of
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
@@ -63,18 +63,23 @@ from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.pipeline.step_plans import StepPlans, report_of
 from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.footprint import most_arrivals
-from colossal_lite.schedule.plan import Action, Kind
-from colossal_lite.schedule.simulator import Timeline
-from colossal_lite.transforms.activation_checkpoint import restore
+from colossal_lite.schedule.plan import Action, ActionKind
+from colossal_lite.schedule.simulator import ScheduleTimeline
+from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
 from colossal_lite.transforms.auxiliary_loss import unbind
-from colossal_lite.transforms.split_backward import Later, WeightQueue, defer_weights, restore_weights
+from colossal_lite.transforms.split_backward import (
+    DeferredWeightGrads,
+    WeightGradStore,
+    defer_weights,
+    restore_weights,
+)
 from colossal_lite.zero.build_chunks import chunk_optimizer, sharding_of
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.grad_norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.gradient_hooks import StageHooks
-from colossal_lite.zero.memory_budget import Foretell, Residence
+from colossal_lite.zero.memory_budget import Forecast, MemoryBudget
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ShardedWeights, weights_of
+from colossal_lite.zero.sharded_weights import ParameterGather, weights_of
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
@@ -97,7 +102,7 @@ class Built:
     """What `initialize` has made of a model: this rank's part of it, and how the whole lies."""
 
     model: nn.Module
-    names: Names
+    names: GlobalNames
     stages: Stages
     parallelized: Parallelized
     streams: DropoutStreams
@@ -126,7 +131,7 @@ class Engine:
 
     def __init__(
         self, built: Built, context: Context, criterion: Criterion | None, optimizer: Factory | None = None,
-        foretell: Foretell | None = None,
+        forecast_batch: Forecast | None = None,
     ) -> None:  # fmt: skip
         config, mesh, done = context.config, context.mesh, built.parallelized
         model, chunks = built.model, built.chunks
@@ -144,10 +149,10 @@ class Engine:
         weights = weights_of(model, named, chunks, hooks, mesh.world, config.zero, built.frozen)
         self._weights, self._queue = weights, _queue_of(model, config)
         self._optimizer = state = _optimizer_of(built, context, optimizer, named)
-        if isinstance(weights, ShardedWeights) and state.tiers:
+        if isinstance(weights, ParameterGather) and state.tiers:
             weights.up = state.tiers.up
-        self._residence = _residence_of(built, context, weights, state, hooks, self._apart)
-        self._foretell, self._metering, self._marks = foretell, Metering(), LinkMarks(state.links)
+        self._memory_budget = _memory_budget_of(built, context, weights, state, hooks, self._apart)
+        self._forecast_batch, self._metering, self._marks = forecast_batch, Metering(), LinkMarks(state.links)
         self._updates = Updates(chunks, state, weights, hooks, self._metering, mesh, config)
         # forward and backward
         self._micro_batches = MicroBatches(context, done, self._facts.vocabulary if self._facts else None)
@@ -156,22 +161,22 @@ class Engine:
         self._randomness = CountedOnly()
         self._loss, self._loss_scale = Loss(done, criterion), LossScale.of(config.precision)
         # Ranks of one data coordinate compute the same loss; one of those with the last stage tells it.
-        self._tells_loss = done.strategy.tells_loss and built.stages.last in built.stages.here
-        self._sums = Sums(context.device)  # since the last step
-        self._totals: Totals | None = None
+        self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
+        self._sums = LocalSums(context.device)  # since the last step
+        self._totals: StepTotals | None = None
         self._by_count: bool | None = None  # manual mode: whether backward was given counts
         self._calls = 0  # manual mode: of backward since the last step
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
         # what goes in and out
-        self._whole = WholeState(
+        self._whole = FullState(
             model, mesh, built.names, built.stages, done.specs, chunks, weights, state, built.frozen
         )
         self._checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=config.checkpoint.keep,
-            timeout_s=config.timeout_s, heard=context.heard,
+            timeout_s=config.timeout_s, heard=context.first_failure,
         )  # fmt: skip
-        self._handover = Handover(built.records, built.outlives, model, state, mesh.world)
+        self._task_resume = TaskResume(built.records, built.outlives, model, state, mesh.world)
         self._at_end = ExitStack()  # of the context, unless this is closed before: that may be long after
         self._at_end.callback(self._end)
         self._at_end.callback(self._checkpoints.settle)
@@ -192,7 +197,7 @@ class Engine:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
         with self._measured():
             parts = self._begin(batch)
-        self._foresee([part.inputs for part in parts])
+        self._forecast([part.inputs for part in parts])
         with self._measured():
             self.model.train()
             self._run(parts, self._sums)
@@ -207,7 +212,7 @@ class Engine:
     def step(self) -> StepResult:
         """Update the parameters from the gradients gathered since the last step.
 
-        With `optimizer.update="backward"` backward has updated them: the step is counted, and what some rank has
+        With `optimizer.update_when="backward"` backward has updated them: the step is counted, and what some rank has
         lacked a gradient for is updated. Then raises ValueError for gradients that were not finite: the weights have
         been updated with them, and a checkpoint has to be loaded."""
         if self._totals is None:
@@ -223,20 +228,22 @@ class Engine:
                 self._spoil(
                     f"step: a gradient is not finite (norm {totals.grad_norm}), and has updated weights"
                 )
-        owed = None if skipped or self._updates.within_backward else self._updates.owed(totals, factor)
+        deferred = (
+            None if skipped or self._updates.within_backward else self._updates.deferred(totals, factor)
+        )
         if totals.weight:
             self._loss_scale = self._loss_scale.after(totals.is_finite)
         tokens = (
             int(totals.weight) if self._by_count is not False else 0
         )  # unknown when backward got no counts
         self._forget()
-        if owed is None:
+        if deferred is None:
             self._hooks.clear()  # of a step that was skipped, or updated in backward
             self._updates.remake()
         elif self._updates.defers:
-            self._weights.owe(owed)
+            self._weights.defer(deferred)
         else:
-            self._weights.update(owed)
+            self._weights.update(deferred)
         self.steps += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         self.stop_agreed = totals.stop
@@ -256,15 +263,15 @@ class Engine:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         self._updates.refuse_within("eval_step")
         parts = self._read(batch)
-        self._foresee([part.inputs for part in parts])
+        self._forecast([part.inputs for part in parts])
         self._rest()
         was_training = self.model.training
         self.model.eval()
-        sums = Sums(self.context.device)
-        with nullcontext() if self._residence is None else self._residence.evaluated():
+        sums = LocalSums(self.context.device)
+        with nullcontext() if self._memory_budget is None else self._memory_budget.evaluated():
             self._run(parts, sums)
         self.model.train(was_training)
-        loss_sum, count = self.mesh.world.all_reduce(sums.told(self._tells_loss)).tolist()
+        loss_sum, count = self.mesh.world.all_reduce(sums.reported_loss(self._tells_loss)).tolist()
         self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
@@ -281,7 +288,7 @@ class Engine:
         strategy = self._parallelized.strategy
         local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._streams.begin(self.steps, local.samples, local.token_positions)
-        self._foresee([inputs] * self.context.config.gradient_accumulation)
+        self._forecast([inputs] * self.context.config.gradient_accumulation)
         with self._measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
         logits = getattr(outputs, "logits", outputs)
@@ -297,10 +304,12 @@ class Engine:
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
         its forward or backward that was caught. Raises ValueError where they have updated weights already
-        (`optimizer.update="backward"`): a checkpoint has to be loaded."""
+        (`optimizer.update_when="backward"`): a checkpoint has to be loaded."""
         self._forget()
         mixed = self._updates.under_way
-        if self._weights.owes:  # then there are none: they come after a forward, before which all is paid
+        if (
+            self._weights.has_deferred
+        ):  # then there are none: they come after a forward, before which all is paid
             return
         self._give_up()
         self._hooks.clear()
@@ -315,8 +324,8 @@ class Engine:
 
         `count`: the loss is a mean over so many tokens, and the step divides by
         the global number; None: every data rank weighs the same, and the losses of several calls add up.
-        With `optimizer.update="backward"` the weights are updated when this returns, up to those that `step` updates;
-        there is one call a step."""
+        With `optimizer.update_when="backward"` the weights are updated when this returns, up to those that `step`
+        updates; there is one call a step."""
         self._refuse_own_loop("backward")
         if self._by_count is not None and self._by_count != (count is not None):
             raise ValueError(
@@ -335,7 +344,7 @@ class Engine:
         if self._updates.within_backward:
             if count is None:
                 self._sums.weigh_alike()
-            self._updates.begin(self._sums.told(self._tells), self._rate_factor)
+            self._updates.begin(self._sums.reported_loss(self._tells), self._rate_factor)
         self._calls += 1
         is_last = self._calls == self.context.config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
@@ -353,7 +362,8 @@ class Engine:
         """
         if self._updates.within_backward:
             raise ValueError(
-                "full_gradients: optimizer.update='backward' keeps none, each is used up in backward; legal: 'step'"
+                "full_gradients: optimizer.update_when='backward' keeps none, each is used up in backward; "
+                "legal: 'step'"
             )
         if self._totals is None:
             raise ValueError("full_gradients: there are none; call it after forward_backward and before step")
@@ -404,7 +414,7 @@ class Engine:
         with suppress(DiskError):  # who reads the records is told it again, and tells every rank
             self._rest()
         config = self.context.config
-        facts = Facts(
+        facts = RunFacts(
             self.steps, samples, config.seed, config.values(), own_config(self.model), self._optimizer.updates(),
             extra or {}, self._loss_scale.state,
         )  # fmt: skip
@@ -431,9 +441,9 @@ class Engine:
 
     def _load(self, directory: str | Path, *, missing_ok: bool) -> Loaded | None:
         self._regain_weights()
-        if self._optimizer.tiers is None and self._weights.forsake():  # else copies are where nobody knows
+        if self._optimizer.tiers is None and self._weights.discard():  # else copies are where nobody knows
             self._checkpoints.is_mixed = True
-        if not self._weights.owes:
+        if not self._weights.has_deferred:
             self._give_up()
         with suppress(DiskError):  # as in `save`
             self._rest()
@@ -487,7 +497,7 @@ class Engine:
         )
         if self._runtime.comm.size > 1:
             rows = (*rows, MemoryRow("messages", device, *self._runtime.slot_bytes))
-        return (*rows, *self._metering.rows(self._foretell, device, self.mesh.shared_bytes))
+        return (*rows, *self._metering.rows(self._forecast_batch, device, self.mesh.shared_bytes))
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -512,7 +522,7 @@ class Engine:
         the forecast: `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
         return self._metering.timeline(self.memory_report())
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> ScheduleTimeline:
         """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
         return self._runtime.timeline()
 
@@ -530,7 +540,7 @@ class Engine:
         updates and gathers that would otherwise run beside the next forward; `reads_weights=False` says that it reads
         none, and waits for nothing.  At zero.stage=3 parameters have no values between steps (they read as NaN): there
         a callback reads `full_state_dict()`, on every rank, and True raises ValueError."""
-        if reads_weights and isinstance(self._weights, ShardedWeights):
+        if reads_weights and isinstance(self._weights, ParameterGather):
             raise ValueError(
                 "on_step: reads_weights=True at zero.stage=3, where a rank has a shard of each weight between steps; "
                 "legal: a callback that reads engine.full_state_dict(), on every rank"
@@ -560,7 +570,7 @@ class Engine:
         self._regain_weights()
         kept = self._kept()
         self._hooks.remove()
-        restore(self.model)
+        remove_activation_checkpoint(self.model)
         restore_weights(self.model)
         unbind(self.model)
         self._weights.remove()
@@ -575,14 +585,14 @@ class Engine:
         kept = None
         try:
             is_whole = not self._weights.has_failed  # that was told when it did
-            if is_whole and (self.mesh.world_size == 1 or not self.context.heard()):
+            if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
                 self._weights.flush()
                 kept = None if fault else self._kept()
         except DiskError as error:
             if reason_of(error) != fault:  # else it was told when it came
                 raise
         finally:
-            self._weights.lose()
+            self._weights.mark_failed()
             self._optimizer.close()
             self._leave(kept)
 
@@ -590,7 +600,7 @@ class Engine:
 
     def _take_up(self) -> None:
         """Go on where the engine before this one has ended, if there was one. Collective with a store."""
-        facts = self._handover.take_up()
+        facts = self._task_resume.take_up()
         if facts is None:
             return
         for chunk in self._chunks:
@@ -599,24 +609,24 @@ class Engine:
         self._loss_scale = self._loss_scale.at(facts["loss_scale"])
         self.steps = facts["steps"]
 
-    def _kept(self) -> Kept | None:
+    def _kept(self) -> ParkedState | None:
         """All state, brought to the store, and what is not there; None where nothing is to outlive the engine."""
-        if not self._handover.is_due or self._checkpoints.is_mixed or self._updates.under_way:
+        if not self._task_resume.is_due or self._checkpoints.is_mixed or self._updates.under_way:
             return None
         self._regain_weights()
         self._rest()
-        return self._handover.kept(self.steps, self._loss_scale.state)
+        return self._task_resume.kept(self.steps, self._loss_scale.state)
 
     def _regain_weights(self) -> None:
         """What nobody may read between backward and step, is made of its masters again: the step is given up."""
         if self._updates.lacks_weights:
             self.zero_grad()
 
-    def _leave(self, kept: Kept | None) -> None:
+    def _leave(self, kept: ParkedState | None) -> None:
         """The records are no longer this engine's."""
-        if self._handover.is_due:
+        if self._task_resume.is_due:
             self._forget()  # gradients that rested there are gone
-        self._handover.leave(kept)
+        self._task_resume.leave(kept)
 
     # ---- what the actions do ----
 
@@ -624,7 +634,7 @@ class Engine:
         self.mesh.progress.phase = "batch"
         if self._checkpoints.is_mixed:
             raise ValueError(f"forward_backward: {MIXED}")
-        if not self._hooks.is_clear and not self._weights.owes:
+        if not self._hooks.is_clear and not self._weights.has_deferred:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
@@ -638,7 +648,7 @@ class Engine:
         self._optimizer.check()
         return self._micro_batches.of(batch)
 
-    def _run(self, parts: tuple[Batch, ...], sums: Sums) -> None:
+    def _run(self, parts: tuple[Batch, ...], sums: LocalSums) -> None:
         """Execute the plan of a step on its micro-batches; loss and weight are added to `sums`."""
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
@@ -649,25 +659,25 @@ class Engine:
             self._metering.forward_ended([part.inputs.shape for part in parts])
             return outputs
 
-        def before_backward(stage: int, i: int, kind: Kind, later: Later) -> None:
+        def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._before_backward()
             if self._updates.within_backward:
-                self._updates.begin(sums.told(self._tells), self._rate_factor)
+                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
                 is_last=i == len(parts) - 1,
                 seed=self._seed(parts[i]),
-                is_whole=kind is not Kind.I,
+                is_whole=kind is not ActionKind.I,
                 frees=i == len(parts) - 1,
-                to_come=[leaf for each in later for leaf in each.leaves()] if kind is Kind.W else None,
+                to_come=[leaf for each in later for leaf in each.leaves()] if kind is ActionKind.W else None,
             )
 
         work = Work(
             forward=forward,
             before_backward=before_backward,
             around_backward=self._weights.backward,
-            put_off=self._queue.open,
+            defer_weight_grads=self._queue.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
@@ -686,7 +696,7 @@ class Engine:
         with self._weights.forward():
             return
 
-    def _forward(self, stage: int, part: Batch, carried: Any, sums: Sums) -> Any:
+    def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
         """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, local.token_positions)
@@ -726,7 +736,7 @@ class Engine:
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 
-    def _agree(self) -> Totals:
+    def _agree(self) -> StepTotals:
         """Every rank knows the same sums afterwards. The ranks that hold one sum of a chunk add the squares of a share
         each, so that no element counts twice."""
         self.mesh.progress.phase = "agreement"
@@ -736,9 +746,9 @@ class Engine:
             squares = torch.zeros(1, dtype=torch.float64, device=self.context.device)
         else:
             squares = fast_squares(self._chunks)
-        return agree(
+        return all_reduce_totals(
             self.mesh,
-            self._sums.told(self._tells),
+            self._sums.reported_loss(self._tells),
             squares,
             self._chunks,
             self._packed,
@@ -770,8 +780,9 @@ class Engine:
 
     def _before_backward(self) -> None:
         """Gradients come now; what of the optimizer's state is needed first may come meanwhile."""
-        self._weights.pay()  # the forward has, unless this backward is not of the last one: places have their order
-        if self._residence is None or self._residence.placement is not None:
+        # The forward has, unless this backward is not of the last one: places have their order.
+        self._weights.run_deferred()
+        if self._memory_budget is None or self._memory_budget.placement is not None:
             self._optimizer.prepare()
 
     def _spoil(self, why: str) -> NoReturn:
@@ -795,24 +806,24 @@ class Engine:
             self._totals = self._agree()
         self._settle()
 
-    def _foresee(self, inputs: Sequence[Tensor]) -> None:
+    def _forecast(self, inputs: Sequence[Tensor]) -> None:
         """Before a batch under a budget, whose micro-batches have such inputs [B, T]: one that `plan` foretells not to
         fit is refused. Models and losses that `plan` does not know, and the kernels of a GPU, are measured."""
-        if self._residence is None:
+        if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
         samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
-        self._residence.foresee(
-            samples, tokens, self._foretell if known else None, trains=torch.is_grad_enabled()
+        self._memory_budget.forecast(
+            samples, tokens, self._forecast_batch if known else None, trains=torch.is_grad_enabled()
         )
 
     def _settle(self) -> None:
         """Before the first update under a budget: where everything rests from now on."""
-        if self._residence is not None:
-            self._residence.settle()
+        if self._memory_budget is not None:
+            self._memory_budget.settle()
 
     def _measured(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._residence is None else self._residence.measured()
+        return nullcontext() if self._memory_budget is None else self._memory_budget.measured()
 
     def _reduce_all(self) -> None:
         for chunk in reversed(self._chunks):
@@ -823,9 +834,9 @@ class Engine:
         self._sums.clear()
 
 
-def _queue_of(model: nn.Module, config: Config) -> WeightQueue:
+def _queue_of(model: nn.Module, config: Config) -> WeightGradStore:
     """Where layers put off the gradients of their weights, if the schedule computes them apart."""
-    queue = WeightQueue()
+    queue = WeightGradStore()
     if splits_backward(config.parallel.pipeline):
         defer_weights(model, queue)
     return queue
@@ -844,16 +855,16 @@ def _optimizer_of(
     return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)
 
 
-def _residence_of(
-    built: Built, context: Context, weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+def _memory_budget_of(
+    built: Built, context: Context, weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
     hooks: StageHooks, apart: Sequence[nn.Parameter],
-) -> Residence | None:  # fmt: skip
-    """Where everything rests, if not all of it on the device for good. Raises ConfigError as `Residence`."""
+) -> MemoryBudget | None:  # fmt: skip
+    """Where everything rests, if not all of it on the device for good. Raises ConfigError as `MemoryBudget`."""
     memory = context.config.memory
     if not (memory.moves or memory.device_budget is not None or memory.host_budget is not None):
         return None
     try:
-        return Residence(
+        return MemoryBudget(
             context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
             frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
             began=lambda: hooks.began,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.checkpoint.run_state import Held
+from colossal_lite.checkpoint.run_state import HeldTensor
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import stages_of
@@ -28,13 +28,13 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 
 @dataclass(frozen=True)
-class Names:
+class GlobalNames:
     """What a model calls its tensors before anything of it is taken away."""
 
     first: Mapping[str, str]
@@ -43,7 +43,7 @@ class Names:
     """Keys of its `state_dict()`, with whole shapes."""
 
     @classmethod
-    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> Names:
+    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> GlobalNames:
         """`specs` by first names: of what is cut already the whole shape is told there."""
         first = {id(p): name for name, p in model.named_parameters()}
         firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
@@ -58,12 +58,12 @@ class Names:
         return {self.first[name]: p for name, p in model.named_parameters()}
 
 
-class WholeState:
+class FullState:
     """Reads and writes of one model in training, by the serial model's names."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, names: Names, stages: Stages, specs: Mapping[str, ShardSpec],
-        chunks: Sequence[Chunk], weights: Weights, optimizer: ChunkOptimizer | OwnOptimizer,
+        self, model: nn.Module, mesh: Mesh, names: GlobalNames, stages: Stages, specs: Mapping[str, ShardSpec],
+        chunks: Sequence[Chunk], weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
         frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
         """`frozen`: the chunks that do not train."""
@@ -90,7 +90,7 @@ class WholeState:
         with self._mesh.ledger.paused():
             mine = dict(self._tensors("master"))
             for chunk in self._frozen:
-                flat = chunk.whole(chunk.own_value)
+                flat = chunk.whole(chunk.local_shard)
                 for entry in chunk.spec.entries:
                     local = chunk.of(flat, entry, self._parameters[entry.name].shape)
                     mine[entry.name] = self._whole(entry.name, local)
@@ -150,10 +150,10 @@ class WholeState:
                     target.copy_(value)
         self._optimizer.settle()
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[HeldTensor]:
         """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
         for chunk in (*self._chunks, *self._frozen):
-            buffers: Mapping[str, Tensor] = {"model": chunk.own_value}
+            buffers: Mapping[str, Tensor] = {"model": chunk.local_shard}
             if isinstance(chunk, Chunk):
                 buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
             flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(stages_of(chunk.spec))
@@ -163,7 +163,9 @@ class WholeState:
                     spec, fetch = self._specs[entry.name], None
                     if flat.is_meta and isinstance(chunk, Chunk):
                         fetch = partial(self._fetched, chunk, kind, local)
-                    yield Held(f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch)
+                    yield HeldTensor(
+                        f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch
+                    )
         seen = {entry.name for chunk in (*self._chunks, *self._frozen) for entry in chunk.spec.entries}
         for name, value in self._weights.state_dict(keep_vars=True).items():
             name = self._names.first.get(name, name)
@@ -175,7 +177,7 @@ class WholeState:
                 is_copy = name in self._stages.homes and not self._stages.is_first_holder(
                     self._stages.homes[name]
                 )
-                yield Held(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
+                yield HeldTensor(f"model/{name}", spec, value.detach().view(-1), is_copy=is_copy)
 
     def _fetched(self, chunk: Chunk, kind: str, local: slice, write: bool) -> Tensor:
         return self._optimizer.opened(chunk, kind, local, write=write)

@@ -26,7 +26,7 @@ from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Built, Engine
-from colossal_lite.engine.full_state import Names
+from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore, TaskRecords
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
@@ -42,14 +42,14 @@ from colossal_lite.parallel.parallelize import Parallelized, facts_of, paralleli
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections
 from colossal_lite.pipeline.partition import Unit
-from colossal_lite.pipeline.stages import Stages, check_hooks, keep_own, lay_out, one_stage
+from colossal_lite.pipeline.stages import Stages, check_hooks, drop_other_stages, lay_out, one_stage
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
-from colossal_lite.transforms.activation_checkpoint import blocks_of, recompute
+from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
 from colossal_lite.transforms.batch_statistics import check_batchwide
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
-from colossal_lite.zero.memory_budget import Foretell
+from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.parameter_order import by_order, notice_order, order_of_use
 from colossal_lite.zero.user_optimizer import Factory, check_apart
 
@@ -105,7 +105,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
     streams = DropoutStreams(config.seed)
-    foretell = _foretell(model, context, plan)
+    forecast_batch = _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
@@ -113,7 +113,7 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
-    names = Names.of(module, parallelized.specs)
+    names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _measure(module, facts, parallelized, streams, context, micro_batch, criterion)
     stages = _lay_out(module, facts, context, measure)
@@ -128,7 +128,7 @@ def _initialize(
         numels.keys() - trainable.keys(),
     )  # fmt: skip
     packed = tuple(spec for spec in all_packed if trains(spec))
-    keep_own(module, stages)
+    drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
         module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _initialize(
     built = Built(
         module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
     )  # fmt: skip
-    return Engine(built, context, criterion, optimizer, foretell)
+    return Engine(built, context, criterion, optimizer, forecast_batch)
 
 
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
@@ -166,14 +166,14 @@ def _swap_layers(
         context.mesh,
         plan,
         sequence_parallel=config.parallel.tensor.sequence_parallel,
-        regather=config.parallel.tensor.regather,
+        regather_inputs=config.parallel.tensor.regather_inputs,
         sequence_mode=config.parallel.sequence.mode,
         kernels=config.kernels,
         compiled=config.compile == "block",
         device_type=context.device.type,
         streams=streams,
     )
-    recompute(module, config.activation_checkpoint, streams)
+    apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
     return parallelized
@@ -193,14 +193,14 @@ def _cuts(config: Config, context: Context) -> tuple[str, ...]:
 
 def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
     """Of a batch that the user shows."""
-    pipeline, turns = context.config.parallel.pipeline, context.config.gradient_accumulation
+    pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
         return None
     if pipeline.size == 1 or pipeline.partition != "profiled":
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
     check_batch(example, vocabulary=facts.vocabulary if facts else None)
-    first = read_batch(example, device=context.device).cut(turns)[0]
+    first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
     return first.cut(pipeline.parts(first.size))[0]
 
 
@@ -239,9 +239,9 @@ def _lay_out(
     return lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
 
 
-def _foretell(
+def _forecast_batch(
     model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
-) -> Foretell | None:
+) -> Forecast | None:
     """How `plan` foretells what a step here holds, of a model that can be built once more; None for any other."""
     pipeline = context.config.parallel.pipeline
     by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
@@ -256,7 +256,7 @@ def _foretell(
             parameter.requires_grad_(parameter.requires_grad and not frozen.get(name, False))
         return module
 
-    def foretell(
+    def forecast_batch(
         samples: int, tokens: int, *, changes: Sequence[str] = (), trains: bool = True
     ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
@@ -277,7 +277,7 @@ def _foretell(
         beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
         return {"activations": activations, "device": made.peak_bytes} | beside
 
-    return foretell
+    return forecast_batch
 
 
 def _check_optimizer(
@@ -306,17 +306,17 @@ def _check_optimizer(
             "optimizer: one of your own updates whole float32 weights, which precision.master='split' keeps nowhere; "
             "legal: 'auto', or a type of config.optimizer"
         )
-    if config.optimizer.update == "backward":
+    if config.optimizer.update_when == "backward":
         raise ValueError(
-            "optimizer: one of your own updates all weights at once, which optimizer.update='backward' does chunk by "
-            "chunk; legal: 'step', or a type of config.optimizer"
+            "optimizer: one of your own updates all weights at once, which optimizer.update_when='backward' does "
+            "chunk by chunk; legal: 'step', or a type of config.optimizer"
         )
     if config.optimizer != OptimizerConfig():
         warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
 
 
 def _build_chunks(
-    module: nn.Module, names: Names, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
+    module: nn.Module, names: GlobalNames, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
 ) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip

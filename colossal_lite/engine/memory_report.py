@@ -30,10 +30,10 @@ from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.zero.build_chunks import sharding_of, slots_of
-from colossal_lite.zero.forward_hooks import Weights
-from colossal_lite.zero.memory_budget import Foretell
+from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_bytes import Extent, Widths, forecast
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
@@ -63,7 +63,7 @@ class LinkRow:
 
 def rows_of_state(
     chunks: Sequence[Chunk],
-    weights: Weights,
+    weights: ForwardGates,
     optimizer: ChunkOptimizer | OwnOptimizer,
     config: Config,
     device: str,
@@ -79,7 +79,7 @@ def rows_of_state(
     held: dict[str, Callable[[Chunk], int]] = {
         "weights": lambda c: c.resting_bytes,
         "masters": lambda c: c.master_bytes,
-        "gradients": lambda c: (c.gradient if c.filling is None else c.filling).nbytes,
+        "gradients": lambda c: (c.gradient if c.accumulating is None else c.accumulating).nbytes,
         "optimizer": lambda c: optimizer.bytes_of(c)[0],
     }
     rows = []
@@ -98,7 +98,7 @@ def rows_of_state(
         sum(each.planned_bytes for each in slots),
     )
     rows.append(MemoryRow("staging", device, now, most, planned))
-    if isinstance(weights, ShardedWeights):
+    if isinstance(weights, ParameterGather):
         rows.append(
             MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
         )
@@ -125,7 +125,7 @@ def _by_tier(
     tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") or not chunks else {}
     for chunk in chunks:
         if kind in ("weights", "gradients"):
-            if chunk.by_turns(kind):
+            if chunk.time_shared(kind):
                 continue  # in the arena
             at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
             tier = None if at_rest is None else "host"
@@ -170,16 +170,18 @@ class Metering:
         if self._is_on:
             self._meter.moment(f"update {chunk}")
 
-    def rows(self, foretell: Foretell | None, device: str, shared_bytes: int) -> tuple[MemoryRow, ...]:
+    def rows(self, forecast_batch: Forecast | None, device: str, shared_bytes: int) -> tuple[MemoryRow, ...]:
         """The peaks beside what `plan` foretells for such steps; `shared_bytes` lay in host memory for other ranks."""
         meter = self._meter
         if not meter.kept_bytes:
             return ()
-        foretold = (foretell(*meter.shape) if foretell else None) or {}
+        forecast_bytes = (forecast_batch(*meter.shape) if forecast_batch else None) or {}
         most = {"activations": meter.kept_bytes, "temporaries": meter.most_bytes - meter.kept_bytes}
-        rows = [MemoryRow(kind, device, 0, peak, foretold.get(kind)) for kind, peak in most.items()]
+        rows = [MemoryRow(kind, device, 0, peak, forecast_bytes.get(kind)) for kind, peak in most.items()]
         if shared_bytes:
-            rows.append(MemoryRow("exchange", "host", shared_bytes, shared_bytes, foretold.get("exchange")))
+            rows.append(
+                MemoryRow("exchange", "host", shared_bytes, shared_bytes, forecast_bytes.get("exchange"))
+            )
         return tuple(rows)
 
     def timeline(self, rows: Sequence[MemoryRow]) -> MemoryTimeline:

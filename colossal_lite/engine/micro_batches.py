@@ -35,11 +35,13 @@ class MicroBatches:
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
-        pipeline, turns = self._config.parallel.pipeline, self._config.gradient_accumulation
+        pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count = (
-            pipeline.parts_of(sizes, turns) if torch.is_grad_enabled() else pipeline.fewer_of(sizes, turns)
+            pipeline.parts_of(sizes, accumulation_steps)
+            if torch.is_grad_enabled()
+            else pipeline.fewer_of(sizes, accumulation_steps)
         )
-        parts = tuple(part for turn in whole.cut(turns) for part in turn.cut(count))
+        parts = tuple(part for turn in whole.cut(accumulation_steps) for part in turn.cut(count))
         if pipeline.size > 1:
             for part in parts:  # what cannot be cut is told by every stage, before any waits for another
                 if part.size:
@@ -49,7 +51,7 @@ class MicroBatches:
     def sizes(self, labels: Tensor) -> list[int]:
         """The samples of each data rank, from its `labels`; of this one alone where nobody asks for more. Collective
         where someone does."""
-        auxiliary, told = self._parallelized.auxiliary, self._parallelized.told
+        auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
         if data.size > 1 and (told or self._config.parallel.pipeline.size > 1):

@@ -1,7 +1,7 @@
 """What the ranks agree on at the end of a backward, in one all-reduce over the world.
 
 Note: the sums of loss, tokens and squares, which parameters were used, and whether to stop, are one row of float64:
-`5 + parameters` numbers, and with `reduction="ordered"` a square for each block of 1,024 elements in the place of their
+`5 + parameters` numbers, and with `sum_order="ordered"` a square for each block of 1,024 elements in the place of their
 sum.  Every rank has the same row afterwards, so that whatever follows from it is decided alike everywhere.
 """
 
@@ -21,7 +21,7 @@ from colossal_lite.memory.transfers import to_device
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """What the ranks have agreed on: sums over the world."""
 
     loss: float
@@ -49,7 +49,7 @@ class Totals:
         return min(1.0, limit / (self.grad_norm + 1e-6)) if limit is not None else 1.0
 
 
-class Sums:
+class LocalSums:
     """What this rank adds up over the micro-batches of a step: on its device, so that nobody waits for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,22 +72,22 @@ class Sums:
     def clear(self) -> None:
         self._row.zero_()
 
-    def told(self, tells: bool) -> Tensor:
+    def reported_loss(self, tells: bool) -> Tensor:
         """(loss, weight) of this rank: auxiliary losses are told where they are emitted, those of labels if `tells`."""
         loss, weight, auxiliary = self._row
         return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
 
 
-def agree(
+def all_reduce_totals(
     mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool
-) -> Totals:  # fmt: skip
+) -> StepTotals:  # fmt: skip
     """One all-reduce over the world: of what each rank has `told` [2], its terms of the sum of `squares`, which of
     the entries of its `chunks` it has used, and whether it is asked to stop. Collective.
 
     `packed`: the chunks of the whole pipeline.  Raises what `Mesh.check_together` does for ranks that are apart."""
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
-    flags = [stop, mesh.apart, *(flag for mine in used for flag in mine)]
+    flags = [stop, mesh.collectives_differ, *(flag for mine in used for flag in mine)]
     marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
     row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
     total = row[2 + len(flags) :].sum().item()
@@ -97,4 +97,4 @@ def agree(
     for spec in packed:
         found[spec.id] = tuple(count > 0 for count in counts[start : start + len(spec.entries)])
         start += len(spec.entries)
-    return Totals(loss, weight, total, stops > 0, found)
+    return StepTotals(loss, weight, total, stops > 0, found)

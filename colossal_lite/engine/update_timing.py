@@ -3,10 +3,10 @@
 Note: three times, one list of actions.
 An update needs its gradient summed, and the numbers that all updates of a step share: the divisor (tokens and clip
 factor) and the learning rate.  At the end of a step both are known, and every update runs at once; where records come
-over a link the step owes them, and they run beside the next forward (zero/owed.py); with `optimizer.update="backward"`
-the tokens are agreed on before backward, nothing is clipped, and each update stands right behind the sum of its chunk
-(zero/in_backward.py).  The actions and what they do are the same, `Updates._owing`; only who asks for them differs.
-Cost within backward: one all-reduce of two float64 more.
+over a link the step owes them, and they run beside the next forward (zero/owed.py); with
+`optimizer.update_when="backward"` the tokens are agreed on before backward, nothing is clipped, and each update
+stands right behind the sum of its chunk (zero/in_backward.py).  The actions and what they do are the same,
+`Updates._owing`; only who asks for them differs. Cost within backward: one all-reduce of two float64 more.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.memory_report import Metering
-from colossal_lite.engine.step_totals import Totals
+from colossal_lite.engine.step_totals import StepTotals
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.schedule.optimizer_updates import holds_up
-from colossal_lite.schedule.plan import Action, Kind
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero.backward_updates import UpdatesInBackward
 from colossal_lite.zero.build_chunks import sharding_of
-from colossal_lite.zero.deferred_updates import Owed
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.deferred_updates import DeferredUpdates
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
@@ -41,12 +41,20 @@ class Updates:
     """The updates of this rank's chunks, one step's after another's."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, weights: Weights, hooks: StageHooks,
-        metering: Metering, mesh: Mesh, config: Config,
-    ) -> None:  # fmt: skip
+        self,
+        chunks: Sequence[Chunk],
+        optimizer: ChunkOptimizer | OwnOptimizer,
+        weights: ForwardGates,
+        hooks: StageHooks,
+        metering: Metering,
+        mesh: Mesh,
+        config: Config,
+    ) -> None:
         self._chunks, self._optimizer, self._weights, self._hooks = chunks, optimizer, weights, hooks
         self._metering, self._mesh, self._config = metering, mesh, config
-        self._in_backward = UpdatesInBackward(chunks) if sharding_of(config).consumes else None
+        self._in_backward = (
+            UpdatesInBackward(chunks) if sharding_of(config).frees_gradient_on_update else None
+        )
         self._used: dict[int, Sequence[bool]] = {}  # as far as an update in backward knows
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed)
@@ -72,7 +80,7 @@ class Updates:
 
     # ---- at the end of a step ----
 
-    def owed(self, totals: Totals, factor: float) -> Owed:
+    def deferred(self, totals: StepTotals, factor: float) -> DeferredUpdates:
         """The updates of a step, every number of which is known; `factor` of the learning rate. From now on the weights
         are others, wherever their updates run."""
         for chunk in self._chunks:
@@ -94,7 +102,7 @@ class Updates:
         self._used = {chunk.spec.id: (True,) * len(chunk.spec.entries) for chunk in self._chunks}
         self._in_backward.begin(self._owing(self._used, factor, weight))
 
-    def end(self, totals: Totals) -> None:
+    def end(self, totals: StepTotals) -> None:
         """The updates of a step under way are all made, and their weights on their way unless the step has spoilt
         them."""
         assert self._in_backward is not None
@@ -126,9 +134,9 @@ class Updates:
             assert action.chunk is not None
             optimizer.remake(self._chunks[action.chunk])
 
-        optimizer.owe()
-        handlers = {Kind.UPDATE: remake, **optimizer.moves}
-        self._weights.update(Owed(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
+        optimizer.defer()
+        handlers = {ActionKind.UPDATE: remake, **optimizer.moves}
+        self._weights.update(DeferredUpdates(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
 
     def refuse_within(self, what: str) -> None:
         """Raises ValueError while some weights are new and others are not, or some are nowhere."""
@@ -139,16 +147,16 @@ class Updates:
             )
         if self.under_way:
             raise ValueError(
-                f"{what}: backward has updated weights (optimizer.update='backward'), and the step is not over; legal: "
-                f"after step"
+                f"{what}: backward has updated weights (optimizer.update_when='backward'), and the step is "
+                f"not over; legal: after step"
             )
 
     # ---- what the actions do ----
 
-    def _owing(self, used: Used, factor: float, scale: float) -> Owed:
+    def _owing(self, used: Used, factor: float, scale: float) -> DeferredUpdates:
         """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
         self._optimizer.changed = False
-        self._optimizer.owe()
+        self._optimizer.defer()
         # What the last backward has done, unless there were fewer than foreseen.
         for chunk in self._chunks:
             chunk.give_weights()
@@ -169,7 +177,9 @@ class Updates:
             self._optimizer.arrived(self._chunks[index])
             self._updated(self._chunks[index], used)
 
-        return Owed(self._optimizer.plan[0], {Kind.UPDATE: update, **self._optimizer.moves}, end, arrive)
+        return DeferredUpdates(
+            self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive
+        )
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """On the host it only sets out."""
@@ -181,15 +191,15 @@ class Updates:
             self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
             if self._in_backward is not None:
                 self._metering.updated(chunk.spec.id)
-                chunk.use_up()
+                chunk.free_gradient()
             elif holds_up(action):
-                chunk.use_up()
+                chunk.free_gradient()
                 self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:
         """A chunk's new weights are there."""
         self._metering.updated(chunk.spec.id)
-        chunk.pay()
+        chunk.run_deferred()
         self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
 
     def _warn_if_unchanged(self, factor: float) -> None:
@@ -205,8 +215,8 @@ class Updates:
 def spoilt(why: str) -> ValueError:
     """Weights have been updated by a step that is none."""
     return ValueError(
-        f"{why} in backward (optimizer.update='backward'), so that they are a mix; legal: load a checkpoint, or "
-        f"optimizer.update='step', which skips such a step"
+        f"{why} in backward (optimizer.update_when='backward'), so that they are a mix; legal: load a checkpoint, or "
+        f"optimizer.update_when='step', which skips such a step"
     )
 
 
@@ -217,8 +227,8 @@ def refuse_second_backward(config: Config) -> None:
             "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
             "'auto', or one call a step"
         )
-    if config.optimizer.update == "backward":
+    if config.optimizer.update_when == "backward":
         raise ValueError(
-            "backward: a second call before step, and optimizer.update='backward' has updated the weights in the "
+            "backward: a second call before step, and optimizer.update_when='backward' has updated the weights in the "
             "first; legal: 'step', or one call a step"
         )

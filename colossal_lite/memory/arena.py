@@ -42,7 +42,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from colossal_lite.schedule.interval_packing import ArenaPlan, Interval, Stay, held_stays, pack_stays
+from colossal_lite.schedule.interval_packing import (
+    ArenaPlan,
+    LiveInterval,
+    LiveRange,
+    held_live_ranges,
+    pack_live_ranges,
+)
 
 if TYPE_CHECKING:
     from colossal_lite.memory.link import Transfer
@@ -58,9 +64,9 @@ class Arena:
         self.plan = plan
         self.most_bytes = self.most_held_bytes = 0
         """As it really was: up to the furthest that was taken, and of those that were there at once."""
-        self._stays = {(stay.what, stay.number): stay for stay in plan.stays}
+        self._stays = {(live_range.what, live_range.number): live_range for live_range in plan.live_ranges}
         self._starts = dict(zip(self._stays, plan.offsets, strict=True))
-        self._is_of_one_kind = len({stay.what for stay in plan.stays}) == 1
+        self._is_of_one_kind = len({live_range.what for live_range in plan.live_ranges}) == 1
         self._room = torch.zeros(plan.bytes, dtype=torch.uint8, device=device)
         self._taken: dict[Key, None] = {}
         self._left: dict[Key, tuple[Transfer, ...]] = {}
@@ -117,7 +123,7 @@ class Arena:
         """Count anew."""
         self.most_bytes = self.most_held_bytes = 0
 
-    def _is_beside(self, leaving: Stay, come: Stay) -> bool:
+    def _is_beside(self, leaving: LiveRange, come: LiveRange) -> bool:
         """Whether it is planned to be there still. One kind alone may come in the reverse order too."""
         last = come.stop if self._is_of_one_kind else come.comes
         return leaving.start <= last and come.comes <= leaving.stop
@@ -127,36 +133,37 @@ class Arena:
         return start < end and first < stop
 
 
-class Places:
+class ArenaAllocator:
     """The places of one kind in an arena, each taken by its number, in the order of their stays again and again, or, in
     an arena of their own, in the reverse order."""
 
     def __init__(
-        self, stays: Sequence[Stay], dtype: torch.dtype, device: torch.device, arena: Arena | None = None, *,
+        self, live_ranges: Sequence[LiveRange], dtype: torch.dtype, device: torch.device, arena: Arena | None = None, *,
         grows: bool = False,
     ) -> None:  # fmt: skip
-        """`stays` of one kind; `arena`: that has places for them; None: one of their own.  `grows`: who comes to a
+        """`live_ranges` of one kind; `arena`: that has places for them; None: one of their own.  `grows`: who comes
+        to a
         place that is taken gets a further buffer."""
-        self._stays = {stay.number: stay for stay in stays}
+        self._stays = {live_range.number: live_range for live_range in live_ranges}
         self._dtype, self._device, self._grows = dtype, device, grows
-        self.planned_held_bytes = held_stays(stays, 1)
+        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
         """There at once, at the most, by the plan."""
         self.most_held_bytes = 0
         """As it really was."""
-        self._own = Arena(pack_stays(stays, 1), device) if arena is None else None
+        self._own = Arena(pack_live_ranges(live_ranges, 1), device) if arena is None else None
         self._arena = self._own or arena
         self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
         self._spare: list[tuple[Tensor, tuple[Transfer, ...]]] = []
         self._further_bytes = self._most_bytes = 0
 
-    def replan(self, stays: Sequence[Stay]) -> None:
+    def replan(self, live_ranges: Sequence[LiveRange]) -> None:
         """There are such stays from now on, of the same numbers; in an arena of others, from when it is joined."""
         self.shrink()
-        self._stays = {stay.number: stay for stay in stays}
-        self.planned_held_bytes = held_stays(stays, 1)
+        self._stays = {live_range.number: live_range for live_range in live_ranges}
+        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
         if self._own is not None:
             self._own = self._arena = None  # before there is another
-            self._own = self._arena = Arena(pack_stays(stays, 1), self._device)
+            self._own = self._arena = Arena(pack_live_ranges(live_ranges, 1), self._device)
 
     def join(self, arena: Arena | None) -> None:
         """These places are in `arena` from now on, and in none of their own; None: in none until this is called again.
@@ -167,17 +174,17 @@ class Places:
     def take(self, number: int) -> tuple[Tensor, tuple[Transfer, ...]]:
         """A place, whose elements hold whatever they held, and the transfers after which it may be written."""
         assert number not in self._taken, f"slot {number} is taken"
-        stay, arena = self._stays[number], self._arena
-        assert arena is not None, f"{stay.what}: places have been let go"
-        if not stay.bytes:
+        live_range, arena = self._stays[number], self._arena
+        assert arena is not None, f"{live_range.what}: places have been let go"
+        if not live_range.bytes:
             self._taken[number] = None
             return torch.empty(0, dtype=self._dtype, device=self._device), ()
-        if not self._grows or arena.is_free((stay.what, number)):
-            room, before = arena.take((stay.what, number))
+        if not self._grows or arena.is_free((live_range.what, number)):
+            room, before = arena.take((live_range.what, number))
             self._taken[number] = None
         else:
-            further, before = self._one_more(stay.bytes)
-            self._taken[number], room = further, further[: stay.bytes]
+            further, before = self._one_more(live_range.bytes)
+            self._taken[number], room = further, further[: live_range.bytes]
         self._count(arena)
         return room.view(self._dtype), before
 
@@ -191,12 +198,12 @@ class Places:
     def give(self, number: int, *last: Transfer) -> None:
         """A place is handed back; it may be written when `last` are done, and nothing else may read it."""
         assert number in self._taken, f"slot {number} was given back twice"
-        stay, arena, further = self._stays[number], self._arena, self._taken.pop(number)
+        live_range, arena, further = self._stays[number], self._arena, self._taken.pop(number)
         assert arena is not None
         if further is not None:
             self._spare.append((further, last))
-        elif stay.bytes:
-            arena.give((stay.what, number), *last)
+        elif live_range.bytes:
+            arena.give((live_range.what, number), *last)
 
     def shrink(self) -> None:
         """Let go of all that was not planned, and count anew; no place may be taken."""
@@ -205,7 +212,7 @@ class Places:
         self._further_bytes = self._most_bytes = self.most_held_bytes = 0
 
     @property
-    def stays(self) -> tuple[Stay, ...]:
+    def live_ranges(self) -> tuple[LiveRange, ...]:
         return tuple(self._stays.values())
 
     @property
@@ -242,20 +249,20 @@ class Places:
             planned = [n for n, further in self._taken.items() if further is None and self._stays[n].bytes]
             reached = max((arena.span((self._stays[n].what, n))[1] for n in planned), default=0)
         self._most_bytes = max(self._most_bytes, reached + beyond)
-        kinds = {stay.what for stay in self._stays.values()}
+        kinds = {live_range.what for live_range in self._stays.values()}
         here = sum(self._stays[number].bytes for what, number in arena.here if what in kinds)
         further = sum(self._stays[n].bytes for n, further in self._taken.items() if further is not None)
         self.most_held_bytes = max(self.most_held_bytes, here + further)
 
 
 def slots(
-    intervals: Sequence[Interval], dtype: torch.dtype, device: torch.device, what: str = "slots"
-) -> Places:
+    intervals: Sequence[LiveInterval], dtype: torch.dtype, device: torch.device, what: str = "slots"
+) -> ArenaAllocator:
     """A place for each interval, whose `numel` elements it has."""
-    stays = [
-        Stay(what, i, one.start, one.stop, one.numel * dtype.itemsize) for i, one in enumerate(intervals)
+    live_ranges = [
+        LiveRange(what, i, one.start, one.stop, one.numel * dtype.itemsize) for i, one in enumerate(intervals)
     ]
-    return Places(stays, dtype, device, grows=True)
+    return ArenaAllocator(live_ranges, dtype, device, grows=True)
 
 
 class Pool:

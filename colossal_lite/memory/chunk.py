@@ -1,21 +1,24 @@
 """One chunk that trains: beside its weights (memory/weight_chunk.py) its masters, and the life of its gradients.
 
 Note: chunk tensors.
-`value`, `own_value`: the weights, all of them and this rank's part.
+`value`, `local_shard`: the weights, all of them and this rank's part.
 `master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
-            same memory as `own_value` where the dtypes agree; nowhere (on the meta device) where masters are split:
-`residual`  [owned * 17 / 16] int16: what float32 masters have beyond `own_value`, their upper half, and behind that a
+            same memory as `local_shard` where the dtypes agree; nowhere (on the meta device) where masters are split:
+`residual`  [owned * 17 / 16] int16: what float32 masters have beyond `local_shard`, their upper half, and behind that a
             map of ties (kernels/split.py).  None where masters are whole.
-`filling`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
-`gradient`  [owned], gradient dtype: the sum over the sync axes, in `filling`'s place where that is kept whole, or where
-            a gradient is used up as soon as it is summed (`consumes`): then nowhere after `use_up`.
-Where they rest by turns (zero/stages.py) `own_value` and `gradient` are nowhere, on the meta device, while others are
+`accumulating`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
+`gradient`  [owned], gradient dtype: the sum over the sync axes, in `accumulating`'s place where that is kept whole,
+or where
+            a gradient is used up as soon as it is summed (`frees_gradient_on_update`): then nowhere after
+            `free_gradient`.
+Where they rest by turns (zero/stages.py) `local_shard` and `gradient` are nowhere, on the meta device, while others are
 in their places.
 Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
 copy alone until `start_copies`.
 Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
-them.  Gradients walk EMPTY -> FILLING -> REDUCING -> (PARTIAL -> FILLING ... ->) REDUCED -> EMPTY; any other move is a
-programming error and stops at once.  The values of a buffer mean something only in the states named by its method.
+them.  Gradients walk EMPTY -> ACCUMULATING -> REDUCING -> (PARTIAL -> ACCUMULATING ... ->) REDUCED -> EMPTY; any
+other move is a programming error and stops at once.  The values of a buffer mean something only in the states named
+by its method.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed.communicator import Pending
+from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
-from colossal_lite.memory.arena import Places
+from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.host_store import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
-from colossal_lite.memory.transfers import Outbox, copied_to, to_device
+from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.numerics.precision import ChunkTypes
 
@@ -44,32 +47,32 @@ WIDENED_NUMEL = 256 * SHARD_BLOCK_NUMEL
 
 class GradientState(StrEnum):
     EMPTY = "empty"  # nothing has arrived in this step
-    FILLING = "filling"  # some micro-batch has added to it
+    ACCUMULATING = "accumulating"  # some micro-batch has added to it
     REDUCING = "reducing"  # the sum over ranks is in flight
     PARTIAL = "partial"  # the whole gradient of the micro-batches so far
     REDUCED = "reduced"  # the whole gradient of the step
 
 
 LEGAL = {
-    (GradientState.EMPTY, GradientState.FILLING),
-    (GradientState.FILLING, GradientState.FILLING),
-    (GradientState.FILLING, GradientState.REDUCING),
+    (GradientState.EMPTY, GradientState.ACCUMULATING),
+    (GradientState.ACCUMULATING, GradientState.ACCUMULATING),
+    (GradientState.ACCUMULATING, GradientState.REDUCING),
     (GradientState.EMPTY, GradientState.REDUCING),  # no parameter of it was used on this rank
     (GradientState.REDUCING, GradientState.PARTIAL),
-    (GradientState.PARTIAL, GradientState.FILLING),
+    (GradientState.PARTIAL, GradientState.ACCUMULATING),
     (GradientState.PARTIAL, GradientState.REDUCING),
     (GradientState.PARTIAL, GradientState.REDUCED),
     (GradientState.REDUCED, GradientState.EMPTY),
-    (GradientState.FILLING, GradientState.EMPTY),  # the step was given up
+    (GradientState.ACCUMULATING, GradientState.EMPTY),  # the step was given up
     (GradientState.PARTIAL, GradientState.EMPTY),
     (GradientState.EMPTY, GradientState.EMPTY),
 }
 
 
-class OwnedPart:
+class LocalShard:
     """What a rank owns of a chunk, as an update of it reads and writes it: on the device, or on the host."""
 
-    own_value: Tensor
+    local_shard: Tensor
     master: Tensor
     residual: Tensor | None
     gradient: Tensor
@@ -77,32 +80,32 @@ class OwnedPart:
     @property
     def updates_weights(self) -> bool:
         """Whether an update reads and writes the weights: they are the masters, or a half of them."""
-        return self.master is self.own_value or self.residual is not None
+        return self.master is self.local_shard or self.residual is not None
 
     def seen(self, start: int, stop: int) -> Tensor | None:
         """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
         upper half of them."""
-        return None if self.updates_weights else self.own_value[start:stop]
+        return None if self.updates_weights else self.local_shard[start:stop]
 
     def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
         8, and so is stop, or a gap follows."""
         assert self.residual is not None and local.start % 8 == 0
-        length = self.own_value.numel()
+        length = self.local_shard.numel()
         ties = self.residual[length:].view(torch.uint8)
-        return self.own_value[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
+        return self.local_shard[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
 
     def masters(self, local: slice | None = None) -> Tensor:
         """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
-        local = local or slice(0, self.own_value.numel())
+        local = local or slice(0, self.local_shard.numel())
         if self.residual is None:
             return self.master[local]
-        here = self.own_value.device
+        here = self.local_shard.device
         return split.join(*(to_device(half, here) for half in self.halves(local)))
 
     def set_masters(self, local: slice, masters: Tensor) -> None:
         """Split such elements of any dtype into their halves."""
-        halves, device = self.halves(local), self.own_value.device
+        halves, device = self.halves(local), self.local_shard.device
         here = [to_device(half, device) for half in halves]
         split.split_(to_device(masters, device).to(self.master.dtype), *here)
         for half, changed in zip(halves, here, strict=True):
@@ -111,22 +114,22 @@ class OwnedPart:
 
 
 @dataclass
-class PartOnHost(OwnedPart):
+class HostShard(LocalShard):
     """Where it lies on the host for an update there; all [owned], as the chunk has it on the device."""
 
-    own_value: Tensor
+    local_shard: Tensor
     master: Tensor
     residual: Tensor | None
     gradient: Tensor
 
 
-class Chunk(OwnedPart, WeightChunk):
+class Chunk(LocalShard, WeightChunk):
     """The buffers of one `ChunkSpec` on this rank."""
 
-    # What `rest_by_turns` gives.
-    _weight_turns: Places | None = None
-    _gradient_turns: Places | None = None
-    _last_sums: tuple[Places, Link] | None = None
+    # What `share_time` gives.
+    _weight_turns: ArenaAllocator | None = None
+    _gradient_turns: ArenaAllocator | None = None
+    _last_sums: tuple[ArenaAllocator, Link] | None = None
     # The sums before the last one on their way back to the device, and a sum on its way to the host.
     _coming: Transfer | None = None
     _sent: tuple[Transfer, ...] = ()
@@ -142,18 +145,18 @@ class Chunk(OwnedPart, WeightChunk):
         shard_state: bool = False,
         shard_value: bool = False,
         by_micro_batch: bool = False,
-        consumes: bool = False,
+        frees_gradient_on_update: bool = False,
         ordered: bool = False,
-        staging: Places | None = None,
-        received: Places | None = None,
+        staging: ArenaAllocator | None = None,
+        received: ArenaAllocator | None = None,
         slot: int = 0,
         on_host: TaskRecords | None = None,
         master_on_host: bool = False,
     ) -> None:
         """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
         None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send; with `consumes`, a sum stays in its slot until `use_up`.  `on_host`: what of
-        its shards can rest on the host does, in these records (zero/visits.py).
+        those for what other ranks send; with `frees_gradient_on_update`, a sum stays in its slot until
+        `free_gradient`.  `on_host`: what of its shards can rest on the host does, in these records (zero/visits.py).
         `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
         super().__init__(
             spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
@@ -168,7 +171,11 @@ class Chunk(OwnedPart, WeightChunk):
         if self.scatters:
             self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
         self._sums_copies = self.scatters and not ordered and copies.size > 1
-        self.by_micro_batch, self.consumes, self.ordered = by_micro_batch, consumes, ordered
+        self.by_micro_batch, self.frees_gradient_on_update, self.ordered = (
+            by_micro_batch,
+            frees_gradient_on_update,
+            ordered,
+        )
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot = slot
@@ -181,7 +188,7 @@ class Chunk(OwnedPart, WeightChunk):
         types, length = self.types, self.owned[1] - self.owned[0]
         where = torch.device("meta") if types.split else begins
         is_apart = types.master != types.compute
-        self.master = zeros_on(where, length, types.master) if is_apart else self.own_value
+        self.master = zeros_on(where, length, types.master) if is_apart else self.local_shard
         self.residual: Tensor | None = None
         if types.split:
             self.residual = zeros_on(begins, length * 17 // 16, torch.int16)
@@ -190,12 +197,12 @@ class Chunk(OwnedPart, WeightChunk):
         """Room for the sum, and a step of which nothing has come. `can_rest`: on the host, if it is a sum of what this
         rank owns."""
         types, length = self.types, self.owned[1] - self.owned[0]
-        self.filling: Tensor | None = None
+        self.accumulating: Tensor | None = None
         self.gradient_at_rest: Tensor | None = None
         """This rank's sum of the gradient, where it rests on the host."""
-        self.outbox: Outbox | None = None
+        self.offload_buffer: GradientOffloadBuffer | None = None
         """By which sums go to the host."""
-        if self.consumes:
+        if self.frees_gradient_on_update:
             self.gradient = zeros_on(device, 0, types.gradient)
         elif self.by_micro_batch:
             assert self.staging is not None
@@ -203,14 +210,14 @@ class Chunk(OwnedPart, WeightChunk):
             self.gradient = self._room(GRADIENTS, length, types.gradient, rests=rests)
             self.gradient_at_rest = self.gradient if rests else None
         else:
-            self.filling = zeros_on(device, self.spec.numel, types.gradient)
-            self.gradient = self.filling[slice(*self.owned)]
+            self.accumulating = zeros_on(device, self.spec.numel, types.gradient)
+            self.gradient = self.accumulating[slice(*self.owned)]
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.spec.entries)  # whose gradient has arrived in this step
-        self._filled = [False] * len(self.spec.entries)  # whose gradient is in `filling`
+        self._filled = [False] * len(self.spec.entries)  # whose gradient is in `accumulating`
         self._sums = 0  # micro-batches that `gradient` holds
-        self._in_flight: Pending | None = None
-        self._among_copies: Pending | None = None
+        self._in_flight: PendingCollective | None = None
+        self._among_copies: PendingCollective | None = None
         self._scratch: Tensor | None = None
         self._squares: tuple[Tensor, ...] = ()
         """Of the sum that left a GPU for the host, while it is the only one: what is there need not come back."""
@@ -222,7 +229,7 @@ class Chunk(OwnedPart, WeightChunk):
             self.set_masters(local, own)
             return
         self.master[local].copy_(own)
-        if self.master is not self.own_value:
+        if self.master is not self.local_shard:
             super()._load_own(local, own)
 
     def publish(self, start: int, stop: int) -> None:
@@ -239,7 +246,7 @@ class Chunk(OwnedPart, WeightChunk):
     @property
     def master_bytes(self) -> int:
         """Of what the masters have beside the weights."""
-        if self.master is self.own_value:
+        if self.master is self.local_shard:
             return 0
         kept = self.master if self.residual is None else self.residual
         return kept.numel() * kept.element_size()
@@ -259,7 +266,7 @@ class Chunk(OwnedPart, WeightChunk):
         if self.residual is None:
             return length * state.itemsize + widened
         return (
-            self.own_value.numel() * self.own_value.element_size()
+            self.local_shard.numel() * self.local_shard.element_size()
             + self.master_bytes
             + split.joined_bytes(length)
             + widened
@@ -268,22 +275,25 @@ class Chunk(OwnedPart, WeightChunk):
     # ---- tiers ----
 
     def keep_weights_on_device(self) -> None:
-        is_master = self.master is self.own_value
+        is_master = self.master is self.local_shard
         super().keep_weights_on_device()
-        self.master = self.own_value if is_master else self.master
+        self.master = self.local_shard if is_master else self.master
 
     def keep_gradient_on_device(self) -> None:
         """This rank's sum of the gradient rests on the device from now on. Nothing of it may be on its way."""
         assert self.gradient_at_rest is not None and self.gradient is self.gradient_at_rest
         self.gradient, self.gradient_at_rest = copied_to(self.gradient, self.device), None
-        self.outbox = None
+        self.offload_buffer = None
         self._gone(GRADIENTS)
 
     # ---- turns ----
 
-    def rest_by_turns(
-        self, weights: Places | None, gradients: Places | None, last_sums: tuple[Places, Link] | None
-    ) -> None:  # fmt: skip
+    def share_time(
+        self,
+        weights: ArenaAllocator | None,
+        gradients: ArenaAllocator | None,
+        last_sums: tuple[ArenaAllocator, Link] | None,
+    ) -> None:
         """From now on what rests on the host rests in such places of the device, for a part of each step; now is
         between the last backward of a step and the update, when gradients are there and weights are not: these are
         written before they are read. In the places of `last_sums` a gradient that rests on the host waits for its
@@ -291,38 +301,38 @@ class Chunk(OwnedPart, WeightChunk):
         if weights is not None:
             assert self.weights_at_rest is not None and not self.updates_weights
             self._weight_turns, self.weights_at_rest = weights, None
-            self.own_value = _nowhere(self.own_value)
+            self.local_shard = _nowhere(self.local_shard)
             self._gone(WEIGHTS)
         if gradients is not None:
             assert self.gradient_at_rest is not None and self.state is GradientState.REDUCED
-            self._gradient_turns, self.gradient_at_rest, self.outbox = gradients, None, None
+            self._gradient_turns, self.gradient_at_rest, self.offload_buffer = gradients, None, None
             summed, self.gradient = self.gradient, gradients.take_now(self._slot)
             self.gradient.copy_(to_device(summed, self.device))
             self._gone(GRADIENTS)
         if last_sums is not None:
             self._last_sums = last_sums
 
-    def by_turns(self, kind: str) -> bool:
+    def time_shared(self, kind: str) -> bool:
         """Whether its "weights" or its "gradients" rest so."""
         return (self._weight_turns if kind == "weights" else self._gradient_turns) is not None
 
     @property
     def lacks_weights(self) -> bool:
         """Whether its weights are nowhere, until their update, or are made of the masters again."""
-        return self._weight_turns is not None and self.own_value.is_meta
+        return self._weight_turns is not None and self.local_shard.is_meta
 
     def give_weights(self) -> None:
         """Nothing reads the weights any more before their update, if they rest by turns."""
         if self._weight_turns is not None and not self.lacks_weights:
             self._weight_turns.give(self._slot)
-            self.own_value = _nowhere(self.own_value)
+            self.local_shard = _nowhere(self.local_shard)
 
     def take_weights(self, *, is_whole: bool) -> None:
         """The weights are in their place again, if they rest by turns. `is_whole`: all of them are written next."""
         if self._weight_turns is not None and self.lacks_weights:
-            self.own_value = self._weight_turns.take_now(self._slot)[: self.own_value.numel()]
+            self.local_shard = self._weight_turns.take_now(self._slot)[: self.local_shard.numel()]
             if not is_whole:
-                self.own_value.copy_(self.master)
+                self.local_shard.copy_(self.master)
 
     @property
     def waits_on_device(self) -> bool:
@@ -369,14 +379,14 @@ class Chunk(OwnedPart, WeightChunk):
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
         self._sums, self._squares = 0, ()
-        self.use_up()
+        self.free_gradient()
         self._drop()
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
         """Add the gradient of entry `index` from one micro-batch, whose backward was seeded with `seed`."""
-        self.move(GradientState.FILLING)
+        self.move(GradientState.ACCUMULATING)
         entry = self.spec.entries[index]
-        target = self._to_fill()[entry.start : entry.stop].view(gradient.shape)
+        target = self._to_accumulate()[entry.start : entry.stop].view(gradient.shape)
         if self._filled[index]:
             target.add_(gradient, alpha=1.0 / seed)
         else:
@@ -387,33 +397,33 @@ class Chunk(OwnedPart, WeightChunk):
 
     def completed(self) -> Tensor:
         """The buffer [numel] that fills, absent gradients as zero: for what is summed before the sync axes are."""
-        self.move(GradientState.FILLING)
-        filling = self._zeros_where_absent()
+        self.move(GradientState.ACCUMULATING)
+        accumulating = self._zeros_where_absent()
         self._filled = [True] * len(self.spec.entries)
-        return filling
+        return accumulating
 
     def _zeros_where_absent(self) -> Tensor:
-        filling = self._to_fill()
+        accumulating = self._to_accumulate()
         for entry, filled in zip(self.spec.entries, self._filled, strict=True):
             if not filled:
-                filling[entry.start : entry.stop].zero_()
-        return filling
+                accumulating[entry.start : entry.stop].zero_()
+        return accumulating
 
     def start_reduce(self) -> None:
         """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
         assert self._among_copies is None, f"chunk {self.spec.id}: its copies are summed already"
         self.move(GradientState.REDUCING)
-        filling = self._zeros_where_absent()
+        accumulating = self._zeros_where_absent()
         if self.by_micro_batch:
             for start, stop in self._gaps():
-                filling[start:stop].zero_()
+                accumulating[start:stop].zero_()
         if not self.scatters:
-            self._in_flight = self.groups.all.all_reduce_async(filling)
+            self._in_flight = self.groups.all.all_reduce_async(accumulating)
             return
         if self.received is not None:
             self._scratch = self.received.take_now(self._slot)
         self._in_flight = self._scatterers.reduce_scatter_async(
-            filling, filling[slice(*self._scattered)], ordered=self.ordered, scratch=self._scratch
+            accumulating, accumulating[slice(*self._scattered)], ordered=self.ordered, scratch=self._scratch
         )
 
     def finish_reduce(self) -> None:
@@ -425,21 +435,21 @@ class Chunk(OwnedPart, WeightChunk):
             assert self.received is not None
             self.received.give(self._slot)
             self._scratch = None
-        if self.consumes:
+        if self.frees_gradient_on_update:
             # The order of all ranks, where it is not that of the copies, is whole once more before a part is owned.
-            self.gradient = self._to_fill()
+            self.gradient = self._to_accumulate()
             if self.owned == self._scattered:
                 self.gradient = self.gradient[slice(*self.owned)]
         elif self.by_micro_batch:
-            assert self.filling is not None
+            assert self.accumulating is not None
             if self._gradient_turns is not None and self._sums == 0:
                 self.gradient = self._gradient_turns.take_now(self._slot)
-            sums, summed = self._sharded_sums(), self.filling[slice(*self._scattered)]
+            sums, summed = self._sharded_sums(), self.accumulating[slice(*self._scattered)]
             self.have_sums()
-            if self.outbox is not None and self.gradient is self.gradient_at_rest:
-                first = self.outbox.on_stream and self._sums == 0 and not self._sums_copies
+            if self.offload_buffer is not None and self.gradient is self.gradient_at_rest:
+                first = self.offload_buffer.on_stream and self._sums == 0 and not self._sums_copies
                 self._squares = tuple(self._squares_of(summed)) if first else ()
-                self._sent = (self.outbox.send(self._slot, sums, summed, add=self._sums > 0),)
+                self._sent = (self.offload_buffer.send(self._slot, sums, summed, add=self._sums > 0),)
             elif self._sums:
                 sums.add_(summed)
             else:
@@ -454,14 +464,14 @@ class Chunk(OwnedPart, WeightChunk):
         if not self._sums_copies or self._among_copies is not None:
             return
         assert self.state is GradientState.PARTIAL
-        if self.outbox is not None:
-            self.outbox.flush()
+        if self.offload_buffer is not None:
+            self.offload_buffer.flush()
         self._among_copies = self.groups.copies.all_reduce_async(self.gradient)
 
     def settle(self) -> None:
         """What was begun beside the sums of the micro-batches is over, of a step that is given up too."""
-        if self.outbox is not None:
-            self.outbox.flush()
+        if self.offload_buffer is not None:
+            self.offload_buffer.flush()
         if self._among_copies is not None:
             self._among_copies.wait()
             self._among_copies = None
@@ -479,9 +489,9 @@ class Chunk(OwnedPart, WeightChunk):
         assert self.state is GradientState.REDUCED
         self._squares = tuple(self._squares_of(self.gradient))
 
-    def use_up(self) -> None:
+    def free_gradient(self) -> None:
         """Nothing reads the gradient any more: if it has a slot, or a place by turns, that is free."""
-        if self.consumes:
+        if self.frees_gradient_on_update:
             self.gradient = self.gradient[:0]
             self._drop()
         elif self._gradient_turns is not None and not self.gradient.is_meta:
@@ -500,7 +510,7 @@ class Chunk(OwnedPart, WeightChunk):
             self.gradient = self.gradient[slice(*self.owned)]
             return
         # In the order of all ranks a shard is in several places, so each rank sees the whole chunk, in its slot.
-        whole = self.groups.all.all_gather(self._sharded_sums(), self._to_fill())
+        whole = self.groups.all.all_gather(self._sharded_sums(), self._to_accumulate())
         self.gradient.copy_(whole[slice(*self.owned)])
         self._drop()
 
@@ -557,16 +567,16 @@ class Chunk(OwnedPart, WeightChunk):
         at = start if self.gradient.numel() == self.spec.numel else 0
         return self.gradient[at : at + stop - start]
 
-    def _to_fill(self) -> Tensor:
-        if self.filling is None:
+    def _to_accumulate(self) -> Tensor:
+        if self.accumulating is None:
             assert self.staging is not None
-            self.filling = self.staging.take_now(self._slot)
-        return self.filling
+            self.accumulating = self.staging.take_now(self._slot)
+        return self.accumulating
 
     def _drop(self) -> None:
-        if self.staging is not None and self.filling is not None:
+        if self.staging is not None and self.accumulating is not None:
             self.staging.give(self._slot)
-            self.filling = None
+            self.accumulating = None
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         end = 0

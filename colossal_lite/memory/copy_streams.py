@@ -68,7 +68,7 @@ class Bus:
             return self.free_s
 
 
-class Lane(ABC):
+class CopyExecutor(ABC):
     """Where the work of one link runs."""
 
     on_stream = False
@@ -84,7 +84,7 @@ class Lane(ABC):
         """Do work that moves so many bytes after the events `before`: its end, or None where it has ended."""
 
     @abstractmethod
-    def hold(self, handed: Callable[[], Event | None]) -> None:
+    def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         """Keep the computing from going on before the end of work that `handed` tells."""
 
     @property
@@ -93,11 +93,11 @@ class Lane(ABC):
         """Seconds that the computing has stood still so."""
 
     @abstractmethod
-    def hurry(self) -> None:
+    def skip_emulated_delay(self) -> None:
         """Emulated time is not waited for any more."""
 
 
-class ThreadLane(Lane):
+class ThreadExecutor(CopyExecutor):
     """Work on the thread that runs it, no faster than `speed`, on a `bus` that it may share."""
 
     def __init__(self, speed: LinkSpeed = AS_IT_COPIES, bus: Bus | None = None) -> None:
@@ -119,7 +119,7 @@ class ThreadLane(Lane):
         if left_s > 0:
             self._hurries.wait(left_s)
 
-    def hold(self, handed: Callable[[], Event | None]) -> None:
+    def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         start = time.perf_counter()
         handed()
         self._held_s += time.perf_counter() - start
@@ -128,11 +128,11 @@ class ThreadLane(Lane):
     def held_s(self) -> float:
         return self._held_s
 
-    def hurry(self) -> None:
+    def skip_emulated_delay(self) -> None:
         self._hurries.set()
 
 
-class StreamLane(Lane):
+class StreamExecutor(CopyExecutor):
     """Work on a stream of its own of a device; the computing is on whatever stream is current where it is asked for."""
 
     on_stream = True
@@ -158,7 +158,7 @@ class StreamLane(Lane):
             end: Event = self._stream.record_event()
         return end
 
-    def hold(self, handed: Callable[[], Event | None]) -> None:
+    def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         stopped = self._timed()
         event = handed()  # a host that has to wait for this leaves the device without work meanwhile
         if event is not None:
@@ -172,7 +172,7 @@ class StreamLane(Lane):
         self._fold()
         return self._held_s
 
-    def hurry(self) -> None:
+    def skip_emulated_delay(self) -> None:
         """Nothing is emulated."""
 
     def _fold(self) -> None:
@@ -189,9 +189,9 @@ class StreamLane(Lane):
         return self._streams.current_stream(self._device)
 
 
-def lane_beside(device: torch.device, speed: LinkSpeed) -> Lane:
+def executor_for(device: torch.device, speed: LinkSpeed) -> CopyExecutor:
     """The lane of a link between the host and a device: of `speed` where that is emulated."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(speed)
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(speed)
 
 
 def ended(event: Event, timeout_s: float) -> None:

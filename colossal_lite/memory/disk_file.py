@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.disk_layout import PAGE_BYTES, Block, FileLayout
+from colossal_lite.memory.disk_layout import PAGE_BYTES, DiskBlock, FileLayout
 from colossal_lite.memory.pinned import pages
 
 THREADS = 4
@@ -190,7 +190,7 @@ class DiskFile:
     # ---- blocks ----
 
     def _all_blocks(
-        self, verb: str, record: int, buffer: Tensor, work: Callable[[int, int, Block, memoryview], None]
+        self, verb: str, record: int, buffer: Tensor, work: Callable[[int, int, DiskBlock, memoryview], None]
     ) -> None:
         self.check()
         assert buffer.numel() == self.layout.padded_bytes(record) and buffer.data_ptr() % PAGE_BYTES == 0
@@ -225,13 +225,13 @@ class DiskFile:
             self.failure = self.failure or error
         raise error from cause
 
-    def _write_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
+    def _write_block(self, record: int, number: int, block: DiskBlock, view: memoryview) -> None:
         self._sums[record][number] = zlib.crc32(view)
         if (done := self._move(_write_some, block, view)) < len(view):
             raise OSError(errno.ENOSPC, f"the file takes {done:,} bytes and no more")
         self._forget(block)
 
-    def _read_block(self, record: int, number: int, block: Block, view: memoryview) -> None:
+    def _read_block(self, record: int, number: int, block: DiskBlock, view: memoryview) -> None:
         if (done := self._move(_read_some, block, view)) < len(view):
             raise OSError(errno.EIO, f"the file ends after {done:,} bytes of them")
         self._forget(block)
@@ -240,7 +240,7 @@ class DiskFile:
             stated = "nothing was" if expected is None else f"{expected:08x} was"
             raise OSError(errno.EIO, f"their checksum is {found:08x}, and {stated} written")
 
-    def _move(self, some: Callable[[int, memoryview, int], int], block: Block, view: memoryview) -> int:
+    def _move(self, some: Callable[[int, memoryview, int], int], block: DiskBlock, view: memoryview) -> int:
         """Bytes of a block that were moved by call after call of `some`, until none came."""
         done = 0
         while done < len(view) and (count := some(self._fd(done), view[done:], block.offset + done)):
@@ -251,7 +251,7 @@ class DiskFile:
         """Direct access begins on a page; a system call may have stopped elsewhere."""
         return self._fds[1 if self.is_direct and done % PAGE_BYTES == 0 else 0]
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: DiskBlock) -> None:
         """Nobody else reads this: the page cache is for others."""
         if not self.is_direct:
             os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)

@@ -18,7 +18,7 @@ BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Block:
+class DiskBlock:
     """Bytes [start, stop) of a record, of a file those from `offset` on; whole pages."""
 
     start: int
@@ -60,11 +60,11 @@ class FileLayout:
         """At the records' ends."""
         return self.file_bytes - sum(self.sizes_bytes)
 
-    def blocks(self, record: int) -> tuple[Block, ...]:
+    def blocks(self, record: int) -> tuple[DiskBlock, ...]:
         """What a record is read and written by."""
         start, size = self.starts[record], self.padded_bytes(record)
         cuts: Sequence[int] = (*range(0, size, self.block_bytes), size)
-        return tuple(Block(a, b, start + a) for a, b in zip(cuts, cuts[1:], strict=False))
+        return tuple(DiskBlock(a, b, start + a) for a, b in zip(cuts, cuts[1:], strict=False))
 
     def __str__(self) -> str:
         rows = [

@@ -13,7 +13,7 @@ same host attaches by it (through /proc of the owner), and may lock the memory b
 end leaves what others have mapped as it is; when the owner drops a task, they are told so.
 
 Versions.  An update of a record that a step owes, or whose bytes are still on their way, is *pending* from the moment
-the step ends (`owe`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
+the step ends (`defer`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
 word of the directory, written before the first byte and after the last one: a reader that finds the same word, not
 pending, before and after its copy has a record of one version, and any other reader is told, or tries again.  `flush`
 makes the owner's engine pay what it owes; elsewhere it waits.  Gradients are pending as long as an engine sums in them.
@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed import host_meeting, outbox
+from colossal_lite.distributed import host_handshake, send_buffer
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.pinned import host_room, lock, locked
 
@@ -196,7 +196,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ParkedState:
     """What an engine that has ended well leaves beside its records."""
 
     form: Mapping[str, Any]
@@ -213,7 +213,7 @@ class TaskRecords:
         self.task, self.beside = task, beside
         self.is_open, self.is_blank = True, True
         """Whether an engine has them; whether none ever had."""
-        self.kept: Kept | None = None
+        self.kept: ParkedState | None = None
         """What an engine has left, until another changes it."""
         self.misfits: list[str] = []
         """Records that were left in other sizes than this engine wants them, a line each."""
@@ -228,7 +228,7 @@ class TaskRecords:
         self._new: set[tuple[int, str]] = set()
         self._freed: list[tuple[int, int]] = []  # pages [start, stop)
         self._end = DIRECTORY_BYTES
-        self._capacity = DIRECTORY_BYTES + 4 * outbox.physical_bytes()
+        self._capacity = DIRECTORY_BYTES + 4 * send_buffer.physical_bytes()
         self._lock = threading.Lock()
 
     # ---- rooms ----
@@ -281,7 +281,7 @@ class TaskRecords:
         return records + _pages(ENTRY_BYTES * (words[COUNT] + 1))
 
     def _made(self, name: tuple[int, str], numel: int, dtype: torch.dtype) -> Tensor:
-        if host_meeting.why_not() is not None:
+        if host_handshake.why_not() is not None:
             return host_room(numel, dtype, self.beside)
         words, memory = self._segment()
         size_bytes = numel * dtype.itemsize
@@ -324,7 +324,7 @@ class TaskRecords:
     def _segment(self) -> tuple[memoryview, mmap.mmap]:
         """The directory, and all memory; made when the first record is."""
         if self.shared is None:
-            self.descriptor, memory = outbox.shared_memory(f"task {self.task}", self._capacity)
+            self.descriptor, memory = send_buffer.shared_memory(f"task {self.task}", self._capacity)
             self._closing = weakref.finalize(self, os.close, self.descriptor)
             self.shared = Records(self.task, os.getpid(), memory)
             self.shared.words[0] = MAGIC
@@ -337,7 +337,7 @@ class TaskRecords:
         """A record is about to be written, if no update of it is owed already; nothing where there is no record."""
         self._set(chunk, kind, lambda due: max(due, 1))
 
-    def owe(self, chunk: int, kind: str = OPTIMIZER) -> None:
+    def defer(self, chunk: int, kind: str = OPTIMIZER) -> None:
         """One more update of a record is owed from now on: that of the step before may be on its way still."""
         self._set(chunk, kind, lambda due: due + 1)
 
@@ -363,7 +363,7 @@ class TaskRecords:
 
     # ---- how an engine begins and ends ----
 
-    def take_up(self) -> Kept | None:
+    def take_up(self) -> ParkedState | None:
         """What another engine has left, if one has; the records are this one's from now on."""
         self._new.clear()
         self.is_blank = False
@@ -379,7 +379,7 @@ class TaskRecords:
         if self.is_blank:
             self.close()
 
-    def leave(self, kept: Kept | None) -> None:
+    def leave(self, kept: ParkedState | None) -> None:
         """The engine has ended; `kept`: all its state is here, and another may take it up."""
         for name in tuple(self._rooms):
             if name[1] == GRADIENTS:
@@ -439,7 +439,7 @@ class HostStore:
         """What a process of this user on this host needs to attach: small, to be pickled. Raises StoreError."""
         records = self._of(task)
         if records.descriptor < 0:
-            why = host_meeting.why_not() or "it has no records on the host"
+            why = host_handshake.why_not() or "it has no records on the host"
             raise StoreError(f"store: task {task!r} cannot be shared: {why}")
         return Handle(task, os.getpid(), records.descriptor, records.token)
 
@@ -456,7 +456,7 @@ class HostStore:
             size_bytes = os.fstat(descriptor).st_size
             if size_bytes < DIRECTORY_BYTES:
                 raise StoreError(gone)
-            memory = outbox.mapped(descriptor, size_bytes)
+            memory = send_buffer.mapped(descriptor, size_bytes)
         except OSError as error:
             raise StoreError(f"{gone} ({error.strerror})") from error
         finally:
@@ -470,7 +470,7 @@ class HostStore:
     def records(self, task: str) -> Records:
         """The records of a task as siblings see them. Raises StoreError if it has none."""
         if (shared := self._of(task).shared) is None:
-            why = host_meeting.why_not() or "it has no records on the host"
+            why = host_handshake.why_not() or "it has no records on the host"
             raise StoreError(f"store: task {task!r} has nothing that siblings see: {why}")
         return shared
 

@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from colossal_lite.memory.copy_streams import Event, Lane, ended
+from colossal_lite.memory.copy_streams import CopyExecutor, Event, ended
 
 
 class Priority(IntEnum):
@@ -82,7 +82,7 @@ class Transfer:
         """What is computed from now on finds the bytes in the target. On a GPU the device waits, and not the host."""
         self.expedite()
         for root in self.roots():
-            root.link.lane.hold(root.handed)
+            root.link.executor.block_compute_until(root.handed)
 
     def finish(self) -> None:
         """The target holds the bytes when this returns: for a host that reads or frees them itself."""
@@ -142,8 +142,8 @@ class Link:
     """One direction between two tiers: copies one after the other on a lane, in the order they are asked for; but what
     is in demand goes before what is not, as soon as it waits for nothing."""
 
-    def __init__(self, name: str, lane: Lane, *, timeout_s: float = 600.0) -> None:
-        self.name, self.lane, self.timeout_s = name, lane, timeout_s
+    def __init__(self, name: str, executor: CopyExecutor, *, timeout_s: float = 600.0) -> None:
+        self.name, self.executor, self.timeout_s = name, executor, timeout_s
         self.moved_bytes = 0
         """Of all copies so far that were not revoked."""
         self.blocked_s = 0.0
@@ -161,7 +161,7 @@ class Link:
     def waited_s(self) -> float:
         """That whoever needed a copy has waited for it: on a GPU that its computing stood still, by its own clock, and
         that the host did."""
-        return self.lane.held_s + self.blocked_s
+        return self.executor.held_s + self.blocked_s
 
     def copy(
         self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),
@@ -171,7 +171,7 @@ class Link:
         far.  Neither may be written until then, nor `target` read.  `then` is called by a thread when the bytes are
         there, before anybody who waits on the host goes on."""
         assert target.shape == source.shape and target.dtype == source.dtype
-        work = partial(target.copy_, source, non_blocking=self.lane.on_stream)
+        work = partial(target.copy_, source, non_blocking=self.executor.on_stream)
         size_bytes = source.numel() * source.element_size()
         return self.run(work, size_bytes, after=after, priority=priority, then=then)
 
@@ -180,15 +180,17 @@ class Link:
         priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
     ) -> Transfer:  # fmt: skip
         """As `copy`, where `work` moves the `size_bytes`."""
-        told = then if not self.lane.on_stream else None
-        request = Request(partial(self._begin, work, size_bytes, after, self.lane.now(), told))
+        told = then if not self.executor.on_stream else None
+        request = Request(partial(self._begin, work, size_bytes, after, self.executor.now(), told))
         transfer = Transfer(self, request, after, priority, size_bytes)
         if priority is Priority.DEMAND:
             for each in after:
                 each.expedite()
         with self._changed:
             self.moved_bytes += size_bytes
-            is_next = self.lane.on_stream and not self._queue and not self._serving and _is_ready(transfer)
+            is_next = (
+                self.executor.on_stream and not self._queue and not self._serving and _is_ready(transfer)
+            )
             if is_next:
                 self._serving += 1
             else:
@@ -197,7 +199,7 @@ class Link:
             self._serve(transfer)
         else:
             self._thread.submit(self._turn)
-        if then is not None and self.lane.on_stream:
+        if then is not None and self.executor.on_stream:
             transfer.told = self._teller.submit(transfer.tell, then)
         return transfer
 
@@ -215,7 +217,7 @@ class Link:
     def close(self) -> None:
         """No copy is asked for any more; those on their way are finished at once. What does not end in time is left
         behind, and told in a warning."""
-        self.lane.hurry()
+        self.executor.skip_emulated_delay()
         if not self._changed_until(lambda: not self._queue and not self._serving):
             warnings.warn(
                 f"{self.late()}; it is left behind, and what it was to write may be old", stacklevel=2
@@ -224,7 +226,11 @@ class Link:
             self._teller.shutdown(wait=False, cancel_futures=True)
             return
         self._thread.shutdown()
-        if self.lane.on_stream and self._last is not None and self._last.request.future.exception() is None:
+        if (
+            self.executor.on_stream
+            and self._last is not None
+            and self._last.request.future.exception() is None
+        ):
             self._last.finish()
         self._teller.shutdown()
 
@@ -311,7 +317,7 @@ class Link:
             if not root.is_handed:  # it was waited for long enough
                 raise root.link.late()
         ends = (now, *(root.handed() for root in roots))
-        end = self.lane.run(work, size_bytes, [end for end in ends if end is not None], self.timeout_s)
+        end = self.executor.run(work, size_bytes, [end for end in ends if end is not None], self.timeout_s)
         if then is not None:
             then()
         return end

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.memory.arena import Places
+from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.link import Link, Transfer
 
 
@@ -85,17 +85,19 @@ class Buffers:
         self._leaving.clear()
 
 
-class Outbox:
+class GradientOffloadBuffer:
     """Places on the device through which sums go down a link, so that whoever sends need not wait.
 
     A thread adds on the host as it copies.  A stream cannot: its sums come down into `landings` [numel] there, from
     which `adds` adds them."""
 
-    def __init__(self, down: Link, adds: Link, places: Places, landings: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, down: Link, adds: Link, places: ArenaAllocator, landings: Iterable[Tensor] = ()
+    ) -> None:
         self._down, self._adds = down, adds
         self.places, self._landings = places, Buffers(landings)
         self._sent: list[Transfer] = []
-        self.on_stream = down.lane.on_stream
+        self.on_stream = down.executor.on_stream
 
     def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> Transfer:
         """Copy `source` to `target` on the host, or add it there, through place `number`. `source` may be written when

@@ -3,7 +3,7 @@
 Note: tensors of weights.
 `value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
             Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
-`own_value` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
+`local_shard` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
 Gaps between entries are zero.  Weights walk WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin
 and rest as SHARDED) and, where a step owes their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a
 programming error and stops at once.  A parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
@@ -72,7 +72,7 @@ class SavedView:
                 f"backward: the weights {names} have been updated since the forward that it belongs to; call backward "
                 f"before step"
             )
-        value = self.chunk.value
+        value = self.chunk.full_weight
         value = value if value.dtype == self.dtype else value.view(self.dtype)
         return value.as_strided(self.shape, self.stride, value.storage_offset() + self.offset)
 
@@ -83,12 +83,12 @@ class Groups:
     (`shards`), and those that hold the same shard (`copies`).  One copy is the rule, more are hybrid sharding
     (arXiv 2304.11277, section 3.2.2).  `near`: those of `shards` that may keep the weights between them for a while."""
 
-    all: AxisComm
-    shards: AxisComm
-    copies: AxisComm
-    near: AxisComm
+    all: Communicator
+    shards: Communicator
+    copies: Communicator
+    near: Communicator
 
-    def scatterers(self, *, ordered: bool) -> AxisComm:
+    def scatterers(self, *, ordered: bool) -> Communicator:
         """Those that scatter a sum among themselves: all, if it is one sum in rank order, or first those of a copy."""
         return self.all if ordered else self.shards
 
@@ -113,15 +113,15 @@ class WeightChunk:
         rests = self.is_sharded and on_host is not None
         kept = self._room(WEIGHTS, length if self.is_sharded else spec.numel, dtype, rests=rests)
         self.weights_at_rest = kept if rests else None
-        """This rank's part of the weights, where it rests on the host; `own_value` is elsewhere during an update."""
+        """This rank's part of the weights, where it rests on the host; `local_shard` is elsewhere during an update."""
         self._value = None if self.is_sharded else kept
-        self.own_value = kept if self.is_sharded else kept[slice(*self.owned)]
+        self.local_shard = kept if self.is_sharded else kept[slice(*self.owned)]
         self._parameters: list[nn.Parameter] = []
         self._placeholders: list[Tensor] = []
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
-        self._gathering: Pending | None = None
+        self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
 
     @property
@@ -143,7 +143,7 @@ class WeightChunk:
     # ---- weights ----
 
     @property
-    def value(self) -> Tensor:
+    def full_weight(self) -> Tensor:
         """The weights [numel]; only while they are here."""
         assert self._value is not None, f"chunk {self.spec.id}: its weights are not gathered"
         return self._value
@@ -151,7 +151,7 @@ class WeightChunk:
     @property
     def resting_bytes(self) -> int:
         """Of weights between steps."""
-        kept = self.own_value if self.is_sharded else self.value
+        kept = self.local_shard if self.is_sharded else self.full_weight
         return self.types.resting_bytes(kept.numel())
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor] | None) -> None:
@@ -172,16 +172,16 @@ class WeightChunk:
         assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
         flat = value.reshape(-1)
         if not self.is_sharded:
-            self.value[entry.start : entry.stop].copy_(flat)
+            self.full_weight[entry.start : entry.stop].copy_(flat)
         if part := self.part_of(entry):
             local, start = part
             self._load_own(local, flat[start : start + local.stop - local.start])
         self.count_change()
 
     def _load_own(self, local: slice, own: Tensor) -> None:
-        """Set what this rank has of an entry: elements `local` of `own_value`."""
+        """Set what this rank has of an entry: elements `local` of `local_shard`."""
         if self.is_sharded:
-            self.own_value[local].copy_(own)
+            self.local_shard[local].copy_(own)
 
     def count_change(self) -> None:
         """Some of the weights are others now, of this rank's shard or not: who has saved some is told so when it wants
@@ -189,14 +189,14 @@ class WeightChunk:
         self.version += 1
         increment_version(self._parameters)
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """Nobody may read the weights until their update, which has yet to come."""
         if not self.is_sharded:  # else nobody can
             self.finish_gather()
             self.move_weights(WeightState.OWED)
             self._hide()
 
-    def pay(self) -> None:
+    def run_deferred(self) -> None:
         """The update that was owed has come."""
         if self.weights is WeightState.OWED:
             self._show()
@@ -210,9 +210,9 @@ class WeightChunk:
         self.move_weights(WeightState.SHARDED)
         self._hide()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self._gather(self.shards, self.own_value, self.value)
+        self._gathering = self._gather(self.shards, self.local_shard, self.full_weight)
 
-    def _gather(self, ranks: AxisComm, part: Tensor, whole: Tensor) -> Pending:
+    def _gather(self, ranks: Communicator, part: Tensor, whole: Tensor) -> PendingCollective:
         """Parts of weights become `whole` [numel]: the one place where they are on the wire, in its dtype."""
         return ranks.all_gather_async(part, whole)
 
@@ -220,7 +220,7 @@ class WeightChunk:
         """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective. Raises
         ValueError where they have left their place for this step."""
         assert self.is_sharded and slot.numel() == self.spec.numel
-        if self.own_value.is_meta and not self.device.type == "meta":
+        if self.local_shard.is_meta and not self.device.type == "meta":
             names = ", ".join(entry.name for entry in self.spec.entries[:3])
             raise ValueError(
                 f"model: the weights {names} are read between the last backward of a step and their update, when the "
@@ -229,7 +229,7 @@ class WeightChunk:
             )
         self.move_weights(WeightState.GATHERING)
         self._value = slot
-        self._gathering = self._gather(self.shards, self.own_value, slot)
+        self._gathering = self._gather(self.shards, self.local_shard, slot)
 
     @property
     def part_numel(self) -> int:
@@ -240,7 +240,7 @@ class WeightChunk:
     def keep_part(self, part: Tensor) -> None:
         """Copy this rank's part [part_numel] of the gathered weights for `unshard_near`."""
         self.finish_gather()
-        part.copy_(self.value[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
+        part.copy_(self.full_weight[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
 
     def unshard_near(self, slot: Tensor, part: Tensor) -> None:
         """As `unshard`, from the parts that the neighbours have kept since. Collective among them."""
@@ -255,17 +255,17 @@ class WeightChunk:
         assert self.is_sharded and self.weights_at_rest is not None and slot.numel() == self.spec.numel
         self.move_weights(WeightState.FETCHING)
         self._value = slot
-        if self.own_value is self.weights_at_rest:
-            self._incoming = up.copy(slot[slice(*self.shard)], self.own_value, priority=Priority.PREFETCH)
+        if self.local_shard is self.weights_at_rest:
+            self._incoming = up.copy(slot[slice(*self.shard)], self.local_shard, priority=Priority.PREFETCH)
         else:
-            slot[slice(*self.shard)].copy_(self.own_value)
+            slot[slice(*self.shard)].copy_(self.local_shard)
 
     def gather_fetched(self) -> None:
         """Begin to gather the shards of the others beside the one that was fetched. Collective."""
         if self.shards.size > 1:
             self._finish_fetch()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self._gather(self.shards, self.value[slice(*self.shard)], self.value)
+        self._gathering = self._gather(self.shards, self.full_weight[slice(*self.shard)], self.full_weight)
 
     def _finish_fetch(self) -> None:
         if self._incoming is not None:
@@ -316,7 +316,7 @@ class WeightChunk:
 
     def _show(self) -> None:
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
-            parameter.data = self.value[entry.start : entry.stop].view(parameter.shape)
+            parameter.data = self.full_weight[entry.start : entry.stop].view(parameter.shape)
 
     def _hide(self) -> None:
         for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
@@ -330,8 +330,8 @@ class WeightChunk:
 
     def keep_weights_on_device(self) -> None:
         """This rank's shard rests on the device from now on."""
-        assert self.weights_at_rest is not None and self.own_value is self.weights_at_rest
-        self.own_value, self.weights_at_rest = copied_to(self.own_value, self.device), None
+        assert self.weights_at_rest is not None and self.local_shard is self.weights_at_rest
+        self.local_shard, self.weights_at_rest = copied_to(self.local_shard, self.device), None
         self._gone(WEIGHTS)
 
     # ---- shards ----

@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Row:
+class NameRule:
     """One tensor of ours: `theirs` joined along dim 0 in pieces of `sizes` rows, each transposed if `transposed`."""
 
     ours: str
@@ -36,7 +36,7 @@ class Row:
     transposed: bool = False
 
 
-def rows(config: GPTConfig) -> Iterator[Row]:
+def rows(config: GPTConfig) -> Iterator[NameRule]:
     """The tensors of a model in the order of its forward. Raises ValueError for a model that neither family has."""
     yield from {"gpt2": _gpt2_rows, "llama": _llama_rows}[family_of(config)](config)
 
@@ -56,9 +56,9 @@ def family_of(config: GPTConfig) -> str:
     raise ValueError(f"model: Hugging Face has no family for it; {'; '.join(texts)}")
 
 
-def _gpt2_rows(config: GPTConfig) -> Iterator[Row]:
-    yield Row("token.weight", ("transformer.wte.weight",))
-    yield Row("position.weight", ("transformer.wpe.weight",))
+def _gpt2_rows(config: GPTConfig) -> Iterator[NameRule]:
+    yield NameRule("token.weight", ("transformer.wte.weight",))
+    yield NameRule("position.weight", ("transformer.wpe.weight",))
     for i in range(config.layers):
         for ours, theirs, is_linear in (
             ("norm1", "ln_1", False),
@@ -69,30 +69,30 @@ def _gpt2_rows(config: GPTConfig) -> Iterator[Row]:
             ("mlp.down", "mlp.c_proj", True),
         ):
             name = f"transformer.h.{i}.{theirs}"
-            yield Row(f"blocks.{i}.{ours}.weight", (f"{name}.weight",), transposed=is_linear)
-            yield Row(f"blocks.{i}.{ours}.bias", (f"{name}.bias",))
-    yield from (Row(f"norm.{kind}", (f"transformer.ln_f.{kind}",)) for kind in ("weight", "bias"))
+            yield NameRule(f"blocks.{i}.{ours}.weight", (f"{name}.weight",), transposed=is_linear)
+            yield NameRule(f"blocks.{i}.{ours}.bias", (f"{name}.bias",))
+    yield from (NameRule(f"norm.{kind}", (f"transformer.ln_f.{kind}",)) for kind in ("weight", "bias"))
     if not config.tied:
-        yield Row("head.weight", ("lm_head.weight",))
+        yield NameRule("head.weight", ("lm_head.weight",))
 
 
-def _llama_rows(config: GPTConfig) -> Iterator[Row]:
+def _llama_rows(config: GPTConfig) -> Iterator[NameRule]:
     keys = config.key_heads * config.head_width
-    yield Row("token.weight", ("model.embed_tokens.weight",))
+    yield NameRule("token.weight", ("model.embed_tokens.weight",))
     for i in range(config.layers):
         layer = f"model.layers.{i}"
-        yield Row(f"blocks.{i}.norm1.weight", (f"{layer}.input_layernorm.weight",))
-        yield Row(f"blocks.{i}.norm2.weight", (f"{layer}.post_attention_layernorm.weight",))
+        yield NameRule(f"blocks.{i}.norm1.weight", (f"{layer}.input_layernorm.weight",))
+        yield NameRule(f"blocks.{i}.norm2.weight", (f"{layer}.post_attention_layernorm.weight",))
         for kind in ("weight", "bias") if config.bias else ("weight",):
             qkv = tuple(f"{layer}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            yield Row(f"blocks.{i}.attention.qkv.{kind}", qkv, (config.width, keys, keys))
-            yield Row(f"blocks.{i}.attention.out.{kind}", (f"{layer}.self_attn.o_proj.{kind}",))
+            yield NameRule(f"blocks.{i}.attention.qkv.{kind}", qkv, (config.width, keys, keys))
+            yield NameRule(f"blocks.{i}.attention.out.{kind}", (f"{layer}.self_attn.o_proj.{kind}",))
             gate_up = tuple(f"{layer}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
-            yield Row(f"blocks.{i}.mlp.gate_up.{kind}", gate_up, (config.ffn_width,) * 2)
-            yield Row(f"blocks.{i}.mlp.down.{kind}", (f"{layer}.mlp.down_proj.{kind}",))
-    yield Row("norm.weight", ("model.norm.weight",))
+            yield NameRule(f"blocks.{i}.mlp.gate_up.{kind}", gate_up, (config.ffn_width,) * 2)
+            yield NameRule(f"blocks.{i}.mlp.down.{kind}", (f"{layer}.mlp.down_proj.{kind}",))
+    yield NameRule("norm.weight", ("model.norm.weight",))
     if not config.tied:
-        yield Row("head.weight", ("lm_head.weight",))
+        yield NameRule("head.weight", ("lm_head.weight",))
 
 
 def to_hf(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class AllocatedBytes:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """A stretch of a step: live bytes at its end, and at the most within it."""
 
     name: str
@@ -92,7 +92,7 @@ class Moment:
     peak_bytes: int
 
 
-def _most(moments: Sequence[Moment]) -> int:
+def _most(moments: Sequence[MemoryMoment]) -> int:
     return max((moment.peak_bytes for moment in moments), default=0)
 
 
@@ -104,8 +104,8 @@ class StepMeter(LiveBytes):
         self.kept_bytes = 0
         self.shape = (0, 0)
         """Samples of all micro-batches of a step as long as the largest, and tokens of one sample."""
-        self._moments: list[Moment] = []
-        self._highest: tuple[Moment, ...] = ()
+        self._moments: list[MemoryMoment] = []
+        self._highest: tuple[MemoryMoment, ...] = ()
 
     def begin(self) -> None:
         """A step begins."""
@@ -113,14 +113,14 @@ class StepMeter(LiveBytes):
 
     def moment(self, name: str) -> None:
         """A moment of the step has ended."""
-        self._moments.append(Moment(name, self.now_bytes, self.window()))
+        self._moments.append(MemoryMoment(name, self.now_bytes, self.window()))
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[MemoryMoment, ...]:
         """Of the step that held most; what came after the last one that was named is `end`."""
         here = tuple(self._moments)
         if here and self.peak_bytes > self.now_bytes:
-            here = (*here, Moment("end", self.now_bytes, self.peak_bytes))
+            here = (*here, MemoryMoment("end", self.now_bytes, self.peak_bytes))
         return max(self._highest, here, key=_most)
 
     @property

@@ -72,15 +72,15 @@ class MemoryTimeline:
         left, height, top = 110, 160, 30
         lines, y = [], top
         for tier in self.tiers:
-            foretold, peak = self.forecast_bytes(tier), self.peak_bytes(tier)
-            scale = height / (max(peak, foretold or 0) or 1)
-            said = "not foretold" if foretold is None else f"foretold {foretold:,}"
+            forecast_bytes, peak = self.forecast_bytes(tier), self.peak_bytes(tier)
+            scale = height / (max(peak, forecast_bytes or 0) or 1)
+            said = "not foretold" if forecast_bytes is None else f"foretold {forecast_bytes:,}"
             lines.append(f'<text x="4" y="{y - 4}">{escape(tier)}: peak {peak:,} bytes, {said}</text>')
             lines += self._columns(
                 tier, left, y + height, (width - left - 10) / max(1, len(self.moments)), scale
             )
-            if foretold is not None:
-                at = y + height - foretold * scale
+            if forecast_bytes is not None:
+                at = y + height - forecast_bytes * scale
                 lines.append(
                     f'<line x1="{left}" x2="{width - 10}" y1="{at:.2f}" y2="{at:.2f}" stroke="black" '
                     'stroke-dasharray="6 3"/>'

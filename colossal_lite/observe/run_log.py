@@ -31,7 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from colossal_lite.observe.sinks import Sink
-from colossal_lite.observe.timeline import Timeline, memory_bytes
+from colossal_lite.observe.timeline import LogTimeline, memory_bytes
 
 # ------------------------------------------------------------------------------------------------------- rows
 
@@ -121,7 +121,7 @@ REDRAW_NS = 250_000_000
 """between two drawings of the moving line: more often costs more than it tells"""
 
 
-class Step(Protocol):
+class LogStep(Protocol):
     """What a step tells of itself (the engine's StepResult)."""
 
     @property
@@ -191,7 +191,7 @@ class RunLog:
         """`resumed_step`: the step a resumed run goes on from, whose rows so far are kept; `also`: further
         places that numbers go to (`run_sinks`)."""
         self._resumed_step, self._sinks = resumed_step, tuple(also)
-        self.timeline = Timeline(clock=clock)
+        self.timeline = LogTimeline(clock=clock)
         self._folder, self._total_steps, self._scale, self._device = folder, total_steps, scale, device
         self._every, self._clock = every, clock
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -230,7 +230,7 @@ class RunLog:
         if self._folder:
             self.timeline.export(self._folder / "trace.json")
 
-    def step(self, result: Step, sent_bytes: int) -> None:
+    def step(self, result: LogStep, sent_bytes: int) -> None:
         """Record and show a step that has just ended."""
         if self._folder is None:
             return

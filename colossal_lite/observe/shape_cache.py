@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, Form, Made
+from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, ResultMeta, TensorMeta
 
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
-class Forms(TorchDispatchMode):
+class ShapeCache(TorchDispatchMode):
     """Within it, or by its `run`, operations on meta tensors whose forms have been seen are not asked again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given: dict[Hashable, Made | None] = {}
+        self._given: dict[Hashable, ResultMeta | None] = {}
         """By operation and forms of its arguments; None: what cannot be remembered."""
         self._is_pure: dict[Any, bool] = {}
 
@@ -74,7 +74,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return out if forms is not None and forms[0] and forms[0][0::2] == (tuple(out.shape), out.dtype) else None
 
 
-def _by_rule(func: Any, args: Any, kwargs: Any) -> Made | None:
+def _by_rule(func: Any, args: Any, kwargs: Any) -> ResultMeta | None:
     """What our own rules say that it gives; None if that is for torch to say."""
     rule = RULES.get(func)
     return rule(*args, **kwargs) if rule is not None and _is_here(args, kwargs) else None
@@ -120,7 +120,7 @@ def _key(given: Any) -> Hashable | None:
     return (type(given), given) if isinstance(given, SCALARS) else None
 
 
-def _forms(out: Any, given: Any) -> Made | None:
+def _forms(out: Any, given: Any) -> ResultMeta | None:
     """The forms of results that lie in storages of their own, each as large as its form needs."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen = {storage_of(x) for x in tensors_in(given)}
@@ -135,11 +135,11 @@ def _forms(out: Any, given: Any) -> Made | None:
     return tuple(None if x is None else _form(x) for x in results)
 
 
-def _form(x: Tensor) -> Form:
+def _form(x: Tensor) -> TensorMeta:
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def _empty(form: Form) -> Tensor:
+def _empty(form: TensorMeta) -> Tensor:
     shape, strides, dtype = form
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 

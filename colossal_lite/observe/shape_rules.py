@@ -20,11 +20,11 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+TensorMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""
-Made = tuple[Form | None, ...]
+ResultMeta = tuple[TensorMeta | None, ...]
 """What an operation gives; None: nothing there."""
-Rule = Callable[..., Made | None]
+Rule = Callable[..., ResultMeta | None]
 """From the arguments of an operation to what it gives; None where that is for torch to say."""
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -36,7 +36,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1][: len(shape)]
 
 
-def _dense(shape: Sequence[int], dtype: torch.dtype) -> Form:
+def _dense(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
     return tuple(shape), strides_of(shape), dtype
 
 
@@ -88,11 +88,11 @@ def _strides_like(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Form:
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> TensorMeta:
     return tuple(x.shape), x.stride() if _is_dense(x) else _strides_like([x]), dtype or x.dtype
 
 
-def _made_like(x: Tensor, **options: Any) -> Made | None:
+def _made_like(x: Tensor, **options: Any) -> ResultMeta | None:
     if options.get("memory_format") not in (None, torch.preserve_format):
         return None
     return (_like(x, options.get("dtype")),)
@@ -143,7 +143,7 @@ def _chosen(condition: Tensor, *given: Any) -> torch.dtype | None:
 def _pointwise(dtype_of: Callable[..., torch.dtype | None], *, conditions: int = 0) -> Rule:
     """All but the first so many tensors are converted to the dtype that is computed in before they are broadcast."""
 
-    def rule(*given: Any, **options: Any) -> Made | None:
+    def rule(*given: Any, **options: Any) -> ResultMeta | None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         dtype = dtype_of(*given)
         shape = _broadcast(tensors)
@@ -165,7 +165,7 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def _alike(one: Tensor, other: Tensor, **options: Any) -> Made | None:
+def _alike(one: Tensor, other: Tensor, **options: Any) -> ResultMeta | None:
     """Of two tensors whose dims lie in one order: for what torch does in several operations."""
     is_plain = one.shape == other.shape and one.dtype is other.dtype and one.dtype.is_floating_point
     strides = _strides_like([one]), _strides_like([other])
@@ -190,24 +190,26 @@ def _reduced(x: Tensor, dims: Sequence[int] | None, keepdim: bool) -> tuple[int,
     return tuple(1 if d in over else size for d, size in enumerate(x.shape) if keepdim or d not in over)
 
 
-def _sum(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Made | None:
+def _sum(
+    x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
+) -> ResultMeta | None:
     shape = _reduced(x, dims, keepdim)
     whole = x.dtype if x.dtype.is_floating_point else torch.int64
     return None if shape is None or x.dtype.is_complex else (_dense(shape, dtype or whole),)
 
 
-def _of_floats(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Made | None:
+def _of_floats(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> ResultMeta | None:
     shape = _reduced(x, dims, keepdim)
     is_plain = dims and x.dtype.is_floating_point and x.numel()
     return (_dense(shape, x.dtype),) if shape is not None and is_plain else None
 
 
-def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Made | None:
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> ResultMeta | None:
     is_plain = x.dtype.is_floating_point and not half_to_float and -x.dim() <= dim < x.dim()
     return (_dense(x.shape, x.dtype),) if is_plain and x.is_contiguous() else None
 
 
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Made | None:
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> ResultMeta | None:
     first = tensors[0]
     at = dim % max(first.dim(), 1)
     rest = {(*x.shape[:at], *x.shape[at + 1 :]) for x in tensors}
@@ -219,7 +221,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Made | None:
     return (_dense(shape, _common(tensors)),)
 
 
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Made | None:
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> ResultMeta | None:
     first = tensors[0]
     if any(x.shape != first.shape for x in tensors) or not -first.dim() - 1 <= dim <= first.dim():
         return None
@@ -237,24 +239,24 @@ def _common(tensors: Sequence[Tensor]) -> torch.dtype:
 # ---- products ----
 
 
-def _mm(a: Tensor, b: Tensor) -> Made | None:
+def _mm(a: Tensor, b: Tensor) -> ResultMeta | None:
     fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype is b.dtype
     return (_dense((a.shape[0], b.shape[1]), a.dtype),) if fits else None
 
 
-def _bmm(a: Tensor, b: Tensor) -> Made | None:
+def _bmm(a: Tensor, b: Tensor) -> ResultMeta | None:
     fits = a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1]
     return (_dense((*a.shape[:2], b.shape[2]), a.dtype),) if fits and a.dtype is b.dtype else None
 
 
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Made | None:
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> ResultMeta | None:
     product = _mm(a, b)
     if product is None or bias.dtype is not a.dtype or not a.dtype.is_floating_point:
         return None
     return product if bias.dim() == 1 and bias.shape[0] in (1, b.shape[1]) else None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Made | None:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> ResultMeta | None:
     if query.dim() != 4:
         return None
     samples, heads, tokens = query.shape[:3]
@@ -267,7 +269,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options:
 
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Made | None:
+) -> ResultMeta | None:
     outer = x.dim() - len(shape)
     if (
         not x.is_contiguous()
@@ -289,7 +291,7 @@ def _layer_norm(
 def _layer_norm_backward(
     gradient: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
     bias: Tensor | None, wanted: Sequence[bool],
-) -> Made | None:  # fmt: skip
+) -> ResultMeta | None:  # fmt: skip
     outer = x.dim() - len(shape)
     if not x.is_contiguous() or not gradient.is_contiguous() or not x.numel() or outer < 1:
         return None
@@ -300,21 +302,21 @@ def _layer_norm_backward(
     return (_dense(x.shape, x.dtype) if wanted[0] else None, *affine)
 
 
-def _embedding(table: Tensor, ids: Tensor, *options: Any) -> Made | None:
+def _embedding(table: Tensor, ids: Tensor, *options: Any) -> ResultMeta | None:
     fits = table.dim() == 2 and ids.dtype in (torch.int64, torch.int32)
     return (_dense((*ids.shape, table.shape[1]), table.dtype),) if fits else None
 
 
-def _gather(x: Tensor, dim: int, index: Tensor) -> Made | None:
+def _gather(x: Tensor, dim: int, index: Tensor) -> ResultMeta | None:
     fits = index.dim() == x.dim() and index.dtype is torch.int64 and -x.dim() <= dim < x.dim()
     return (_dense(index.shape, x.dtype),) if fits else None
 
 
-def _slice_backward(gradient: Tensor, sizes: Sequence[int], *where: int) -> Made:
+def _slice_backward(gradient: Tensor, sizes: Sequence[int], *where: int) -> ResultMeta:
     return (_dense(sizes, gradient.dtype),)
 
 
-def _arange(end: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Made | None:
+def _arange(end: Any, *, dtype: torch.dtype | None = None, **options: Any) -> ResultMeta | None:
     return (_dense((end,), dtype or torch.int64),) if type(end) is int and end >= 0 else None
 
 

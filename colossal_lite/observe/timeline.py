@@ -26,7 +26,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Span:
+class LogSpan:
     """Something that took time."""
 
     name: str
@@ -44,11 +44,11 @@ class MemoryMark:
     memory_bytes: int
 
 
-class Timeline:
+class LogTimeline:
     """Spans and memory marks of one rank, the newest `limit` of each, for chrome://tracing and Perfetto."""
 
     def __init__(self, limit: int = 100_000, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.spans: deque[Span] = deque(maxlen=limit)
+        self.spans: deque[LogSpan] = deque(maxlen=limit)
         self.marks: deque[MemoryMark] = deque(maxlen=limit)
         self._clock = clock
 
@@ -59,7 +59,7 @@ class Timeline:
         try:
             yield
         finally:
-            self.spans.append(Span(name, track, start_ns, self._clock()))
+            self.spans.append(LogSpan(name, track, start_ns, self._clock()))
 
     def mark(self, name: str, device: torch.device) -> MemoryMark:
         """Records how much memory is in use now."""

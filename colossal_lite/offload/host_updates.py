@@ -23,43 +23,43 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.chunk import Chunk, PartOnHost
-from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.memory.chunk import Chunk, HostShard
+from colossal_lite.memory.copy_streams import ThreadExecutor
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.transfers import Buffers
-from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, Slot
-from colossal_lite.schedule.optimizer_updates import Crossing, Part
+from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, StagingBuffer
+from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing
 
-Job = Callable[[PartOnHost], None]
+Job = Callable[[HostShard], None]
 
 
 def crossing_of(chunk: Chunk) -> Crossing:
     """What of a chunk crosses the link for its update on the host."""
     up = chunk.weights_at_rest is None
-    down = [Part.GRADIENT] if chunk.gradient_at_rest is None else []
-    down += [Part.WEIGHTS] if up and chunk.updates_weights else []
+    down = [ChunkPart.GRADIENT] if chunk.gradient_at_rest is None else []
+    down += [ChunkPart.WEIGHTS] if up and chunk.updates_weights else []
     return Crossing(tuple(down), up)
 
 
 def bytes_of_update(crossing: Crossing, weights_bytes: int, gradient_bytes: int) -> tuple[int, int]:
     """Up and down in a step for a chunk whose shard has so many bytes."""
-    sizes = {Part.GRADIENT: gradient_bytes, Part.WEIGHTS: weights_bytes}
+    sizes = {ChunkPart.GRADIENT: gradient_bytes, ChunkPart.WEIGHTS: weights_bytes}
     return weights_bytes * crossing.up, sum(sizes[part] for part in crossing.down)
 
 
 def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:
     """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
-    coming = {i: gradients[i] for i, c in crossings.items() if Part.GRADIENT in c.down}
-    both = {i: weights[i] for i, c in crossings.items() if Part.WEIGHTS in c.down}
-    written = {i: weights[i] for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down}
+    coming = {i: gradients[i] for i, c in crossings.items() if ChunkPart.GRADIENT in c.down}
+    both = {i: weights[i] for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down}
+    written = {i: weights[i] for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down}
     return GRADIENT_DOWN.bytes(coming) + WEIGHTS_BOTH.bytes(both) + WEIGHTS_UP.bytes(written)
 
 
 def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
     """Of the slots for those of these chunks that are updated on the host."""
     owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
-    weights = [n * c.own_value.element_size() for n, c in zip(owned, chunks, strict=True)]
+    weights = [n * c.local_shard.element_size() for n, c in zip(owned, chunks, strict=True)]
     gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
     return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients)
 
@@ -69,12 +69,12 @@ class HostUpdates:
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
         self._chunks, self._up, self._down = tuple(chunks), up, down
-        self.lane = Link("cpu", ThreadLane(), timeout_s=down.timeout_s)
+        self.updates_link = Link("cpu", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
         """Of the slots."""
         self.crossings: Mapping[int, Crossing] = {}
         """Of the chunks that are updated here."""
-        self._came: dict[tuple[int, Part], tuple[Tensor, Transfer]] = {}
+        self._came: dict[tuple[int, ChunkPart], tuple[Tensor, Transfer]] = {}
         self._made: dict[int, tuple[Tensor, Transfer]] = {}  # new weights in a slot
         self._coming: dict[int, Transfer] = {}
 
@@ -85,14 +85,20 @@ class HostUpdates:
         self.host_bytes = 0
         chunks, crossings = self._chunks, self.crossings
         self._gradients = self._slots(
-            GRADIENT_DOWN, {i: chunks[i].gradient for i, c in crossings.items() if Part.GRADIENT in c.down}
+            GRADIENT_DOWN,
+            {i: chunks[i].gradient for i, c in crossings.items() if ChunkPart.GRADIENT in c.down},
         )
         self._both = self._slots(
-            WEIGHTS_BOTH, {i: chunks[i].own_value for i, c in crossings.items() if Part.WEIGHTS in c.down}
+            WEIGHTS_BOTH,
+            {i: chunks[i].local_shard for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down},
         )
         self._written = self._slots(
             WEIGHTS_UP,
-            {i: chunks[i].own_value for i, c in crossings.items() if c.up and Part.WEIGHTS not in c.down},
+            {
+                i: chunks[i].local_shard
+                for i, c in crossings.items()
+                if c.up and ChunkPart.WEIGHTS not in c.down
+            },
         )
 
     @property
@@ -105,7 +111,7 @@ class HostUpdates:
         """By the formula: of the slots."""
         return updating_bytes(self._chunks, self.crossings)
 
-    def bring(self, index: int, part: Part) -> None:
+    def bring(self, index: int, part: ChunkPart) -> None:
         """Begin to bring a chunk's gradient or weights down."""
         slots, source = self._of(index, part)
         slot, free = slots.take()
@@ -120,16 +126,16 @@ class HostUpdates:
         `words`: what its masters have beside the weights, if anything. `is_whole`: `job` writes all of the weights.
         `then` is called when what it writes in its place has been written."""
         chunk, crossing = self._chunks[index], self.crossings[index]
-        numel, before = chunk.own_value.numel(), [*after]
-        gradient, weights = chunk.gradient, chunk.own_value
+        numel, before = chunk.local_shard.numel(), [*after]
+        gradient, weights = chunk.gradient, chunk.local_shard
         took: list[Tensor] = []
-        if Part.GRADIENT in crossing.down:
-            slot, came = self._came.pop((index, Part.GRADIENT))
+        if ChunkPart.GRADIENT in crossing.down:
+            slot, came = self._came.pop((index, ChunkPart.GRADIENT))
             gradient, took = slot[:numel], [slot]
             before.append(came)
         if crossing.up:
-            if Part.WEIGHTS in crossing.down:
-                slot, came = self._came.pop((index, Part.WEIGHTS))
+            if ChunkPart.WEIGHTS in crossing.down:
+                slot, came = self._came.pop((index, ChunkPart.WEIGHTS))
                 before.append(came)
             else:
                 slot, free = self._written.take()
@@ -137,7 +143,7 @@ class HostUpdates:
             weights = slot[:numel]
         part = _part_of(chunk, weights, words, gradient)
         work = partial(_run, part, job, is_whole=is_whole)
-        done = self.lane.run(work, 0, after=before, then=then)
+        done = self.updates_link.run(work, 0, after=before, then=then)
         for slot_of_gradient in took:
             self._gradients.give(slot_of_gradient, done)
         if crossing.up:
@@ -148,9 +154,9 @@ class HostUpdates:
     def take_up(self, index: int) -> None:
         """Begin to take a chunk's new weights to the device."""
         slot, done = self._made.pop(index)
-        target = self._chunks[index].own_value
+        target = self._chunks[index].local_shard
         self._coming[index] = gone = self._up.copy(target, slot[: target.numel()], after=(done,))
-        is_both = Part.WEIGHTS in self.crossings[index].down
+        is_both = ChunkPart.WEIGHTS in self.crossings[index].down
         (self._both if is_both else self._written).give(slot, gone)
 
     def arrived(self, index: int) -> None:
@@ -158,13 +164,17 @@ class HostUpdates:
         self._coming.pop(index).wait()
 
     def close(self) -> None:
-        self.lane.close()
+        self.updates_link.close()
 
-    def _of(self, index: int, part: Part) -> tuple[Buffers, Tensor]:
+    def _of(self, index: int, part: ChunkPart) -> tuple[Buffers, Tensor]:
         chunk = self._chunks[index]
-        return (self._gradients, chunk.gradient) if part is Part.GRADIENT else (self._both, chunk.own_value)
+        return (
+            (self._gradients, chunk.gradient)
+            if part is ChunkPart.GRADIENT
+            else (self._both, chunk.local_shard)
+        )
 
-    def _slots(self, slot: Slot, like: Mapping[int, Tensor]) -> Buffers:
+    def _slots(self, slot: StagingBuffer, like: Mapping[int, Tensor]) -> Buffers:
         if not like:
             return Buffers(())
         some = tuple(like.values())
@@ -174,15 +184,15 @@ class HostUpdates:
         return Buffers(slots)
 
 
-def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> PartOnHost:
+def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> HostShard:
     """Of a chunk what its update reads and writes on the host."""
     if chunk.residual is not None:
         assert words is not None
-        return PartOnHost(weights, chunk.master, words.view(torch.int16), gradient)
-    return PartOnHost(weights, weights if words is None else words, None, gradient)
+        return HostShard(weights, chunk.master, words.view(torch.int16), gradient)
+    return HostShard(weights, weights if words is None else words, None, gradient)
 
 
-def _run(part: PartOnHost, job: Job, *, is_whole: bool) -> None:
+def _run(part: HostShard, job: Job, *, is_whole: bool) -> None:
     if not is_whole and not part.updates_weights:
-        part.own_value.copy_(part.master)  # of what is not updated
+        part.local_shard.copy_(part.master)  # of what is not updated
     job(part)

@@ -31,21 +31,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.arena import Arena, Places
+from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed, lane_beside
+from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed, executor_for
 from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
-from colossal_lite.offload.pieces import VISITING
-from colossal_lite.offload.pieces import Kind as Held
-from colossal_lite.offload.state_storage import MASTER, DiskHome, Home, HostHome, OpenFile, record_of
-from colossal_lite.schedule.plan import DISK, Action, Kind
+from colossal_lite.offload.pieces import VISITING, StateKind
+from colossal_lite.offload.state_storage import (
+    MASTER,
+    DiskStorage,
+    HostStorage,
+    OpenFile,
+    StateStorage,
+    record_of,
+)
+from colossal_lite.schedule.plan import DISK, Action, ActionKind
 
 AHEAD = 1
 SLOTS = AHEAD + 2
 
 
-class States:
+class OffloadedOptimizerStates:
     """The records of all chunks that rest off the device, and the slots and links by which they visit it."""
 
     def __init__(
@@ -62,26 +68,26 @@ class States:
         self._records = tuple(record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True))
         self._dtype, device = chunks[0].types.state, chunks[0].device
         self._device = device
-        self._host = HostHome(self._records, self._dtype, self._chunks, places)
-        self.disk: DiskHome | None = None
+        self._host = HostStorage(self._records, self._dtype, self._chunks, places)
+        self.disk: DiskStorage | None = None
         """None where no record ever rests on disk."""
         if on_disk is not None:
-            self.disk = DiskHome(self._records, self._dtype, device, open_file, disk_speed, timeout_s)
+            self.disk = DiskStorage(self._records, self._dtype, device, open_file, disk_speed, timeout_s)
         is_all = self.disk is not None and len(on_disk or ()) == len(self._chunks)
-        self._of_none: Home = self.disk if self.disk is not None and is_all else self._host
+        self._of_none: StateStorage = self.disk if self.disk is not None and is_all else self._host
         there = {index for index in on_disk or () if self._records[index].size}
-        self._home: dict[int, Home] = {
+        self._home: dict[int, StateStorage] = {
             index: self.disk if self.disk is not None and index in there else self._host
             for index, record in enumerate(self._records)
             if record.size
         }
-        self._slots = Places((), self._dtype, device)
+        self._slots = ArenaAllocator((), self._dtype, device)
         if not shares:
             self.settle_places(None)
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
-        self.up = Link("h2d", lane_beside(device, speed), timeout_s=timeout_s)
-        self.down = Link("d2h", lane_beside(device, speed), timeout_s=timeout_s)
+        self.up = Link("h2d", executor_for(device, speed), timeout_s=timeout_s)
+        self.down = Link("d2h", executor_for(device, speed), timeout_s=timeout_s)
         if self.disk is not None:
             self.disk.begin(there)
         for index, home in self._home.items():
@@ -90,9 +96,9 @@ class States:
             self.at_rest(index)
 
     @property
-    def moves(self) -> dict[Kind, Callable[[Action], None]]:
+    def moves(self) -> dict[ActionKind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
-        ways = {Kind.FETCH: (self.fetch, self.read), Kind.EVICT: (self.evict, self.write)}
+        ways = {ActionKind.FETCH: (self.fetch, self.read), ActionKind.EVICT: (self.evict, self.write)}
 
         def move(action: Action) -> None:
             ways[action.kind][action.resource == DISK](action.chunk or 0)
@@ -127,11 +133,11 @@ class States:
 
     def settle_places(self, arena: Arena | None) -> None:
         """Places on the device for the records that visit it, in `arena`; None: in one of their own."""
-        self._slots = Places((), self._dtype, self._device)  # the old ones go first
+        self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
         visiting, width = sorted({*self._home} - self.on_host), self._dtype.itemsize
         sizes = {index: self._records[index].size * width for index in visiting}
-        stays = VISITING[Held.OPTIMIZER].stays(sizes, width=SLOTS)
-        self._slots = Places(stays, self._dtype, self._device, arena)
+        stays = VISITING[StateKind.OPTIMIZER].live_ranges(sizes, width=SLOTS)
+        self._slots = ArenaAllocator(stays, self._dtype, self._device, arena)
 
     @property
     def device_bytes(self) -> int:
@@ -144,7 +150,7 @@ class States:
         return self._slots.most_bytes
 
     @property
-    def visited(self) -> Places:
+    def visited(self) -> ArenaAllocator:
         """The places on the device."""
         return self._slots
 
@@ -153,7 +159,7 @@ class States:
         return self.up, self.down, *(self.disk.links if self.disk else ())
 
     @property
-    def _homes(self) -> tuple[Home, ...]:
+    def _homes(self) -> tuple[StateStorage, ...]:
         return (self._host, self.disk) if self.disk else (self._host,)
 
     # ---- in a step ----
@@ -221,9 +227,9 @@ class States:
         if self.disk is not None:
             self.disk.close()
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """A step has ended whose updates of all records have yet to come. Nobody else reads the file."""
-        self._host.owe()
+        self._host.defer()
 
     # ---- between steps ----
 
@@ -263,7 +269,7 @@ class States:
         """Of the records that are left, those of the chunks `on_disk` rest there from now on and the others on the
         host, and slots there are as large as they need; `settle_places` follows. Raises DiskError."""
         self.flush()
-        self._slots = Places((), self._dtype, self._device)
+        self._slots = ArenaAllocator((), self._dtype, self._device)
         if self.disk is not None:
             there = {*on_disk} & {*self._home}
             moved = (there - self.disk.resting) | (self.disk.resting - there)
@@ -273,7 +279,7 @@ class States:
                 self._move(index, self.disk if index in there else self._host)
             self.disk.make_slots(there)
 
-    def _move(self, index: int, home: Home) -> None:
+    def _move(self, index: int, home: StateStorage) -> None:
         before = self._home[index]
         parts = before.opened(index, write=False)
 
@@ -321,5 +327,5 @@ def _fill_master(chunk: Chunk, parts: Mapping[str, Tensor]) -> None:
 def _finish_before(dropped: Transfer) -> None:
     """What a copy that was dropped came after has ended: its record's way back is among it. A thread that has begun the
     copy has seen that end."""
-    if dropped.is_revoked or dropped.link.lane.on_stream:
+    if dropped.is_revoked or dropped.link.executor.on_stream:
         dropped.finish()

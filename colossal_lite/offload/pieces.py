@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.schedule import step_moments
-from colossal_lite.schedule.interval_packing import Stay, pack_stays, visits
-from colossal_lite.schedule.step_moments import UPDATES, Backwards, Rest, moments_of_step
+from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges, visits
+from colossal_lite.schedule.step_moments import UPDATES, Backwards, SharedInterval, moments_of_step
 
 
-class Kind(StrEnum):
+class StateKind(StrEnum):
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
@@ -34,7 +34,7 @@ OUTGOING = 2
 PASSING = 4
 
 
-class Slot(NamedTuple):
+class StagingBuffer(NamedTuple):
     """What pieces take on a tier while they are away from where they rest: of up to `width` chunks in a row each a
     place of its own size, in the order of updates or the other way round, or a buffer as large as the largest."""
 
@@ -47,46 +47,50 @@ class Slot(NamedTuple):
         """How many, for these chunks."""
         return most_at_once(chunks, self.width)
 
-    def stays(self, sizes: Mapping[int, int], *, width: int | None = None) -> tuple[Stay, ...]:
+    def live_ranges(self, sizes: Mapping[int, int], *, width: int | None = None) -> tuple[LiveRange, ...]:
         """When places are needed, by their own turns, for what of some chunks takes such: chunk -> bytes."""
         return visits(sizes, width or self.width, self.what, last_first=self.form == "places, last first")
 
     def in_step(
         self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST
-    ) -> tuple[Stay, ...]:  # fmt: skip
-        """As `stays`, by the moments of a step (zero/stages.py), in these `backwards`; `last`: the chunk of the highest
+    ) -> tuple[LiveRange, ...]:  # fmt: skip
+        """As `live_ranges`, by the moments of a step (zero/stages.py), in these `backwards`; `last`: the chunk of the
+        highest
         number."""
-        stays = self.stays(sizes)
+        live_ranges = self.live_ranges(sizes)
         if self.form == "places, last first":
-            return tuple(backwards.of(stay, last) for stay in moments_of_step(stays))
-        return tuple(replace(stay, start=stay.start + UPDATES, stop=stay.stop + UPDATES) for stay in stays)
+            return tuple(backwards.of(live_range, last) for live_range in moments_of_step(live_ranges))
+        return tuple(
+            replace(live_range, start=live_range.start + UPDATES, stop=live_range.stop + UPDATES)
+            for live_range in live_ranges
+        )
 
     def bytes(self, sizes: Mapping[int, int]) -> int:
         """For what of some chunks takes such: chunk -> bytes."""
         if self.form == "buffers in a row":
             return self.buffers(sizes) * max(sizes.values(), default=0)
-        return pack_stays(self.stays(sizes), 1).bytes
+        return pack_live_ranges(self.live_ranges(sizes), 1).bytes
 
 
 VISITING = {
-    Kind.WEIGHTS: Slot("weights", "device", VISITORS),
-    Kind.GRADIENTS: Slot("gradients", "device", COMING),
-    Kind.OPTIMIZER: Slot("records", "device", VISITORS),
+    StateKind.WEIGHTS: StagingBuffer("weights", "device", VISITORS),
+    StateKind.GRADIENTS: StagingBuffer("gradients", "device", COMING),
+    StateKind.OPTIMIZER: StagingBuffer("records", "device", VISITORS),
 }
-LEAVING = Slot(step_moments.LEAVING, "device", OUTGOING, "places, last first")
+LEAVING = StagingBuffer(step_moments.LEAVING, "device", OUTGOING, "places, last first")
 AWAY = {
-    Kind.WEIGHTS: (VISITING[Kind.WEIGHTS],),
-    Kind.GRADIENTS: (VISITING[Kind.GRADIENTS], LEAVING),
-    Kind.OPTIMIZER: (VISITING[Kind.OPTIMIZER],),
-    Kind.FROZEN: (),
-    Kind.LAST_SUM: (),
+    StateKind.WEIGHTS: (VISITING[StateKind.WEIGHTS],),
+    StateKind.GRADIENTS: (VISITING[StateKind.GRADIENTS], LEAVING),
+    StateKind.OPTIMIZER: (VISITING[StateKind.OPTIMIZER],),
+    StateKind.FROZEN: (),
+    StateKind.LAST_SUM: (),
 }
 """What a piece takes that rests on the host and visits the device; what is frozen does not."""
 # For updates on the host. A gradient is used up while another comes; weights that come, and go again, have as many as
 # visitors of the device; of those that are only written one goes while another is written.
-GRADIENT_DOWN = Slot("gradient down", "host", COMING, "buffers in a row")
-WEIGHTS_BOTH = Slot("weights down and up", "host", VISITORS, "buffers in a row")
-WEIGHTS_UP = Slot("weights up", "host", 2, "buffers in a row")
+GRADIENT_DOWN = StagingBuffer("gradient down", "host", COMING, "buffers in a row")
+WEIGHTS_BOTH = StagingBuffer("weights down and up", "host", VISITORS, "buffers in a row")
+WEIGHTS_UP = StagingBuffer("weights up", "host", 2, "buffers in a row")
 
 
 def passing_bytes(records: Mapping[int, int]) -> int:
@@ -113,34 +117,34 @@ class Name(NamedTuple):
     """What of which chunk."""
 
     chunk: int
-    kind: Kind
+    kind: StateKind
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.chunk}"
 
 
-class Way(NamedTuple):
+class LinkCrossing(NamedTuple):
     """How often the bytes of a piece go up and down in a step, and what slots it takes."""
 
     ups: int = 0
     downs: int = 0
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[StagingBuffer, ...] = ()
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """What may rest on either tier: its bytes there, and how often they go up and down in a step if it is the host."""
 
     name: Name
     bytes: int
     ups: int
     downs: int
-    beside: tuple[Way, Way] | None = None
+    beside: tuple[LinkCrossing, LinkCrossing] | None = None
     """If it rests on the host, and on the device, where the record of its chunk rests on the host and is updated there;
     None: that makes no difference."""
     moves: bool = True
     """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
-    rest: Rest | None = None
+    rest: SharedInterval | None = None
     """Where it rests on the device: in a place of an arena, by turns with others; None: in memory of its own."""
     sums: int = 1
     """Of a gradient: micro-batches of a step."""
@@ -150,25 +154,29 @@ class Piece:
     @property
     def resting_bytes(self) -> int:
         """Where it rests, if that is not fixed."""
-        return self.bytes if self.moves and self.name.kind is not Kind.LAST_SUM else 0
+        return self.bytes if self.moves and self.name.kind is not StateKind.LAST_SUM else 0
 
     @property
     def own_bytes(self) -> int:
         """As `resting_bytes`, on the device, where it has memory of its own."""
         return self.resting_bytes if self.rest is None else 0
 
-    def way(self, on_host: frozenset[Name]) -> Way:
+    def way(self, on_host: frozenset[Name]) -> LinkCrossing:
         """Where these pieces rest on the host."""
         is_away = self._is_away(on_host)
-        if self.beside is not None and Name(self.name.chunk, Kind.OPTIMIZER) in on_host:
+        if self.beside is not None and Name(self.name.chunk, StateKind.OPTIMIZER) in on_host:
             return self.beside[not is_away]
         if not is_away:
-            return Way()
-        return Way(self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else AWAY[self.name.kind])
+            return LinkCrossing()
+        return LinkCrossing(
+            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else AWAY[self.name.kind]
+        )
 
     def has_turns(self, on_host: frozenset[Name]) -> bool:
         """Whether it is in a place of an arena by turns."""
-        of_host = self.name.kind is not Kind.LAST_SUM or Name(self.name.chunk, Kind.GRADIENTS) in on_host
+        of_host = (
+            self.name.kind is not StateKind.LAST_SUM or Name(self.name.chunk, StateKind.GRADIENTS) in on_host
+        )
         return self.rest is not None and self.name not in on_host and of_host
 
     def backwards(self, on_host: frozenset[Name]) -> Backwards:
@@ -178,9 +186,9 @@ class Piece:
         return Backwards.EACH if self.sums > 1 else Backwards.LAST
 
     def _is_away(self, on_host: frozenset[Name]) -> bool:
-        if self.name.kind is Kind.LAST_SUM and Name(self.name.chunk, Kind.GRADIENTS) not in on_host:
+        if self.name.kind is StateKind.LAST_SUM and Name(self.name.chunk, StateKind.GRADIENTS) not in on_host:
             return False  # as the others are
         return self.name in on_host
 
     def _stays_last(self, on_host: frozenset[Name]) -> bool:
-        return self.last_sum and Name(self.name.chunk, Kind.LAST_SUM) not in on_host
+        return self.last_sum and Name(self.name.chunk, StateKind.LAST_SUM) not in on_host

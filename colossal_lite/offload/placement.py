@@ -49,10 +49,10 @@ from typing import NamedTuple
 from colossal_lite.offload.pieces import (
     PASSING,
     VISITORS,
-    Kind,
     Name,
-    Piece,
-    Slot,
+    StagingBuffer,
+    StateKind,
+    StatePiece,
     _padded,
     passing_bytes,
     unused_bytes,
@@ -60,22 +60,22 @@ from colossal_lite.offload.pieces import (
 from colossal_lite.schedule.interval_packing import (
     ARENA_ALIGN_BYTES,
     ArenaPlan,
-    Stay,
+    LiveRange,
     changes_of,
-    pack_stays,
+    pack_live_ranges,
 )
-from colossal_lite.schedule.step_moments import Backwards, Rest, rests
+from colossal_lite.schedule.step_moments import Backwards, SharedInterval, shared_interval
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Where every piece rests, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StatePiece, ...]
     on_host: frozenset[Name]
     fixed: tuple[tuple[str, int], ...]
     budget: int | None = None
-    beside: tuple[Stay, ...] | None = None
+    beside: tuple[LiveRange, ...] | None = None
     """What has places in one arena with all that pieces take on the device while they are away; None: each kind of
     these has its own."""
     on_disk: frozenset[Name] = frozenset()
@@ -113,7 +113,7 @@ class Placement:
     @cached_property
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
-        return pack_stays([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
+        return pack_live_ranges([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
 
     def tier_of(self, name: Name) -> str:
         return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
@@ -155,14 +155,14 @@ class Placement:
             lines.append(_held("host", self.host_bytes, self.host_budget))
             if self.first_host_bytes > self.host_bytes:
                 lines.append(_held("host at first", self.first_host_bytes, self.host_budget))
-        for kind in Kind:
-            if kind is Kind.LAST_SUM or (
-                kind is Kind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces)
+        for kind in StateKind:
+            if kind is StateKind.LAST_SUM or (
+                kind is StateKind.FROZEN and not any(piece.name.kind is kind for piece in self.pieces)
             ):
                 continue
             chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
             lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
-        for rest in Rest:
+        for rest in SharedInterval:
             turns = sorted(p.name.chunk for p in self.pieces if p.rest is rest and p.has_turns(self.away))
             lines += [f"{rest} by turns in the arena: {_spans(turns)}"] if turns else []
         if self.on_disk:
@@ -179,23 +179,25 @@ def _held(tier: str, held_bytes: int, budget: int | None) -> str:
 
 
 def visiting_bytes(
-    pieces: Sequence[Piece], on_host: frozenset[Name], beside: Sequence[Stay] | None = None
+    pieces: Sequence[StatePiece], on_host: frozenset[Name], beside: Sequence[LiveRange] | None = None
 ) -> int:  # fmt: skip
     """What the slots of pieces on the host take on the device, in one arena with what is `beside` them, if anything
     may be."""
     if beside is None:
         return slot_bytes(pieces, on_host, "device")
-    return pack_stays([*beside, *_stays_of(pieces, on_host)]).bytes
+    return pack_live_ranges([*beside, *_stays_of(pieces, on_host)]).bytes
 
 
-def slot_bytes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> int:
+def slot_bytes(pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str) -> int:
     """What slots take on a tier, those of each kind by themselves."""
     return sum(slot.bytes(some) for slot, some in _sizes(pieces, on_host, tier).items())
 
 
-def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict[Slot, dict[int, int]]:
+def _sizes(
+    pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str
+) -> dict[StagingBuffer, dict[int, int]]:
     """Of each kind of slots, who takes such: chunk -> bytes."""
-    sizes: dict[Slot, dict[int, int]] = {}
+    sizes: dict[StagingBuffer, dict[int, int]] = {}
     for piece in pieces:
         for slot in piece.way(on_host).slots:
             if slot.tier == tier:
@@ -203,28 +205,28 @@ def _sizes(pieces: Iterable[Piece], on_host: frozenset[Name], tier: str) -> dict
     return sizes
 
 
-def _stays_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterator[Stay]:
+def _stays_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> Iterator[LiveRange]:
     """When pieces have places on the device, by the moments of a step."""
     last = max((piece.name.chunk for piece in pieces), default=0)
-    return (taker.stay(last) for taker in _takers(pieces, on_host))
+    return (taker.live_range(last) for taker in _takers(pieces, on_host))
 
 
 class _Taker(NamedTuple):
     """What takes a place on the device, of a chunk; sums of gradients leave in these backwards."""
 
-    what: Slot | Rest
+    what: StagingBuffer | SharedInterval
     chunk: int
     bytes: int
     backwards: Backwards = Backwards.LAST
 
-    def stay(self, last: int) -> Stay:
-        if isinstance(self.what, Rest):
-            return rests(self.what, self.chunk, self.bytes, last)
-        (stay,) = self.what.in_step({self.chunk: self.bytes}, last=last, backwards=self.backwards)
-        return stay
+    def live_range(self, last: int) -> LiveRange:
+        if isinstance(self.what, SharedInterval):
+            return shared_interval(self.what, self.chunk, self.bytes, last)
+        (live_range,) = self.what.in_step({self.chunk: self.bytes}, last=last, backwards=self.backwards)
+        return live_range
 
 
-def _takers(pieces: Iterable[Piece], on_host: frozenset[Name]) -> Iterator[_Taker]:
+def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[_Taker]:
     for piece in pieces:
         way, chunk = piece.way(on_host), piece.name.chunk
         when = piece.backwards(on_host)
@@ -237,14 +239,14 @@ class _Least:
     """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices of the
     same pieces, each of which differs from the one before in a few."""
 
-    def __init__(self, pieces: Sequence[Piece], beside: Sequence[Stay] | None) -> None:
+    def __init__(self, pieces: Sequence[StatePiece], beside: Sequence[LiveRange] | None) -> None:
         self._of_chunk, self._on_host = _by_chunk(pieces), frozenset(piece.name for piece in pieces)
         self._last, self._is_shared = max(self._of_chunk, default=0), beside is not None
         self._known: dict[_Taker, tuple[tuple[int, int], ...]] = {}
-        first = rests(Rest.WEIGHTS, 0, 0, self._last)
+        first = shared_interval(SharedInterval.WEIGHTS, 0, 0, self._last)
         self._begin, self._end = first.start, first.stop + VISITORS + 2
         # By how much more is held from a moment on than before: of what shares an arena, or of each kind of slots.
-        self._changes: dict[Slot | Rest | None, list[int]] = {}
+        self._changes: dict[StagingBuffer | SharedInterval | None, list[int]] = {}
         self._count(None, self._changes_of(beside or ()), 1)
         for taker in _takers(pieces, self._on_host):
             self._count(taker.what, self._of(taker), 1)
@@ -257,7 +259,9 @@ class _Least:
         self._on_host = on_host
         return sum(max(accumulate(changes)) for changes in self._changes.values())
 
-    def _count(self, what: Slot | Rest | None, changes: Iterable[tuple[int, int]], times: int) -> None:
+    def _count(
+        self, what: StagingBuffer | SharedInterval | None, changes: Iterable[tuple[int, int]], times: int
+    ) -> None:
         key = None if self._is_shared else what
         held = self._changes.setdefault(key, [0] * (self._end - self._begin))
         for moment, change in changes:
@@ -265,31 +269,34 @@ class _Least:
 
     def _of(self, taker: _Taker) -> tuple[tuple[int, int], ...]:
         if (found := self._known.get(taker)) is None:
-            found = self._known[taker] = self._changes_of([taker.stay(self._last)])
+            found = self._known[taker] = self._changes_of([taker.live_range(self._last)])
         return found
 
-    def _changes_of(self, stays: Iterable[Stay]) -> tuple[tuple[int, int], ...]:
+    def _changes_of(self, live_ranges: Iterable[LiveRange]) -> tuple[tuple[int, int], ...]:
         align = ARENA_ALIGN_BYTES if self._is_shared else 1
-        changes = changes_of(stay.sized(align) for stay in stays)
+        changes = changes_of(live_range.sized(align) for live_range in live_ranges)
         return tuple((moment - self._begin, change) for moment, change in changes.items())
 
 
 def place(
-    pieces: Sequence[Piece], fixed: Mapping[str, int], budget: int | None, beside: tuple[Stay, ...] | None = None
-) -> Placement:  # fmt: skip
+    pieces: Sequence[StatePiece],
+    fixed: Mapping[str, int],
+    budget: int | None,
+    beside: tuple[LiveRange, ...] | None = None,
+) -> StatePlacement:
     """The placement with few bytes over the link that the device's `budget` allows; None: no limit. `beside` as
     `Placement` has it.
 
     If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
 
     @cache
-    def at(on_host: frozenset[Name]) -> Placement:
-        return Placement(tuple(pieces), on_host, tuple(fixed.items()), budget, beside)
+    def at(on_host: frozenset[Name]) -> StatePlacement:
+        return StatePlacement(tuple(pieces), on_host, tuple(fixed.items()), budget, beside)
 
     if budget is None or at(frozenset()).device_bytes <= budget:
         return at(frozenset())
     on_host, least = frozenset(piece.name for piece in pieces if piece.moves), _Least(pieces, beside)
-    for kind in (Kind.OPTIMIZER, Kind.WEIGHTS, Kind.GRADIENTS, Kind.FROZEN):
+    for kind in (StateKind.OPTIMIZER, StateKind.WEIGHTS, StateKind.GRADIENTS, StateKind.FROZEN):
         others = frozenset(name for name in on_host if name.kind is not kind)
         on_host = others | frozenset(_fewest(pieces, kind, others, least))
     room_bytes, groups = budget - at(on_host).device_bytes, _by_worth(_by_chunk(pieces), on_host)
@@ -307,8 +314,8 @@ GAPS_TRIED = 4
 
 
 def _filled(
-    pieces: Sequence[Piece],
-    groups: Iterable[list[Step]],
+    pieces: Sequence[StatePiece],
+    groups: Iterable[list[PieceGroup]],
     on_host: frozenset[Name],
     least: _Least,
     room_bytes: int,
@@ -329,17 +336,17 @@ def _filled(
     return tried
 
 
-def sink(placed: Placement, host_budget: int, beside_bytes: int = 0) -> Placement:
+def spill_to_disk(placed: StatePlacement, host_budget: int, beside_bytes: int = 0) -> StatePlacement:
     """The placement with the fewest bytes on disk whose host holds no more than `host_budget`, `beside_bytes` among
     them. If nothing fits, the one whose host holds least."""
-    names = {name.chunk: name for name in placed.on_host if name.kind is Kind.OPTIMIZER}
+    names = {name.chunk: name for name in placed.on_host if name.kind is StateKind.OPTIMIZER}
     sizes = {piece.name.chunk: piece.bytes for piece in placed.pieces if piece.name in names.values()}
     room = host_budget - beside_bytes - placed.host_bytes + sum(sizes.values())
-    down = frozenset(names[chunk] for chunk in sunk(sizes, room))
+    down = frozenset(names[chunk] for chunk in spilled(sizes, room))
     return replace(placed, on_host=placed.on_host - down, on_disk=down, host_budget=host_budget)
 
 
-def sunk(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
+def spilled(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
     """Which of these `records`, chunk -> bytes, rest on disk so that the others, and the slots by which those pass,
     take at most `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is
     enough, those that leave the host least."""
@@ -405,27 +412,32 @@ def _spread(chunks: Sequence[int], count: int) -> list[int]:
 
 
 def divide(
-    pieces: Sequence[Piece],
+    pieces: Sequence[StatePiece],
     fixed: Mapping[str, int],
     fractions: Mapping[str, float],
     budget: int | None = None,
-    beside: tuple[Stay, ...] | None = None,
-) -> Placement:
+    beside: tuple[LiveRange, ...] | None = None,
+) -> StatePlacement:
     """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
     weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
     largest piece off."""
-    on_host = {piece.name for piece in pieces if piece.name.kind is Kind.LAST_SUM}
-    for kind in (kind for kind in Kind if kind is not Kind.LAST_SUM):
+    on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
+    for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
         seen = away = 0
         for piece in sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda p: p.name):
             seen += piece.bytes
-            if away + piece.bytes / 2 <= fractions[Kind.WEIGHTS if kind is Kind.FROZEN else kind] * seen:
+            if (
+                away + piece.bytes / 2
+                <= fractions[StateKind.WEIGHTS if kind is StateKind.FROZEN else kind] * seen
+            ):
                 away += piece.bytes
                 on_host.add(piece.name)
-    return Placement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
+    return StatePlacement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)
 
 
-def _fewest(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least: _Least) -> list[Name]:
+def _fewest(
+    pieces: Sequence[StatePiece], kind: StateKind, others: frozenset[Name], least: _Least
+) -> list[Name]:
     """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
     that rest there: a few large ones may take less than the slots for them."""
     mine = sorted(
@@ -440,29 +452,31 @@ def _fewest(pieces: Sequence[Piece], kind: Kind, others: frozenset[Name], least:
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 
 
-def _moved(pieces: Iterable[Piece], on_host: frozenset[Name]) -> int:
+def _moved(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> int:
     """Bytes over the link in a step, both ways."""
     ways = ((piece, piece.way(on_host)) for piece in pieces)
     return sum((way.ups + way.downs) * piece.bytes for piece, way in ways)
 
 
-def _by_chunk(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = {}
+def _by_chunk(pieces: Iterable[StatePiece]) -> dict[int, list[StatePiece]]:
+    found: dict[int, list[StatePiece]] = {}
     for piece in pieces:
         found.setdefault(piece.name.chunk, []).append(piece)
     return found
 
 
-Step = tuple[Piece, ...]
+PieceGroup = tuple[StatePiece, ...]
 """Pieces of one chunk that go to the device together."""
 
 
-def _steps_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterable[tuple[Fraction, Step]]:
+def _steps_of(
+    pieces: Sequence[StatePiece], on_host: frozenset[Name]
+) -> Iterable[tuple[Fraction, PieceGroup]]:
     """How one chunk's pieces go to the device, what saves most per byte first, and how much that is."""
     while True:
         left = [piece for piece in pieces if piece.name in on_host]
         before = _moved(pieces, on_host)
-        found: list[tuple[Fraction, Step]] = []
+        found: list[tuple[Fraction, PieceGroup]] = []
         for count in range(1, len(left) + 1):
             for some in combinations(left, count):
                 saved = before - _moved(pieces, on_host - {piece.name for piece in some})
@@ -474,14 +488,16 @@ def _steps_of(pieces: Sequence[Piece], on_host: frozenset[Name]) -> Iterable[tup
         on_host -= {piece.name for piece in best[1]}
 
 
-def _by_worth(of_chunk: Mapping[int, Sequence[Piece]], on_host: frozenset[Name]) -> Iterable[list[Step]]:
+def _by_worth(
+    of_chunk: Mapping[int, Sequence[StatePiece]], on_host: frozenset[Name]
+) -> Iterable[list[PieceGroup]]:
     """Steps that save as much per byte and are of the same kinds, those that save most first; larger ones first."""
     steps = [step for pieces in of_chunk.values() for step in _steps_of(pieces, on_host)]
 
-    def worth(step: tuple[Fraction, Step]) -> tuple[Fraction, tuple[Kind, ...]]:
+    def worth(step: tuple[Fraction, PieceGroup]) -> tuple[Fraction, tuple[StateKind, ...]]:
         return -step[0], tuple(sorted(piece.name.kind for piece in step[1]))
 
-    def size(step: tuple[Fraction, Step]) -> tuple[int, Name]:
+    def size(step: tuple[Fraction, PieceGroup]) -> tuple[int, Name]:
         return -sum(piece.bytes for piece in step[1]), step[1][0].name
 
     ordered = sorted(steps, key=lambda step: (*worth(step), *size(step)))

@@ -9,7 +9,7 @@ squares are taken before it leaves, or, of several sums, from what comes back fo
 record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
 into places, and the weights go back.  Weights beside whole masters are written whole and need not come.  As many in a
 row are there at once as of records: one is updated, `AHEAD` come, one goes; of gradients, which do not go back, one
-less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `own_value`,
+less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `local_shard`,
 `master` or `gradient` between steps reads what is on the host.
 """
 
@@ -21,14 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.arena import Arena, Places
+from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import ThreadLane
+from colossal_lite.memory.copy_streams import ThreadExecutor
 from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.pinned import host_room
-from colossal_lite.memory.transfers import Outbox
-from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, Kind, Slot
+from colossal_lite.memory.transfers import GradientOffloadBuffer
+from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuffer, StateKind
 
 
 def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
@@ -37,7 +37,7 @@ def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
     return min(OUTGOING, len(gradients)) * max(gradients, default=0) if device.type == "cuda" else 0
 
 
-class HostShards:
+class HostShardStream:
     """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
@@ -47,7 +47,7 @@ class HostShards:
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._gradients_here: dict[int, Tensor] = {}
         self._outgoing: list[Transfer] = []
-        self._adds = Link("add", ThreadLane(), timeout_s=down.timeout_s)
+        self._adds = Link("add", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
         """Of what sums land in."""
         self._on_host: frozenset[int] = frozenset()
@@ -64,46 +64,46 @@ class HostShards:
             visit = self._visitors
             weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
             gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
-            self._weight_slots = self._places(VISITING[Kind.WEIGHTS], weights, arena)
-            self._gradient_slots = self._places(VISITING[Kind.GRADIENTS], gradients, arena)
+            self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
+            self._gradient_slots = self._places(VISITING[StateKind.GRADIENTS], gradients, arena)
         rest = tuple(resting.values())
         self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
         self._outgoing_count = min(OUTGOING, len(rest))
         leaving = self._places(LEAVING, resting, arena)
-        self._outbox = Outbox(self._down, self._adds, leaving, self._landings(rest))
+        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(rest))
         for chunk in self._chunks:
-            chunk.outbox = self._outbox if chunk.gradient_at_rest is not None else None
+            chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
     def let_go(self) -> None:
         """Of all places on the device, before there are others."""
         nothing = self._places(LEAVING, {}, None)
         self._weight_slots = self._gradient_slots = nothing
-        self._outbox = Outbox(self._down, self._adds, nothing)
+        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, nothing)
 
     @property
     def device_bytes(self) -> int:
         """Of the places that are in no arena of others, and of what sums have left through beyond the plan."""
-        return self._outbox.places.bytes
+        return self._offload_buffer.places.bytes
 
     @property
     def most_device_bytes(self) -> int:
         """As much of them as was used, at the most so far."""
-        return self._outbox.places.most_bytes
+        return self._offload_buffer.places.most_bytes
 
     @property
     def most_host_bytes(self) -> int:
         """Of what sums have landed in at once, at the most so far."""
-        return self._outbox.most_landed * self._largest_bytes
+        return self._offload_buffer.most_landed * self._largest_bytes
 
     @property
-    def visited(self) -> tuple[Places, ...]:
+    def visited(self) -> tuple[ArenaAllocator, ...]:
         """The places on the device, of weights, of gradients that come and of sums that leave."""
-        return self._weight_slots, self._gradient_slots, self._outbox.places
+        return self._weight_slots, self._gradient_slots, self._offload_buffer.places
 
     @property
     def links(self) -> tuple[Link, ...]:
         """Beside those up and down."""
-        return (self._adds,) if self._down.lane.on_stream else ()
+        return (self._adds,) if self._down.executor.on_stream else ()
 
     @property
     def moving(self) -> set[int]:
@@ -161,7 +161,7 @@ class HostShards:
                     transfer.wait()
                 if not is_whole:
                     slot.copy_(chunk.master)
-            chunk.own_value = slot
+            chunk.local_shard = slot
         if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
@@ -174,18 +174,18 @@ class HostShards:
             transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
             self._weight_slots.give(index, transfer)
             self._outgoing.append(transfer)
-            chunk.master = weights if chunk.master is chunk.own_value else chunk.master
-            chunk.own_value = weights
+            chunk.master = weights if chunk.master is chunk.local_shard else chunk.master
+            chunk.local_shard = weights
         if chunk.gradient_at_rest is not None and not chunk.waits_on_device:
             del self._gradients_here[index]
             self._gradient_slots.give(index)
             chunk.gradient = chunk.gradient_at_rest
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """A step has ended whose updates of all weights have yet to come."""
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
-                self._records.owe(chunk.spec.id, WEIGHTS)
+                self._records.defer(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
         """All weights are whole on the host."""
@@ -197,7 +197,7 @@ class HostShards:
 
     def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
         """Where sums come down to be added; a thread adds as it copies, and needs none."""
-        count = self._outgoing_count if self._down.lane.on_stream else 0
+        count = self._outgoing_count if self._down.executor.on_stream else 0
         landings = [
             host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)
             for _ in range(count)
@@ -205,11 +205,11 @@ class HostShards:
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _places(self, slot: Slot, rest: Mapping[int, Tensor], arena: Arena | None) -> Places:
+    def _places(self, slot: StagingBuffer, rest: Mapping[int, Tensor], arena: Arena | None) -> ArenaAllocator:
         """On the device, for these."""
         dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
-        stays = slot.stays({index: tensor.nbytes for index, tensor in rest.items()})
-        return Places(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
+        stays = slot.live_ranges({index: tensor.nbytes for index, tensor in rest.items()})
+        return ArenaAllocator(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
 
 
 def _owned(chunk: Chunk) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import Bus, LinkSpeed, ThreadLane
+from colossal_lite.memory.copy_streams import Bus, LinkSpeed, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 from colossal_lite.memory.host_store import OPTIMIZER, TaskRecords
@@ -57,13 +57,13 @@ def record_of(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
     """The states of a chunk, and what its masters have beside the weights."""
     length, word = chunk.owned[1] - chunk.owned[0], chunk.types.state
     parts = [(name, length * dtype.itemsize // word.itemsize, dtype) for name, dtype in states.items()]
-    if chunk.master is not chunk.own_value:
+    if chunk.master is not chunk.local_shard:
         assert chunk.master.dtype == word, "of one width"
         parts.append((MASTER, chunk.master_words.numel(), word))
     return Record(tuple(parts))
 
 
-class Home(ABC):
+class StateStorage(ABC):
     """Records at rest, by the numbers of their chunks."""
 
     tier = ""
@@ -127,7 +127,7 @@ class Home(ABC):
         """What was changed between steps is where it rests."""
 
 
-class HostHome(Home):
+class HostStorage(StateStorage):
     """Records on the host, each in a place of its own, where an engine before may have left it."""
 
     tier = "host"
@@ -165,10 +165,10 @@ class HostHome(Home):
     def end_update(self, index: int, updated: Transfer) -> None:
         self._outgoing[index] = updated
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """A step has ended whose updates of all records have yet to come."""
         for index in self.rest:
-            self._places.owe(self._numbers[index], OPTIMIZER)
+            self._places.defer(self._numbers[index], OPTIMIZER)
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._records[index].parts(self.rest[index])
@@ -180,7 +180,7 @@ class HostHome(Home):
         """Records are changed where they rest."""
 
 
-class DiskHome(Home):
+class DiskStorage(StateStorage):
     """Records in a file, which pass through slots on the host."""
 
     tier = "disk"
@@ -205,8 +205,8 @@ class DiskHome(Home):
         self._opened: dict[int, Tensor] = {}  # between steps; the one that was asked for last is last
         self._changed: set[int] = set()
         disk = Bus()
-        self.reads = Link("read", ThreadLane(speed, disk), timeout_s=timeout_s)
-        self.writes = Link("write", ThreadLane(speed, disk), timeout_s=timeout_s)
+        self.reads = Link("read", ThreadExecutor(speed, disk), timeout_s=timeout_s)
+        self.writes = Link("write", ThreadExecutor(speed, disk), timeout_s=timeout_s)
 
     @property
     def bytes(self) -> int:

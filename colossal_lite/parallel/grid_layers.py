@@ -12,44 +12,44 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.parallel.tensor_1d_layers import SharedHead
-from colossal_lite.transforms.split_backward import WeightQueue, add_bias, deliver
+from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 
 # ---- the product ----
 
 
 @dataclass(frozen=True)
-class Along:
+class OperandAxis:
     """The axis along which a tensor is cut, and the dim that is cut there: 0 or -1."""
 
-    comm: AxisComm
+    comm: Communicator
     dim: int
 
 
 @dataclass(frozen=True)
-class Cut:
+class ProductSpec:
     """How x, w and y of a product y = x w^T are completed, or summed, from what the ranks hold (None: they are)."""
 
-    x: Along | None
-    weight: Along
-    y: Along | None = None
+    x: OperandAxis | None
+    weight: OperandAxis
+    y: OperandAxis | None = None
     overlap: bool = True
 
 
-def _gather_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
+def _gather_async(x: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]:
     if along is None:
         return lambda: x
     return along.comm.all_gather_async(x.contiguous(), dim=along.dim).wait
 
 
-def _scatter_async(x: Tensor, along: Along | None) -> Callable[[], Tensor]:
+def _scatter_async(x: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]:
     if along is None:
         return lambda: x
     return along.comm.reduce_scatter_async(x.contiguous(), dim=along.dim).wait
 
 
-def product(x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, cut: ProductSpec, queue: WeightGradStore | None = None) -> Tensor:
     """This rank's part of y = x w^T from its parts of x [..., D_in] and w [D_out, D_in]."""
     y: Tensor = _Product.apply(x, weight, cut, queue)  # type: ignore[no-untyped-call]
     return y
@@ -57,7 +57,9 @@ def product(x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None = Non
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut, queue: WeightQueue | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cut: ProductSpec, queue: WeightGradStore | None
+    ) -> Tensor:
         ctx.cut, ctx.queue = cut, queue
         if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
             ctx.given = weight
@@ -67,7 +69,7 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        cut: Cut = ctx.cut
+        cut: ProductSpec = ctx.cut
         x, weight = ctx.saved_tensors
         if ctx.queue is not None and ctx.queue.is_open:
             return _Product.in_two_parts(ctx, dy, x, weight), None, None, None
@@ -75,7 +77,7 @@ class _Product(Function):
         dy_parts, x_parts = _gather_async(dy, cut.y), _gather_async(x, cut.x)
         dy = dy_parts()
 
-        def started(gradient: Tensor, along: Along | None) -> Callable[[], Tensor]:
+        def started(gradient: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]:
             part = _scatter_async(gradient, along)
             if not cut.overlap:
                 part()
@@ -123,8 +125,8 @@ class _Norm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, comm: AxisComm,
-        queue: WeightQueue | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, comm: Communicator,
+        queue: WeightGradStore | None,
     ) -> Tensor:  # fmt: skip
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         width = x.shape[-1] * comm.size
@@ -142,7 +144,7 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, rstd, weight = ctx.saved_tensors
-        comm: AxisComm = ctx.comm
+        comm: Communicator = ctx.comm
         wide, g = x_hat.to(rstd.dtype), (dy * weight).to(rstd.dtype)
         width = dy.shape[-1] * comm.size
         sums = [(g * wide).sum(-1, keepdim=True)] + ([g.sum(-1, keepdim=True)] if ctx.centred else [])
@@ -176,15 +178,21 @@ class GridNorm(nn.Module):
     """LayerNorm (`centred`) or RMSNorm: x [..., D], D this rank's part over `comm`; weight and bias [D]."""
 
     def __init__(
-        self, comm: AxisComm, weight: nn.Parameter, bias: nn.Parameter | None, *, eps: float, centred: bool
+        self,
+        comm: Communicator,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        eps: float,
+        centred: bool,
     ) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.comm, self.eps, self.centred = comm, eps, centred
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        settings = self.eps, self.centred, self.comm, self.weight_queue
+        settings = self.eps, self.centred, self.comm, self.weight_grad_store
         y: Tensor = _Norm.apply(x, self.weight, self.bias, *settings)  # type: ignore[no-untyped-call]
         return y
 
@@ -197,19 +205,19 @@ class GridLinear(nn.Module):
     """
 
     def __init__(
-        self, cut: Cut, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
-        padded: int = 0, shared: SharedHead | None = None, q_rows: int = 0, heads: AxisComm | None = None,
+        self, cut: ProductSpec, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
+        padded: int = 0, shared: SharedHead | None = None, q_rows: int = 0, heads: Communicator | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.cut, self.transposed, self.padded = cut, transposed, padded
         self.shared, self.q_rows, self.heads = shared, q_rows, heads
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._used(self.weight.t() if self.transposed else self.weight)
-        y = product(x, weight, self.cut, self.weight_queue)
-        y = y if self.bias is None else add_bias(y, self._used(self.bias), self.weight_queue)
+        y = product(x, weight, self.cut, self.weight_grad_store)
+        y = y if self.bias is None else add_bias(y, self._used(self.bias), self.weight_grad_store)
         if not self.padded:
             return y
         real = y[..., : y.shape[-1] - self.padded]

@@ -127,7 +127,7 @@ class Swap(ABC):
 
 
 def output_rows(rows: int, role: Role, heads: Heads | None, parts: int) -> tuple[Dim, str | None]:
-    """Output features of a first linear as factors, and the factor that is cut (None: all rows are kept)."""
+    """Output features of a column-wise linear as factors, and the factor that is cut (None: all rows are kept)."""
     if role.detail == "gate_up":
         return ((Factor("ffn", rows // 2),), (Factor("ffn", rows // 2),)), "ffn"
     if role.detail not in ("qkv", "kv"):

@@ -4,8 +4,8 @@ Note: adapters.
 D_in, D_out: sizes of the base; r: the rank; `down` is [r, D_in], `up` [D_out, r], both as nn.Linear holds them, under
 any names, of the wrapping module itself or of modules in it, any number of pairs.  The user's forward is not touched;
 what it sees is cut so that it comes out right:
-    base `first`    the input is whole (entered once, with the sisters'); `down` is whole, `up` has the base's rows
-    base `second`   the input has its features cut; `down` has the base's columns, `up` is whole; base and pair give
+    base `colwise`    the input is whole (entered once, with the sisters'); `down` is whole, `up` has the base's rows
+    base `rowwise`   the input has its features cut; `down` has the base's columns, `up` is whole; base and pair give
                     terms, which are summed, and then the base's bias added, behind the wrapping module
 So the whole factor has a value that is replicated and a gradient that is partial (each rank's is a term of it), in both
 cases and whether activations are cut along the sequence or not, and an adapter moves nothing on the tensor axis but the
@@ -26,7 +26,7 @@ from colossal_lite.kernels import Rows
 from colossal_lite.parallel.layer_swap import is_transposed
 from colossal_lite.parallel.roles import Role, match_name
 
-CUT = ("first", "second")
+CUT = ("colwise", "rowwise")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
 
 
 def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: int) -> Callable[[], Rows]:
-    """Counters of a dropout in the adapter of a `second`: where it sees `width` features of the base's input, they are
+    """Counters of a dropout in the adapter of a `rowwise`: where it sees `width` features of the base's input, they are
     those of part `coord`; what comes behind `down` is not cut."""
     seen = 0
 

@@ -27,12 +27,12 @@ from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.replicated import Serial
-from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan
+from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
-from colossal_lite.parallel.tensor_1d import Swap1D
+from colossal_lite.parallel.tensor_1d import TensorParallel1D
 from colossal_lite.parallel.tensor_1d_layers import Tensor1D
-from colossal_lite.parallel.tensor_2d import Swap2D, Tensor2D
-from colossal_lite.parallel.tensor_3d import Swap3D, Tensor3D
+from colossal_lite.parallel.tensor_2d import Tensor2D, TensorParallel2D
+from colossal_lite.parallel.tensor_3d import Tensor3D, TensorParallel3D
 from colossal_lite.parallel.tensor_grid import features_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
@@ -46,7 +46,7 @@ class TensorStrategy(Protocol):
         """The mode, for people."""
 
     @property
-    def tells_loss(self) -> bool:
+    def owns_loss(self) -> bool:
         """Whether this rank's loss counts: of ranks that compute the same one, the first."""
 
     def local_part(self, batch: Batch) -> Batch:
@@ -74,7 +74,7 @@ class Parallelized:
     plan: Mapping[str, str]
 
     @property
-    def told(self) -> int:
+    def reported_loss(self) -> int:
         """Numbers that each data rank tells the others of its part of a batch: its samples, which dropout asks for, and
         its valid labels, which auxiliary losses do."""
         return 2 if self.auxiliary.names else int(self.has_dropout)
@@ -86,7 +86,7 @@ def parallelize(
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
     sequence_parallel: bool = True,
-    regather: bool = True,
+    regather_inputs: bool = True,
     sequence_mode: str = "ring",
     kernels: Literal["auto", "torch", "triton"] = "auto",
     compiled: bool = False,
@@ -111,9 +111,9 @@ def parallelize(
         chosen: Mapping[str, str] = {}
         made = _serial(module)
     else:
-        chosen = _auto_plan(module) if plan == "auto" else plan
+        chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
-        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel, regather)
+        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel, regather_inputs)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
             made = _with_dropout_outside(module, roles, made)
         _watch_pairs(module, roles, auxiliary)
@@ -158,7 +158,8 @@ def _share(share_at: Callable[[str], Share], sequence: int, name: str) -> Share:
 
 
 def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: AuxiliaryLosses) -> None:
-    """Note where activations are cut in another way than the stream: from where several first linears are entered at
+    """Note where activations are cut in another way than the stream: from where several column-wise linears are
+    entered at
     once, or one is left, to the second; and behind the head."""
 
     def enter(name: str, *_: Any) -> None:
@@ -169,12 +170,12 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
 
     if not modules_of(module):
         return
-    firsts = Counter(name.rpartition(".")[0] for name, role in roles.items() if role.name == "first")
+    firsts = Counter(name.rpartition(".")[0] for name, role in roles.items() if role.name == "colwise")
     for name, role in roles.items():
         owner = module.get_submodule(name)
-        if role.name in ("first", "lm_head"):
+        if role.name in ("colwise", "lm_head"):
             owner.register_forward_hook(partial(enter, name))
-        elif role.name in ("second", "block"):
+        elif role.name in ("rowwise", "block"):
             owner.register_forward_pre_hook(leave)
     for door, count in firsts.items():
         if count > 1:
@@ -197,18 +198,19 @@ def _check_attention(module: nn.Module, mode: str) -> None:
 # What a mode gives: its strategy, the spec of each parameter, and, by name, which rows of the counters a dropout sees
 # and what of the stream an auxiliary loss does.
 LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
-Made = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[[str], Share]]
+ModeResult = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[[str], Share]]
 
 
-def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Made) -> Made:
-    """`made`, with an error for a dropout that sees what lies between a first linear and its second: features that are
+def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: ModeResult) -> ModeResult:
+    """`made`, with an error for a dropout that sees what lies between a column-wise linear and its row-wise one:
+    features that are
     cut otherwise than those whose counters it would take, so that its mask would be another than the serial one.
 
     Where a forward is, hooks on the linears tell; no name does.  An adapter's own dropout has counters of its own, and
     in the models that are known no dropout lies there.
     """
     strategy, specs, local_rows, share_at = made
-    inside: list[str] = []  # the first linear whose second has not come yet
+    inside: list[str] = []  # the column-wise linear whose second has not come yet
 
     def enter(name: str, *_: Any) -> None:
         inside[:] = [name]
@@ -218,9 +220,9 @@ def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Ma
 
     module.register_forward_pre_hook(leave)
     for name, role in roles.items():
-        if role.name == "first":
+        if role.name == "colwise":
             module.get_submodule(name).register_forward_hook(partial(enter, name))
-        elif role.name in ("second", "block"):
+        elif role.name in ("rowwise", "block"):
             module.get_submodule(name).register_forward_pre_hook(leave)
     adapters = {name for name, role in roles.items() if role.name == "adapter"}
 
@@ -233,8 +235,8 @@ def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Ma
             if inside:
                 raise ValueError(
                     f"{name}: a dropout between {inside[0]}, whose features are cut over the tensor axis, and the "
-                    f"second linear of the pair: its mask would not be that of one process; legal: a dropout behind "
-                    f"the second linear, p=0, or tensor=1"
+                    f"row-wise linear of the pair: its mask would not be that of one process; legal: a dropout behind "
+                    f"the row-wise linear, p=0, or tensor=1"
                 )
             return local()
 
@@ -243,17 +245,19 @@ def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: Ma
     return strategy, specs, outside, share_at
 
 
-def _serial(module: nn.Module) -> Made:
+def _serial(module: nn.Module) -> ModeResult:
     strategy, ties = Serial(), tied_names(module)
     specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
     return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
 
 def _tensor_1d(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather: bool
-) -> Made:
-    strategy = Tensor1D(mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel, regather)
-    swap = Swap1D(module, mesh.layout, roles, mode=strategy)
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather_inputs: bool
+) -> ModeResult:
+    strategy = Tensor1D(
+        mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel, regather_inputs
+    )
+    swap = TensorParallel1D(module, mesh.layout, roles, mode=strategy)
 
     def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
         return swap.local_rows(name, rows)
@@ -261,13 +265,15 @@ def _tensor_1d(
     return strategy, swap.run(), local_rows, swap.share_at
 
 
-def _grid(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: bool, _regather: bool) -> Made:
+def _grid(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: bool, _regather: bool
+) -> ModeResult:
     vocabulary, width = _head(module, roles).shape
-    swap: Swap2D | Swap3D
+    swap: TensorParallel2D | TensorParallel3D
     if _mode_of(mesh) == "3d":
-        swap = Swap3D(module, mesh.layout, roles, mode=Tensor3D.on(mesh, vocabulary))
+        swap = TensorParallel3D(module, mesh.layout, roles, mode=Tensor3D.on(mesh, vocabulary))
     else:
-        swap = Swap2D(module, mesh.layout, roles, mode=Tensor2D.on(mesh, vocabulary))
+        swap = TensorParallel2D(module, mesh.layout, roles, mode=Tensor2D.on(mesh, vocabulary))
     share = Share(features=swap.stream.size)
     return swap.mode, swap.run(), lambda name, rows: features_of(rows, swap.stream, width), lambda name: share
 

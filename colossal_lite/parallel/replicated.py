@@ -31,7 +31,7 @@ class Serial:
         total, count = ops.cross_entropy(logits, labels)
         return total, count
 
-    tells_loss = True
+    owns_loss = True
 
     def local_part(self, batch: Batch) -> Batch:
         return batch

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Mask, Ops
 
 
@@ -70,10 +70,10 @@ class Gradients(Protocol):
 class _Returning:
     """Gradients travel round the ring behind their keys. `add` is called in the order of the ring, own block first."""
 
-    def __init__(self, comm: AxisComm, block: Tensor) -> None:
+    def __init__(self, comm: Communicator, block: Tensor) -> None:
         self._comm, self._block = comm, block
         self._own: tuple[Tensor, Tensor] | None = None
-        self._on_the_way: Pending | None = None
+        self._on_the_way: PendingCollective | None = None
 
     def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None:
         if source == self._comm.coord:
@@ -95,7 +95,7 @@ class _Returning:
 class _Scattered:
     """Gradients of all blocks are held, then summed at once."""
 
-    def __init__(self, comm: AxisComm, block: Tensor) -> None:
+    def __init__(self, comm: Communicator, block: Tensor) -> None:
         self._comm, self._total = comm, block.new_zeros(comm.size, *block.shape)
 
     def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None:
@@ -110,7 +110,7 @@ class Carrier(Protocol):
     """How blocks of keys and values [2, B, t, G, K] reach the other ranks of `comm`, and their gradients come back."""
 
     @property
-    def comm(self) -> AxisComm: ...
+    def comm(self) -> Communicator: ...
 
     def blocks(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(source, its block) of every rank, this one's first."""
@@ -123,7 +123,7 @@ class Carrier(Protocol):
 class Ring:
     """Each block goes round; the next one is on its way while one is used."""
 
-    comm: AxisComm
+    comm: Communicator
 
     def blocks(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         n, coord = self.comm.size, self.comm.coord
@@ -140,7 +140,7 @@ class Ring:
 class Gather:
     """All blocks are sent at once, while the own one is used."""
 
-    comm: AxisComm
+    comm: Communicator
 
     def blocks(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         coming = self.comm.all_gather_async(block.unsqueeze(0))
@@ -164,7 +164,7 @@ def attend_blocks(
 
 
 def full_ring(
-    q: Tensor, k: Tensor, v: Tensor, *, comm: AxisComm, documents: Documents | None, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, comm: Communicator, documents: Documents | None, scale: float | None
 ) -> Tensor:
     """The same for full attention by the original ring self-attention. Shapes as `attend_blocks`."""
     out: Tensor = _FullRing.apply(q, k, v, comm, documents, scale)  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ class _Blocks(Function):
 class _FullRing(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: AxisComm, documents: Documents | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, documents: Documents | None,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
         wide, tokens = torch.promote_types(q.dtype, torch.float32), k.shape[1]

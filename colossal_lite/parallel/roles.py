@@ -3,6 +3,7 @@ legal."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,8 +11,8 @@ from fnmatch import fnmatchcase
 # ---- layer plans: globs over module names to roles ----
 
 ROLES = (
-    "first",  # linear whose output features are cut: the first of a pair (`first:qkv`, `first:kv`, `first:gate_up`)
-    "second",  # linear whose input features are cut: the second of a pair
+    "colwise",  # linear whose output features are cut: the first of a pair (details: qkv, kv, gate_up)
+    "rowwise",  # linear whose input features are cut: the second of a pair
     "embedding",  # token embedding, cut over the vocabulary
     "position",  # learned positions
     "lm_head",  # linear to the vocabulary
@@ -19,13 +20,15 @@ ROLES = (
     "attention",  # module that holds the number of heads
     "block",  # one transformer block
     "replicate",  # whole on every rank
-    "adapter",  # module around a first or second linear that adds a product of low rank; what it holds needs no role
+    "adapter",  # module around a colwise or rowwise linear that adds a product of low rank; what it holds needs no role
 )
 DETAILS = {
-    "first": ("qkv", "kv", "gate_up"),
+    "colwise": ("qkv", "kv", "gate_up"),
     # `embedding:whole`: the model counts on whole sequences outside its blocks, so activations are cut within them only
     "embedding": ("whole",),
 }
+RENAMED_ROLES = {"first": "colwise", "second": "rowwise"}
+"""Names of before version 0.2 -> names of now. A plan may have the old ones for one release."""
 NOT_BUILT_ROLES = ("per_head", "latent", "expert")
 
 
@@ -39,7 +42,7 @@ class Role:
 
     @classmethod
     def parse(cls, text: str, pattern: str = "") -> Role:
-        """From a plan's word, such as `first:qkv` or `lm_head:tie=token`. Raises ValueError naming what is legal."""
+        """From a plan's word, such as `colwise:qkv` or `lm_head:tie=token`. Raises ValueError naming what is legal."""
         name, *rest = text.split(":")
         detail = tie = ""
         for word in rest:
@@ -69,6 +72,24 @@ def match_name(pattern: str, name: str) -> bool:
         return bool(parts) and fnmatchcase(parts[0], globs[0]) and fits(globs[1:], parts[1:])
 
     return fits(pattern.split("."), name.split("."))
+
+
+def with_new_names(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan with roles by their new names, and a line of notice if it had old ones. Raises ValueError for both."""
+    names = {pattern: text.split(":")[0] for pattern, text in plan.items()}
+    old = [f"{pattern!r}: {plan[pattern]!r}" for pattern, name in names.items() if name in RENAMED_ROLES]
+    if not old:
+        return dict(plan)
+    told = ", ".join(f"{name!r} is now {new!r}" for name, new in RENAMED_ROLES.items())
+    if set(RENAMED_ROLES.values()) & set(names.values()):
+        raise ValueError(
+            f"plan: {', '.join(old)} stand beside new names of roles ({told}); use new names alone"
+        )
+    warnings.warn(f"plan: roles have new names: {told}", stacklevel=3)
+    return {
+        pattern: RENAMED_ROLES.get(name, name) + plan[pattern].removeprefix(name)
+        for pattern, name in names.items()
+    }
 
 
 def assign_roles(plan: Mapping[str, str], modules: Iterable[str], owners: Iterable[str]) -> dict[str, Role]:
@@ -109,11 +130,11 @@ PLANS: dict[str, dict[str, str]] = {
         "blocks.*": "block",
         "blocks.*.norm*": "norm",
         "blocks.*.attention": "attention",
-        "blocks.*.attention.qkv": "first:qkv",
-        "blocks.*.attention.out": "second",
-        "blocks.*.mlp.up": "first",
-        "blocks.*.mlp.gate_up": "first:gate_up",
-        "blocks.*.mlp.down": "second",
+        "blocks.*.attention.qkv": "colwise:qkv",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.gate_up": "colwise:gate_up",
+        "blocks.*.mlp.down": "rowwise",
         "norm": "norm",
         "head": "lm_head",
     },
@@ -123,10 +144,10 @@ PLANS: dict[str, dict[str, str]] = {
         "transformer.h.*": "block",
         "transformer.h.*.ln_*": "norm",
         "transformer.h.*.attn": "attention",
-        "transformer.h.*.attn.c_attn": "first:qkv",
-        "transformer.h.*.attn.c_proj": "second",
-        "transformer.h.*.mlp.c_fc": "first",
-        "transformer.h.*.mlp.c_proj": "second",
+        "transformer.h.*.attn.c_attn": "colwise:qkv",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
         "transformer.ln_f": "norm",
         "lm_head": "lm_head",
     },
@@ -135,19 +156,19 @@ PLANS: dict[str, dict[str, str]] = {
         "model.layers.*": "block",
         "model.layers.*.*norm": "norm",
         "model.layers.*.self_attn": "attention",
-        "model.layers.*.self_attn.q_proj": "first",
-        "model.layers.*.self_attn.[kv]_proj": "first:kv",
-        "model.layers.*.self_attn.o_proj": "second",
-        "model.layers.*.mlp.gate_proj": "first",
-        "model.layers.*.mlp.up_proj": "first",
-        "model.layers.*.mlp.down_proj": "second",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.[kv]_proj": "colwise:kv",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
         "model.norm": "norm",
         "lm_head": "lm_head",
     },
 }
 
 
-_MAY_BE_WRAPPED = ("first", "second", "lm_head", "embedding")
+_MAY_BE_WRAPPED = ("colwise", "rowwise", "lm_head", "embedding")
 
 
 def known_plan(modules: Collection[str], owners: Collection[str]) -> tuple[str, dict[str, str]] | None:

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Mask, Ops
 from colossal_lite.parallel.hugging_face import local_arguments
 from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
 
-CARRIERS: dict[str, Callable[[AxisComm], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
+CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class SequenceParallel:
     """One rank's share of the sequence axis `comm`: keys travel on `ring`, tokens are changed for heads on `heads`."""
 
     mode: str
-    comm: AxisComm
-    ring: AxisComm
-    heads: AxisComm
+    comm: Communicator
+    ring: Communicator
+    heads: Communicator
 
     @classmethod
     def on(cls, mesh: Mesh, mode: str) -> SequenceParallel:
@@ -216,8 +216,8 @@ class OnSequence:
         return f"{self.inner.name} x {self.sequence.mode}"
 
     @property
-    def tells_loss(self) -> bool:
-        tells: bool = self.inner.tells_loss
+    def owns_loss(self) -> bool:
+        tells: bool = self.inner.owns_loss
         return tells
 
     def local_part(self, batch: Batch) -> Batch:

@@ -70,7 +70,7 @@ def parallelize(
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
     sequence_parallel: bool = True,
-    regather: bool = True,
+    regather_inputs: bool = True,
     kernels: Literal["auto", "torch", "triton"] = "auto",
 ) -> Layers:
     """Turn `module` into this rank's part of it, in place, values included.
@@ -90,7 +90,7 @@ def parallelize(
         mesh,
         plan,
         sequence_parallel=sequence_parallel,
-        regather=regather,
+        regather_inputs=regather_inputs,
         kernels=kernels,
         device_type=first.device.type if first is not None else "cpu",
     )

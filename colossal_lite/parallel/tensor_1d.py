@@ -8,10 +8,10 @@ norms, dropout and residual sums cost 1 / n, and the gradients of what they hold
 
 Per pair and micro-batch, payload M each:     forward             backward
     whole                                     all-reduce          all-reduce
-    sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather`)
+    sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather_inputs`)
 Embedding and head count as one pair together.  The loss never gathers logits: one all-gather of 3 numbers a token and
-rank.  A first linear overlaps the reduction of its input gradient with the product for its weight gradient, and the
-second gather with the product before that; `overlap=False` waits at once and gives the same bits.
+rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient, and
+the second gather with the product before that; `overlap=False` waits at once and gives the same bits.
 
 Where there are fewer key and value heads than ranks, each rank keeps all of them whole and uses the one its queries
 share; their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and
@@ -46,16 +46,16 @@ from colossal_lite.parallel.lora import Adapter, read_adapter, rows_on_features
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_1d_layers import (
     AXIS,
-    FirstLinear,
+    ColwiseLinear,
     Head,
     PositionEmbedding,
-    SecondLinear,
+    RowwiseLinear,
     SharedHead,
     SharedKeysLinear,
     Tensor1D,
     VocabularyEmbedding,
-    enter,
-    leave,
+    gather_from_sequence_region,
+    reduce_scatter_to_sequence_region,
 )
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
@@ -83,7 +83,7 @@ def micro_batch_payload(
     # Forward sums where a pair ends, backward where one begins; gathers are the conjugates.
     gathers, reduces = 0, 2 * pairs - adapted
     if mode.sequence_parallel:
-        gathers = pairs * (3 if mode.regather and not adapted else 2) - adapted
+        gathers = pairs * (3 if mode.regather_inputs and not adapted else 2) - adapted
         rows.append(LedgerRow("reduce_scatter", AXIS, reduces, reduces * activation_bytes))
         reduces = 0
     rows.append(LedgerRow("all_gather", AXIS, gathers + 1, gathers * activation_bytes + stats_bytes))
@@ -101,7 +101,7 @@ def micro_batch_payload(
 
 
 @dataclass
-class Swap1D(Swap):
+class TensorParallel1D(Swap):
     """Swaps for 1D, over the axis `tensor`."""
 
     mode: Tensor1D = field(kw_only=True)
@@ -123,29 +123,29 @@ class Swap1D(Swap):
     def size_faults(self, name: str, role: Role, module: Any) -> list[str]:
         if role.name == "adapter":
             return self._adapter_faults(name, module)
-        if role.name not in ("first", "second") or role.detail in ("qkv", "kv"):
+        if role.name not in ("colwise", "rowwise") or role.detail in ("qkv", "kv"):
             return []
-        features = module.weight.shape[int((role.name == "first") == is_transposed(module))]
+        features = module.weight.shape[int((role.name == "colwise") == is_transposed(module))]
         parts = 2 if role.detail == "gate_up" else 1
         if features % (parts * self.mode.size):
-            kind = "outputs" if role.name == "first" else "inputs"
+            kind = "outputs" if role.name == "colwise" else "inputs"
             return [f"{name}: tensor={self.mode.size} does not divide its {features // parts} {kind}"]
         return []
 
     def prepare(self) -> None:
-        """Inputs that several first linears share are entered once, at their parent; with `embedding:whole` the
+        """Inputs that several column-wise linears share are entered once, at their parent; with `embedding:whole` the
         sequence is cut where the first block begins and joined where the last one ends."""
         by_parent: dict[str, list[str]] = {}
         wrapper_of = {adapter.base: name for name, adapter in self._adapters.items()}
         for name, role in self.roles.items():
-            if role.name == "first":
+            if role.name == "colwise":
                 outermost = wrapper_of.get(name, name)
                 by_parent.setdefault(outermost.rpartition(".")[0], []).append(name)
         for parent, sisters in by_parent.items():
             if len(sisters) > 1 or sisters[0] in wrapper_of:
                 self._shared.update(sisters)
                 door = parent if len(sisters) > 1 else wrapper_of[sisters[0]]
-                hook = _on_stream(partial(enter, mode=self.mode_at(door)))
+                hook = _on_stream(partial(gather_from_sequence_region, mode=self.mode_at(door)))
                 self.module.get_submodule(door).register_forward_pre_hook(hook, with_kwargs=True)
         if self.mode_at("") == self.mode:
             return
@@ -166,9 +166,9 @@ class Swap1D(Swap):
         per_token: Placements = ((AXIS, Partial),) if mode.sequence_parallel else ()
         kept: nn.Module = module
         match role.name:
-            case "first":
+            case "colwise":
                 return self._first(name, module, mode, role, heads)
-            case "second":
+            case "rowwise":
                 transposed = is_transposed(module)
                 outputs, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
                 weight = self._cut(
@@ -176,7 +176,7 @@ class Swap1D(Swap):
                 )
                 bias = self.parameter(module.bias, gradient=per_token)
                 gives_terms = any(adapter.base == name for adapter in self._adapters.values())
-                return SecondLinear(mode, weight, bias, transposed=transposed, gives_terms=gives_terms)
+                return RowwiseLinear(mode, weight, bias, transposed=transposed, gives_terms=gives_terms)
             case "adapter":
                 self._adapt(self._adapters[name], module, mode)
                 return kept
@@ -205,7 +205,7 @@ class Swap1D(Swap):
         inputs = base.weight.shape[int(not is_transposed(base))]
         drops = any(isinstance(m, Dropout | nn.Dropout) for m in module.modules())
         ranks = {self._parameter_at(full).shape[0] for full in found.down}
-        if found.role.name == "second" and drops and inputs // self.mode.size in ranks:
+        if found.role.name == "rowwise" and drops and inputs // self.mode.size in ranks:
             return [
                 f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}, so that dropout "
                 f"in it could not tell the two apart; legal: another rank, or no dropout"
@@ -223,17 +223,17 @@ class Swap1D(Swap):
         return heads_of(self.module.get_submodule(owners[0]), owners[0]) if owners else None
 
     def _adapt(self, adapter: Adapter, module: nn.Module, mode: Tensor1D) -> None:
-        """Cut the factors as the base is cut; behind a `second`, sum base and pair together."""
+        """Cut the factors as the base is cut; behind a `rowwise`, sum base and pair together."""
         base: Any = self.module.get_submodule(adapter.base)
         outputs, inputs = base.weight.shape[::-1] if is_transposed(base) else base.weight.shape
         cut, whole = (
-            (adapter.up, adapter.down) if adapter.role.name == "first" else (adapter.down, adapter.up)
+            (adapter.up, adapter.down) if adapter.role.name == "colwise" else (adapter.down, adapter.up)
         )
         for full in whole:
             self.parameter(self._parameter_at(full), gradient=((AXIS, Partial),))
         for full in cut:
             factor = self._parameter_at(full)
-            if adapter.role.name == "first":
+            if adapter.role.name == "colwise":
                 rows, name = output_rows(outputs, adapter.role, self._heads_at(adapter.base), mode.size)
                 assert name is not None, "refused: key heads that ranks share"
                 local = self._cut(factor, (rows, plain("rank", factor.shape[1])), name)
@@ -241,13 +241,13 @@ class Swap1D(Swap):
                 local = self._cut(factor, (plain("rank", factor.shape[0]), plain("in", inputs)), "in")
             owner, _, leaf = full.rpartition(".")
             setattr(self.module.get_submodule(owner), leaf, local)
-        if adapter.role.name == "second":
+        if adapter.role.name == "rowwise":
             path = adapter.base.removeprefix(f"{adapter.name}.")
 
             def finish(module: nn.Module, args: Any, terms: Tensor) -> Tensor:
                 inner: Any = module.get_submodule(path)
                 bias: Tensor | None = inner.bias
-                y = leave(terms, mode)
+                y = reduce_scatter_to_sequence_region(terms, mode)
                 return y if bias is None else y + bias
 
             module.register_forward_hook(finish)
@@ -261,7 +261,7 @@ class Swap1D(Swap):
         if adapter is None:
             mode = self.mode_at(name)
             return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
-        if adapter.role.name == "first":
+        if adapter.role.name == "colwise":
             return rows
         base: Any = self.module.get_submodule(adapter.base)
         width = base.weight.shape[int(not base.transposed)]
@@ -287,7 +287,7 @@ class Swap1D(Swap):
         if role.detail in ("qkv", "kv") and heads is not None and heads.key < mode.size:
             shared, q_rows = shared_head(rows, role, heads, mode.size, mode.coord)
             return SharedKeysLinear(shared, mode, weight, bias, q_rows=q_rows, **options)
-        return FirstLinear(mode, weight, bias, **options)
+        return ColwiseLinear(mode, weight, bias, **options)
 
     def _cut(self, parameter: nn.Parameter | None, dims: tuple[Dim, ...], factor: str) -> Any:
         return self.parameter(parameter, dims, ((AXIS, Shard(factor)),))

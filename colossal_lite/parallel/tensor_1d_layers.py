@@ -12,10 +12,16 @@ from torch.autograd import Function
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Ops
-from colossal_lite.transforms.saved_results import keep
-from colossal_lite.transforms.split_backward import WeightQueue, deliver, embedding, linear, linear_gradients
+from colossal_lite.transforms.saved_results import save_for_recompute
+from colossal_lite.transforms.split_backward import (
+    WeightGradStore,
+    deliver,
+    embedding,
+    linear,
+    linear_gradients,
+)
 
 AXIS = "tensor"
 
@@ -24,10 +30,10 @@ AXIS = "tensor"
 class Tensor1D:
     """The strategy: settings that every layer of this mode shares, and how its loss is taken."""
 
-    comm: AxisComm
+    comm: Communicator
     vocabulary: int = 0
     sequence_parallel: bool = True
-    regather: bool = True
+    regather_inputs: bool = True
     overlap: bool = True
     name = "1d"
 
@@ -44,7 +50,7 @@ class Tensor1D:
         return vocabulary_cross_entropy(logits, labels, self.comm, ops, self.vocabulary)
 
     @property
-    def tells_loss(self) -> bool:
+    def owns_loss(self) -> bool:
         """All ranks of the axis compute the same loss."""
         return self.coord == 0
 
@@ -62,7 +68,7 @@ class Tensor1D:
 # ---- the layers ----
 
 
-class FirstLinear(nn.Module):
+class ColwiseLinear(nn.Module):
     """Linear with its output features cut: x [B, T(/n), D_in] -> y [B, T, D_out / n].
 
     `input_is_whole`: whoever holds this layer has gathered the input already, for several such layers at once.
@@ -74,15 +80,15 @@ class FirstLinear(nn.Module):
         transposed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.used_parameters()
         if self.input_is_whole:
-            return linear(x, weight, bias, self.weight_queue)
-        out: Tensor = _FirstLinear.apply(x, weight, bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
+            return linear(x, weight, bias, self.weight_grad_store)
+        out: Tensor = _ColwiseLinear.apply(x, weight, bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]
         return out
 
     def used_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +112,7 @@ class SharedHead:
         return keys[self.head * self.head_width : (self.head + 1) * self.head_width]
 
 
-class SharedKeysLinear(FirstLinear):
+class SharedKeysLinear(ColwiseLinear):
     """Rows of k or v where there are fewer heads than ranks: all are held, one head is used.
 
     With `q_rows` it is a fused [q | k | v], of which the rows of q are cut.
@@ -125,7 +131,7 @@ class SharedKeysLinear(FirstLinear):
         return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
 
 
-class SecondLinear(nn.Module):
+class RowwiseLinear(nn.Module):
     """Linear with its input features cut: x [B, T, D_in / n] -> y [B, T(/n), D_out]. The bias comes last, once.
 
     `gives_terms`: whoever holds this layer sums the terms [B, T, D_out] and adds the bias.
@@ -136,15 +142,15 @@ class SecondLinear(nn.Module):
         gives_terms: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.transposed, self.gives_terms = mode, transposed, gives_terms
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.gives_terms:
-            return linear(x, weight, None, self.weight_queue)
-        out: Tensor = _SecondLinear.apply(x, weight, self.bias, self.mode, self.weight_queue)  # type: ignore[no-untyped-call]
+            return linear(x, weight, None, self.weight_grad_store)
+        out: Tensor = _RowwiseLinear.apply(x, weight, self.bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -153,14 +159,14 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         start = self.mode.coord * self.weight.shape[0]
         here = (ids >= start) & (ids < start + self.weight.shape[0])
-        x = embedding(torch.where(here, ids - start, 0), self.weight, self.weight_queue)
-        return leave(x * here.unsqueeze(-1), self.mode)
+        x = embedding(torch.where(here, ids - start, 0), self.weight, self.weight_grad_store)
+        return reduce_scatter_to_sequence_region(x * here.unsqueeze(-1), self.mode)
 
 
 class PositionEmbedding(nn.Module):
@@ -168,15 +174,15 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, positions: Tensor) -> Tensor:
         own = positions.tensor_split(self.mode.size, dim=-1)[self.mode.coord]
-        return embedding(own, self.weight, self.weight_queue)
+        return embedding(own, self.weight, self.weight_grad_store)
 
 
-class Head(FirstLinear):
+class Head(ColwiseLinear):
     """Linear to the vocabulary: x [B, T(/n), D] -> logits [B, T, V / n]; the last `padded` stand for nothing."""
 
     def __init__(
@@ -193,8 +199,8 @@ class Head(FirstLinear):
         return F.pad(real, (0, self.padded), value=torch.finfo(logits.dtype).min)
 
 
-def enter(x: Tensor, mode: Tensor1D) -> Tensor:
-    """From the residual stream to the whole input of first linears, for several of them at once."""
+def gather_from_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
+    """From the residual stream to the whole input of column-wise linears, for several of them at once."""
     return (
         autograd_collectives.gather(x, mode.comm, 1)
         if mode.sequence_parallel
@@ -202,19 +208,24 @@ def enter(x: Tensor, mode: Tensor1D) -> Tensor:
     )
 
 
-def leave(x: Tensor, mode: Tensor1D) -> Tensor:
+def reduce_scatter_to_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     """From terms [B, T, D] on each rank to the residual stream."""
     if mode.sequence_parallel:
         return autograd_collectives.reduce_scatter(x, mode.comm, 1)
     return autograd_collectives.all_reduce(x, mode.comm)
 
 
-class _FirstLinear(Function):
+class _ColwiseLinear(Function):
     """`enter`, then the product, with backward's communication beside its products."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mode: Tensor1D,
+        queue: WeightGradStore | None,
     ) -> Tensor:
         def product() -> Tensor:
             return F.linear(_gather_async(x, mode).wait(), weight, bias)
@@ -222,9 +233,9 @@ class _FirstLinear(Function):
         ctx.mode, ctx.queue = mode, queue
         if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
             ctx.given = weight, bias
-        if mode.sequence_parallel and mode.regather:
+        if mode.sequence_parallel and mode.regather_inputs:
             ctx.save_for_backward(x, weight)
-            return keep(product, x)
+            return save_for_recompute(product, x)
         whole = _gather_async(x, mode).wait() if mode.sequence_parallel else x
         ctx.save_for_backward(whole, weight)
         return F.linear(whole, weight, bias)
@@ -234,7 +245,7 @@ class _FirstLinear(Function):
         mode: Tensor1D = ctx.mode
         kept, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        gathers = needs_dw and mode.sequence_parallel and mode.regather
+        gathers = needs_dw and mode.sequence_parallel and mode.regather_inputs
         if ctx.queue is not None and ctx.queue.is_open:
             given = ctx.given
 
@@ -258,12 +269,17 @@ class _FirstLinear(Function):
         return sum_of_terms.wait() if sum_of_terms is not None else None, dw, db, None, None
 
 
-class _SecondLinear(Function):
+class _RowwiseLinear(Function):
     """The product, then `leave`, then the bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: Tensor1D, queue: WeightQueue | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mode: Tensor1D,
+        queue: WeightGradStore | None,
     ) -> Tensor:
         def product() -> Tensor:
             y = _sum_async(F.linear(x, weight), mode).wait()
@@ -273,7 +289,7 @@ class _SecondLinear(Function):
         if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
             ctx.given = weight, bias
         ctx.save_for_backward(x, weight)
-        return keep(product, x)
+        return save_for_recompute(product, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -304,12 +320,12 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def _gather_async(x: Tensor, mode: Tensor1D) -> Pending:
+def _gather_async(x: Tensor, mode: Tensor1D) -> PendingCollective:
     """All positions of x [B, T / n, D]."""
     return mode.comm.all_gather_async(x, dim=1)
 
 
-def _sum_async(terms: Tensor, mode: Tensor1D) -> Pending:
+def _sum_async(terms: Tensor, mode: Tensor1D) -> PendingCollective:
     """The sum over ranks of [B, T, D], in place; with sequence_parallel this rank's positions of it, [B, T / n, D]."""
     if not mode.sequence_parallel:
         return mode.comm.all_reduce_async(terms)
@@ -320,7 +336,7 @@ def _sum_async(terms: Tensor, mode: Tensor1D) -> Pending:
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, labels: Tensor, comm: AxisComm, ops: Ops, vocabulary: int
+    logits: Tensor, labels: Tensor, comm: Communicator, ops: Ops, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """(sum over valid tokens, their number) from logits [..., V / n] cut over the ranks of `comm`; labels [...]."""
     flat = labels.reshape(-1)
@@ -331,7 +347,7 @@ def vocabulary_cross_entropy(
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, comm: AxisComm, ops: Ops, vocabulary: int
+        ctx: Any, logits: Tensor, labels: Tensor, comm: Communicator, ops: Ops, vocabulary: int
     ) -> Tensor:
         ctx.start, ctx.ops, ctx.vocabulary = comm.coord * logits.shape[1], ops, vocabulary
         stats = comm.all_gather(ops.cross_entropy_partial(logits, labels, ctx.start).unsqueeze(0))

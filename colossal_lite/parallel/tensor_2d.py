@@ -28,24 +28,24 @@ from torch import Tensor, nn
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel.grid_layers import Along, Cut, GridLinear
+from colossal_lite.parallel.grid_layers import GridLinear, OperandAxis, ProductSpec
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_grid import (
     Grid,
-    Lie,
-    Sizes,
-    SwapGrid,
-    Tally,
+    GridPlacement,
+    GridSizes,
+    PayloadCounter,
+    TensorParallelGrid,
     looked_up,
     parts_of,
     table_dims,
     terms_of,
 )
 from colossal_lite.sharding.shard_spec import Placements, Shard
-from colossal_lite.transforms.split_backward import WeightQueue
+from colossal_lite.transforms.split_backward import WeightGradStore
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
 
@@ -54,9 +54,9 @@ ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
 class Tensor2D(Grid):
     """The strategy. `row`, `column`, `depth`: the communicators along these axes (depth has one rank in 2D)."""
 
-    row: AxisComm
-    column: AxisComm
-    depth: AxisComm
+    row: Communicator
+    column: Communicator
+    depth: Communicator
     vocabulary: int = 0
     overlap: bool = True
     name = "2d"
@@ -72,7 +72,7 @@ class Tensor2D(Grid):
         return self.row.size
 
     @property
-    def vocabulary_axis(self) -> AxisComm:
+    def vocabulary_axis(self) -> Communicator:
         return self.column
 
     def local_part(self, batch: Batch) -> Batch:
@@ -91,12 +91,12 @@ class Embedding2D(nn.Module):
 
     def __init__(self, mode: Tensor2D, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         sheet = self.mode.row.all_gather(ids.contiguous())  # every row of the grid looks its words up for all
-        terms = looked_up(sheet, self.weight, self.mode.row.coord, self.weight_queue)
+        terms = looked_up(sheet, self.weight, self.mode.row.coord, self.weight_grad_store)
         return autograd_collectives.reduce_scatter(terms, self.mode.row, 0)
 
 
@@ -111,14 +111,14 @@ def micro_batch_payload(
 
     `gated`: the MLP has a gate (SwiGLU); `centred`: the norms are LayerNorms.
     """
-    q, sizes, wide = mode.edge, Sizes(facts, mode.edge, gated, centred), max(itemsize, 4)
+    q, sizes, wide = mode.edge, GridSizes(facts, mode.edge, gated, centred), max(itemsize, 4)
     tokens = batch // mode.depth.size * sequence  # of one sheet
     linears = [linear for pair in sizes.pairs for linear in pair] * facts.layers
     linears += [] if facts.tied else [(facts.width, sizes.vocabulary)]
     x_bytes, w_bytes = (
         sum(numels) // q * itemsize for numels in zip(*((tokens * k, k * m) for k, m in linears), strict=True)
     )
-    tally, residual_bytes = Tally(), tokens * facts.width // q * itemsize
+    tally, residual_bytes = PayloadCounter(), tokens * facts.width // q * itemsize
     for axis, total in ((COLUMN, x_bytes), (ROW, w_bytes)):
         tally.add("all_gather", axis, 2 * len(linears), 2 * total)
         tally.add("reduce_scatter", axis, len(linears), total)
@@ -144,7 +144,7 @@ def micro_batch_payload(
 
 
 @dataclass
-class Swap2D(SwapGrid):
+class TensorParallel2D(TensorParallelGrid):
     """Swaps for 2D and 2.5D."""
 
     mode: Tensor2D = field(kw_only=True)
@@ -154,17 +154,19 @@ class Swap2D(SwapGrid):
         return self.mode.edge
 
     @property
-    def stream(self) -> AxisComm:
+    def stream(self) -> Communicator:
         return self.mode.column
 
     @property
     def stream_terms(self) -> Placements:
         return terms_of(self.mode.depth, self.mode.row)
 
-    def lie(self, role: Role) -> Lie:
+    def lie(self, role: Role) -> GridPlacement:
         mode = self.mode
-        cut = Cut(x=Along(mode.column, -1), weight=Along(mode.row, -1), overlap=mode.overlap)
-        return Lie(cut, mode.column, (mode.row,), terms_of(mode.depth), self.stream_terms)
+        cut = ProductSpec(
+            x=OperandAxis(mode.column, -1), weight=OperandAxis(mode.row, -1), overlap=mode.overlap
+        )
+        return GridPlacement(cut, mode.column, (mode.row,), terms_of(mode.depth), self.stream_terms)
 
     def embedding(self, module: Any) -> nn.Module:
         return Embedding2D(self.mode, self.table(module.weight))
@@ -172,7 +174,9 @@ class Swap2D(SwapGrid):
     def tied_head(self, module: Any, bias: Any, missing: int) -> nn.Module:
         """The table lies with its outputs along rows and its inputs along columns, and is used so."""
         mode = self.mode
-        cut = Cut(x=None, weight=Along(mode.row, 0), y=Along(mode.column, -1), overlap=mode.overlap)
+        cut = ProductSpec(
+            x=None, weight=OperandAxis(mode.row, 0), y=OperandAxis(mode.column, -1), overlap=mode.overlap
+        )
         return GridLinear(cut, self.table(module.weight), bias, padded=missing)
 
     def table(self, weight: nn.Parameter) -> Any:

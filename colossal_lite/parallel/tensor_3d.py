@@ -13,9 +13,9 @@ Per linear of k inputs and m outputs, with T tokens, payload in elements, all di
     backward    gathers of dy Tm, w km and x Tk again, reduce-scatters of dx Tk and dw km   (total 3 Tk + 2 Tm + 3 km)
 which is 39 T h + 36 h^2 for a block of 12 h^2 weights.  Keeping the gathered x and w, as Colossal-AI does, would move
 7 T h + 12 h^2 less and hold l times the activations and weights.  Norms add one number a token and statistic
-(LayerNorm 2, RMSNorm 1), forward and backward.  The table is cut as a first linear's weight, V over j and D over k and
-i, so a tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for samples over i:
-T h (1 + 1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
+(LayerNorm 2, RMSNorm 1), forward and backward.  The table is cut as a column-wise linear's weight, V over j and D
+over k and i, so a tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for
+samples over i: T h (1 + 1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
 
 Biases, norms and positions are cut l times only; their gradients are terms of a sum over the other two axes.
 Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D moves about as much.
@@ -32,24 +32,24 @@ from torch import Tensor, nn
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel.grid_layers import Along, Cut
+from colossal_lite.parallel.grid_layers import OperandAxis, ProductSpec
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_grid import (
     Grid,
-    Lie,
-    Sizes,
-    SwapGrid,
-    Tally,
+    GridPlacement,
+    GridSizes,
+    PayloadCounter,
+    TensorParallelGrid,
     looked_up,
     parts_of,
     table_dims,
     terms_of,
 )
 from colossal_lite.sharding.shard_spec import Placements, Shard
-from colossal_lite.transforms.split_backward import WeightQueue, embedding
+from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
 I, J, K = "tensor.i", "tensor.j", "tensor.k"  # noqa: E741  (the axes' own names)
 
@@ -58,10 +58,10 @@ I, J, K = "tensor.i", "tensor.j", "tensor.k"  # noqa: E741  (the axes' own names
 class Tensor3D(Grid):
     """The strategy. `i`, `j`, `k`: the communicators along these axes; `plane`: along i and k, in that order."""
 
-    i: AxisComm
-    j: AxisComm
-    k: AxisComm
-    plane: AxisComm
+    i: Communicator
+    j: Communicator
+    k: Communicator
+    plane: Communicator
     vocabulary: int = 0
     overlap: bool = True
     name = "3d"
@@ -75,7 +75,7 @@ class Tensor3D(Grid):
         return self.i.size
 
     @property
-    def vocabulary_axis(self) -> AxisComm:
+    def vocabulary_axis(self) -> Communicator:
         return self.j
 
     def local_part(self, batch: Batch) -> Batch:
@@ -94,14 +94,14 @@ class Embedding3D(nn.Module):
 
     def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         mode, edge = self.mode, self.mode.edge
         everyone = mode.plane.all_gather(ids.contiguous())
         by_j = rearrange(everyone, "(i j b) t -> (j i b) t", i=edge, j=edge)
-        terms = looked_up(by_j, self.weight, mode.j.coord, self.weight_queue)
+        terms = looked_up(by_j, self.weight, mode.j.coord, self.weight_grad_store)
         own_j = autograd_collectives.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
         parts = autograd_collectives.heads_to_tokens(
             rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i
@@ -114,14 +114,14 @@ class Positions3D(nn.Module):
 
     def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
     def forward(self, positions: Tensor) -> Tensor:
         if positions.dim() > 1:
             block = self.mode.k.all_gather(positions.contiguous())
             positions = block.chunk(self.mode.edge)[self.mode.j.coord]
-        return embedding(positions, self.weight, self.weight_queue)
+        return embedding(positions, self.weight, self.weight_grad_store)
 
 
 # ---- formulas (parallel.md 1.5, DESIGN 10), as the ledger counts them ----
@@ -135,8 +135,8 @@ def micro_batch_payload(
 
     `gated`: the MLP has a gate (SwiGLU); `centred`: the norms are LayerNorms.  Positions are those of all samples.
     """
-    edge, sizes, wide = mode.edge, Sizes(facts, mode.edge, gated, centred), max(itemsize, 4)
-    tokens, area, tally = batch * sequence, mode.edge**2, Tally()
+    edge, sizes, wide = mode.edge, GridSizes(facts, mode.edge, gated, centred), max(itemsize, 4)
+    tokens, area, tally = batch * sequence, mode.edge**2, PayloadCounter()
     linears = [(linear, role) for pair in sizes.pairs for linear, role in zip(pair, (J, K), strict=True)]
     linears = linears * facts.layers + [((facts.width, sizes.vocabulary), J)]
     for (inputs, outputs), x_axis in linears:
@@ -167,7 +167,7 @@ def micro_batch_payload(
 
 
 @dataclass
-class Swap3D(SwapGrid):
+class TensorParallel3D(TensorParallelGrid):
     """Swaps for 3D."""
 
     mode: Tensor3D = field(kw_only=True)
@@ -177,18 +177,23 @@ class Swap3D(SwapGrid):
         return self.mode.edge
 
     @property
-    def stream(self) -> AxisComm:
+    def stream(self) -> Communicator:
         return self.mode.k
 
     @property
     def stream_terms(self) -> Placements:
         return terms_of(self.mode.i, self.mode.j)
 
-    def lie(self, role: Role) -> Lie:
+    def lie(self, role: Role) -> GridPlacement:
         mode = self.mode
-        inner, outer = (mode.j, mode.k) if role.name == "second" else (mode.k, mode.j)
-        cut = Cut(x=Along(outer, 0), weight=Along(mode.i, -1), y=Along(inner, 0), overlap=mode.overlap)
-        return Lie(cut, outer, (inner, mode.i), (), terms_of(mode.i, inner))
+        inner, outer = (mode.j, mode.k) if role.name == "rowwise" else (mode.k, mode.j)
+        cut = ProductSpec(
+            x=OperandAxis(outer, 0),
+            weight=OperandAxis(mode.i, -1),
+            y=OperandAxis(inner, 0),
+            overlap=mode.overlap,
+        )
+        return GridPlacement(cut, outer, (inner, mode.i), (), terms_of(mode.i, inner))
 
     def embedding(self, module: Any) -> nn.Module:
         return Embedding3D(self.mode, self.table(module.weight))

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.kernels import Ops, Rows
-from colossal_lite.parallel.grid_layers import Cut, GridLinear, GridNorm
+from colossal_lite.parallel.grid_layers import GridLinear, GridNorm, ProductSpec
 from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
@@ -43,7 +43,7 @@ from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_1d import shared_head
 from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
-from colossal_lite.transforms.split_backward import WeightQueue, embedding
+from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
 
 class Grid:
@@ -54,11 +54,11 @@ class Grid:
 
     @property
     @abstractmethod
-    def vocabulary_axis(self) -> AxisComm:
+    def vocabulary_axis(self) -> Communicator:
         """The axis along which the ranks of one part of the batch hold the vocabulary."""
 
     @property
-    def tells_loss(self) -> bool:
+    def owns_loss(self) -> bool:
         """Ranks of one part of the batch compute the same loss."""
         return self.vocabulary_axis.coord == 0
 
@@ -85,14 +85,14 @@ def parts_of(batch: Batch, parts: int, words: str) -> tuple[Batch, ...]:
     return batch.cut(parts)
 
 
-def looked_up(ids: Tensor, table: Tensor, part: int, queue: WeightQueue | None = None) -> Tensor:
+def looked_up(ids: Tensor, table: Tensor, part: int, queue: WeightGradStore | None = None) -> Tensor:
     """Rows of `ids` [...] from part `part` of a table [V, D] cut over V: [..., D], zeros for words of other parts."""
     start = part * table.shape[0]
     here = (ids >= start) & (ids < start + table.shape[0])
     return embedding(torch.where(here, ids - start, 0), table, queue) * here.unsqueeze(-1)
 
 
-def features_of(rows: Callable[[], Rows], comm: AxisComm, width: int) -> Callable[[], Rows]:
+def features_of(rows: Callable[[], Rows], comm: Communicator, width: int) -> Callable[[], Rows]:
     """Counters of a dropout that sees this rank's features of `width`."""
 
     def local() -> Rows:
@@ -104,7 +104,7 @@ def features_of(rows: Callable[[], Rows], comm: AxisComm, width: int) -> Callabl
 # ---- formulas, as the ledger counts them ----
 
 
-class Tally:
+class PayloadCounter:
     """Calls and payload by (operation, axis), being added up."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GridSizes:
     """What a formula needs of a model whose heads and vocabulary are cut over `parts` ranks."""
 
     facts: ModelFacts
@@ -146,7 +146,8 @@ class Sizes:
 
     @property
     def pairs(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-        """(inputs, outputs) of the first and the second linear of attention and of MLP, as used over all ranks."""
+        """(inputs, outputs) of the column-wise and the row-wise linear of attention and of MLP, as used over all
+        ranks."""
         facts, keys = self.facts, max(self.facts.kv_heads, self.parts) * self.head_width
         queries, gates = facts.heads * self.head_width, 2 if self.gated else 1
         return (
@@ -167,12 +168,12 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Lie:
+class GridPlacement:
     """How a linear's product is cut, and over which axes its weight is: outputs, inputs; terms of its gradients."""
 
-    cut: Cut
-    outputs: AxisComm
-    inputs: tuple[AxisComm, ...]
+    cut: ProductSpec
+    outputs: Communicator
+    inputs: tuple[Communicator, ...]
     weight_terms: Placements
     bias_terms: Placements
 
@@ -182,20 +183,20 @@ class Lie:
         return cut_inputs if outputs is None else ((self.outputs.axis, Shard(outputs)), *cut_inputs)
 
 
-def terms_of(*comms: AxisComm) -> Placements:
+def terms_of(*comms: Communicator) -> Placements:
     """A gradient with terms on each rank of these axes."""
     return tuple((comm.axis, Partial) for comm in comms if comm.size > 1)
 
 
 @dataclass
-class SwapGrid(Swap):
+class TensorParallelGrid(Swap):
     """Swaps for a mode in which every linear is a `product`."""
 
     _ties: set[int] = field(default_factory=set)
 
     @property
     @abstractmethod
-    def stream(self) -> AxisComm:
+    def stream(self) -> Communicator:
         """The axis over which the features of the residual stream are cut."""
 
     @property
@@ -204,7 +205,7 @@ class SwapGrid(Swap):
         """Axes that cut the batch of the residual stream."""
 
     @abstractmethod
-    def lie(self, role: Role) -> Lie:
+    def lie(self, role: Role) -> GridPlacement:
         """How a linear of this role (first, second, lm_head) lies."""
 
     @abstractmethod
@@ -251,11 +252,11 @@ class SwapGrid(Swap):
     def _divisions(self, role: Role, module: Any, weight: Tensor) -> Iterable[tuple[str, int, int]]:
         """(what, size, parts) of everything that is cut without padding, and is not heads."""
         match role.name:
-            case "first" | "second" | "lm_head" | "embedding":  # a table lies as the weight of a head
+            case "colwise" | "rowwise" | "lm_head" | "embedding":  # a table lies as the weight of a head
                 lie = self.lie(role)
                 outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
                 yield "inputs", inputs, math.prod(comm.size for comm in lie.inputs)
-                if role.name in ("first", "second") and role.detail not in ("qkv", "kv"):
+                if role.name in ("colwise", "rowwise") and role.detail not in ("qkv", "kv"):
                     yield "outputs", outputs, lie.outputs.size * (2 if role.detail == "gate_up" else 1)
             case "norm" | "position":
                 yield "features", weight.shape[-1], self.stream.size
@@ -263,7 +264,7 @@ class SwapGrid(Swap):
     def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         features: Placements = ((self.stream.axis, Shard("features")),)
         match role.name:
-            case "first" | "second":
+            case "colwise" | "rowwise":
                 return self._linear(module, role, heads)
             case "embedding":
                 return self.embedding(module)
@@ -288,7 +289,7 @@ class SwapGrid(Swap):
         parts = lie.outputs.size
         rows, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
         outputs, factor = (
-            output_rows(rows, role, heads, parts) if role.name == "first" else (plain("out", rows), "out")
+            output_rows(rows, role, heads, parts) if role.name == "colwise" else (plain("out", rows), "out")
         )
         # rows that all ranks of `outputs` hold: each has the terms of the head it uses
         shared_terms = terms_of(lie.outputs) if factor is None else ()

@@ -29,10 +29,15 @@ from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.loss import Loss, logits_of
 from colossal_lite.parallel.parallelize import Parallelized
-from colossal_lite.pipeline.model_units import Part, Sections
+from colossal_lite.pipeline.model_units import Sections, UnitModules
 from colossal_lite.pipeline.partition import Unit
-from colossal_lite.pipeline.runtime import Form, flat
-from colossal_lite.transforms.split_backward import Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.pipeline.runtime import MessageMeta, flat
+from colossal_lite.transforms.split_backward import (
+    BackwardRoot,
+    WeightGradStore,
+    defer_weights,
+    restore_weights,
+)
 
 ROUNDS = 3
 """The fastest of these is taken."""
@@ -62,7 +67,7 @@ class Profiler:
                 f"that no batch can be made for it; legal: initialize(..., example=a batch of the run's size), or "
                 f"'balanced', 'uniform', the counts of all stages"
             )
-        queue = WeightQueue()
+        queue = WeightGradStore()
         defer_weights(self.module, queue)
         try:
             with self.mesh.ledger.paused(), copied_buffers(self.module, self.device):
@@ -92,7 +97,7 @@ class Profiler:
                     raise
         raise AssertionError
 
-    def _seconds(self, sections: Sections, part: Batch, queue: WeightQueue) -> Tensor:
+    def _seconds(self, sections: Sections, part: Batch, queue: WeightGradStore) -> Tensor:
         """[units, 3] seconds of F, I and W."""
         found, carried = [], None
         for index, unit in enumerate(sections.parts):
@@ -106,7 +111,7 @@ class Profiler:
         return torch.tensor(found, dtype=torch.float64, device=self.device)
 
     def _once(
-        self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightQueue
+        self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightGradStore
     ) -> tuple[tuple[float, float, float], Any]:
         """One unit forward and backward: its times, and what it gives to the next."""
         self.streams.begin(0, part.samples, part.token_positions)
@@ -122,7 +127,7 @@ class Profiler:
         later = []
         if grown:
             ones = [torch.ones_like(tensor) for tensor in grown]
-            root = grown[0] if is_last else Root.apply(ones, *grown)  # type: ignore[no-untyped-call]
+            root = grown[0] if is_last else BackwardRoot.apply(ones, *grown)  # type: ignore[no-untyped-call]
             with queue.open() as later:
                 root.backward()
         input_s = self._now_s()
@@ -141,7 +146,7 @@ class Profiler:
 def _leaves(carried: Any) -> Any:
     """What a unit gave, as leaves that take gradients where it had any."""
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in flat(carried)[1]]
-    return Form.of(carried).packed(tensors)
+    return MessageMeta.of(carried).packed(tensors)
 
 
 @contextmanager
@@ -158,7 +163,9 @@ def copied_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def made_real(module: nn.Module, unit: Part, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def made_real(
+    module: nn.Module, unit: UnitModules, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
     """Parameters of one unit with small random values on `device`, ties kept, for a while."""
     generator = torch.Generator(device).manual_seed(0)
     made: dict[int, nn.Parameter] = {}

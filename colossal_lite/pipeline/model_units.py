@@ -4,9 +4,9 @@ Note: units and names.
 A unit is the smallest thing that a stage can begin or end at: the embedding, the attention and the MLP half of each
 block, the head with its norm.  A `Sections` says which modules each unit has and runs any stretch of them on what the
 unit before gave; integers that every rank has in its batch (ids, positions, document numbers) are never sent.  What
-lies on other stages is taken out of the module and an `Elsewhere` stands in its place, so that no name changes and a
-parameter of another stage is not there.  Every parameter is under a unit, or the model is refused.  A parameter that
-several units use is tied: it lies on the stage of each of them.
+lies on other stages is taken out of the module and an `OtherStageModule` stands in its place, so that no name changes
+and a parameter of another stage is not there.  Every parameter is under a unit, or the model is refused.  A parameter
+that several units use is tied: it lies on the stage of each of them.
 
 A new kind of model is one class and one line in `SECTIONS`; a model of one's own may bring its own by a method
 `pipeline_sections()` (docs/pipeline.md).
@@ -30,7 +30,13 @@ from colossal_lite.parallel.roles import known_plan
 from colossal_lite.parallel.tensor_1d_layers import PositionEmbedding, VocabularyEmbedding
 from colossal_lite.parallel.tensor_2d import Embedding2D
 from colossal_lite.parallel.tensor_3d import Embedding3D
-from colossal_lite.pipeline.partition import FLOPS_PER_BYTE, Facts, Unit, lookup_costs, transformer_units
+from colossal_lite.pipeline.partition import (
+    FLOPS_PER_BYTE,
+    PartitionFacts,
+    Unit,
+    lookup_costs,
+    transformer_units,
+)
 from colossal_lite.transforms.activation_checkpoint import part_of
 
 TOKENS = 1024
@@ -43,7 +49,7 @@ Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitModules:
     """One unit of a model: its name, and the modules (by name, their children included) that are its own."""
 
     name: str
@@ -54,7 +60,7 @@ class Sections(Protocol):
     """A model that can be run in stretches."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[UnitModules, ...]:
         """All units, in order."""
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
@@ -76,14 +82,16 @@ class GPTSections:
             part
             for i in range(len(model.blocks))
             for part in (
-                Part(f"{i}.attention", tuple(f"blocks.{i}.{n}" for n in ("norm1", "attention", "dropout1"))),
-                Part(f"{i}.mlp", tuple(f"blocks.{i}.{n}" for n in ("norm2", "mlp", "dropout2"))),
+                UnitModules(
+                    f"{i}.attention", tuple(f"blocks.{i}.{n}" for n in ("norm1", "attention", "dropout1"))
+                ),
+                UnitModules(f"{i}.mlp", tuple(f"blocks.{i}.{n}" for n in ("norm2", "mlp", "dropout2"))),
             )
         )
         self.parts = (
-            Part("embedding", ("token", *positions, "dropout")),
+            UnitModules("embedding", ("token", *positions, "dropout")),
             *halves,
-            Part("head", ("norm", "head")),
+            UnitModules("head", ("norm", "head")),
         )
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
@@ -111,7 +119,7 @@ class SequentialSections:
     def __init__(self, model: nn.Sequential) -> None:
         self._model = model
         self.parts = tuple(
-            Part(name, (name,)) for name in model._modules
+            UnitModules(name, (name,)) for name in model._modules
         )  # named_children leaves repeats out
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
@@ -122,7 +130,7 @@ class SequentialSections:
 
 
 @dataclass(frozen=True)
-class Places:
+class LibraryNames:
     """Where a model of a library keeps its units: tables whose place the input takes, tables that then add nothing,
     what is passed over beside them, the list of blocks, and what follows them; whether MLPs have three matrices."""
 
@@ -134,12 +142,12 @@ class Places:
     gated: bool = False
 
 
-LIBRARY: dict[str, Places] = {
-    "gpt2": Places(
+LIBRARY: dict[str, LibraryNames] = {
+    "gpt2": LibraryNames(
         ("transformer.wte",), ("transformer.wpe",), ("transformer.drop",), "transformer.h",
         ("transformer.ln_f", "lm_head"),
     ),
-    "llama": Places(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head"), gated=True),
+    "llama": LibraryNames(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head"), gated=True),
 }  # fmt: skip
 
 
@@ -152,13 +160,13 @@ class LibrarySections:
     what passes between blocks is cut.
     """
 
-    def __init__(self, model: nn.Module, names: Places) -> None:
+    def __init__(self, model: nn.Module, names: LibraryNames) -> None:
         self._model, self._names, self.gated = model, names, names.gated
         blocks = [f"{names.blocks}.{i}" for i, _ in enumerate(model.get_submodule(names.blocks))]  # type: ignore[arg-type]
         self.parts = (
-            Part("embedding", (*names.tables, *names.added, *names.beside)),
-            *(Part(name, (name,)) for name in blocks),
-            Part("head", names.tail),
+            UnitModules("embedding", (*names.tables, *names.added, *names.beside)),
+            *(UnitModules(name, (name,)) for name in blocks),
+            UnitModules("head", names.tail),
         )
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
@@ -232,7 +240,7 @@ class WholeSections:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.parts = (Part("model", ("",)),)
+        self.parts = (UnitModules("model", ("",)),)
 
     def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
         return self._model(*batch.args, **batch.kwargs)
@@ -273,7 +281,7 @@ def sections_of(model: nn.Module) -> Sections:
     )
 
 
-def _check_parts(model: nn.Module, parts: Sequence[Part]) -> None:
+def _check_parts(model: nn.Module, parts: Sequence[UnitModules]) -> None:
     """Raises ValueError for units that name no module, or one twice."""
     known, listed = {name for name, _ in model.named_modules(remove_duplicate=False)} - {""}, set[str]()
     for name, unit in [(name, part.name) for part in parts for name in part.modules]:
@@ -296,7 +304,7 @@ def _check_forward(module: nn.Module, kind: type[nn.Module], is_kinds: bool, cut
         )
 
 
-def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple[Unit, ...]:
+def costs_of(sections: Sections, model: nn.Module, facts: PartitionFacts | None) -> tuple[Unit, ...]:
     """What each unit costs, for the partition: by formula for transformers that are known, else by its layers."""
     if isinstance(sections, GPTSections) and facts is not None:
         gated = getattr(model.config, "activation", "") == "swiglu"
@@ -309,7 +317,7 @@ def costs_of(sections: Sections, model: nn.Module, facts: Facts | None) -> tuple
     return tuple(_by_layers(model, part, tokens) for part in sections.parts)
 
 
-def _by_layers(model: nn.Module, part: Part, tokens: int) -> Unit:
+def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
     """A unit of any layers, each of which sees every token: a matrix (a kernel, too) costs its FLOPs, a table its
     lookups, and a vector what is moved of its features."""
     f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing

@@ -22,7 +22,7 @@ from itertools import accumulate, combinations_with_replacement, pairwise
 from math import inf
 from typing import Literal, Protocol
 
-from colossal_lite.schedule.plan import Kind, Plan
+from colossal_lite.schedule.plan import ActionKind, Plan
 from colossal_lite.schedule.simulator import StageCosts
 
 
@@ -48,7 +48,7 @@ class Unit:
         return self.forward + self.input + self.weight
 
 
-class Facts(Protocol):
+class PartitionFacts(Protocol):
     """The sizes of a transformer that its costs depend on."""
 
     @property
@@ -85,7 +85,12 @@ def lookup_costs(
 
 
 def transformer_units(
-    facts: Facts, tokens: int, *, element_bytes: int = 4, state_bytes: float = 16.0, gated: bool = False
+    facts: PartitionFacts,
+    tokens: int,
+    *,
+    element_bytes: int = 4,
+    state_bytes: float = 16.0,
+    gated: bool = False,
 ) -> tuple[Unit, ...]:
     """Embedding, two halves a block, and head of a transformer; costs in FLOPs (reference: arXiv
     2205.05198).
@@ -155,7 +160,9 @@ def held(plan: Plan) -> tuple[int, ...]:
         live: Counter[int] = Counter()
         for action in actions:
             assert action.stage is not None
-            live[action.stage] += (action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B))
+            live[action.stage] += (action.kind is ActionKind.F) - (
+                action.kind in (ActionKind.W, ActionKind.B)
+            )
             peak[action.stage] = max(peak[action.stage], live[action.stage])
     return tuple(peak[stage] for stage in sorted(peak))
 

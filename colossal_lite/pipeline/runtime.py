@@ -30,22 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.watchdog import Progress
 from colossal_lite.memory.arena import Pool
 from colossal_lite.memory.transfers import to_device, to_host
 from colossal_lite.schedule.footprint import HEADER_BYTES, IN_FLIGHT, Subject
 from colossal_lite.schedule.footprint import subject_of as _subject
-from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
-from colossal_lite.schedule.simulator import Span, Timeline
-from colossal_lite.transforms.split_backward import Later, Root
+from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, ActionKind, Plan
+from colossal_lite.schedule.simulator import ActionSpan, ScheduleTimeline
+from colossal_lite.transforms.split_backward import BackwardRoot, DeferredWeightGrads
 
 WORDS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward",
-    Kind.W: "backward",
-    Kind.UPDATE: "update",
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "backward",
+    ActionKind.W: "backward",
+    ActionKind.UPDATE: "update",
 }
 
 
@@ -54,15 +54,15 @@ class Work:
     """What the engine does for an action of a stage and micro-batch.
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
-    of this stage and micro-batch come now, by B, I or W, and which have been put off until this W; put_off: backward
-    inside leaves those of weights for later; is_empty: nothing of this micro-batch is here, and its forward is passed
-    over.
+    of this stage and micro-batch come now, by B, I or W, and which have been put off until this W;
+    defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
+    here, and its forward is passed over.
     """
 
     forward: Callable[[int, int, Any], Any]
-    before_backward: Callable[[int, int, Kind, Later], None]
+    before_backward: Callable[[int, int, ActionKind, DeferredWeightGrads], None]
     around_backward: Callable[[], AbstractContextManager[None]]
-    put_off: Callable[[], AbstractContextManager[Later]]
+    defer_weight_grads: Callable[[], AbstractContextManager[DeferredWeightGrads]]
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
     reduce: Callable[[Action], None]
@@ -70,7 +70,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageMeta:
     """A message: keys of a dict, or the number of a tuple's members, or None for one tensor; and each tensor."""
 
     keys: tuple[str, ...] | int | None
@@ -78,7 +78,7 @@ class Form:
     """dtype, shape, and whether a gradient comes back."""
 
     @classmethod
-    def of(cls, carried: Any) -> Form:
+    def of(cls, carried: Any) -> MessageMeta:
         keys, tensors = flat(carried)
         return cls(keys, tuple((_name(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors))
 
@@ -91,7 +91,7 @@ class Form:
         return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, header: Tensor) -> Form:
+    def decode(cls, header: Tensor) -> MessageMeta:
         keys, rows = json.loads(bytes(header.tolist()))
         return cls(
             tuple(keys) if isinstance(keys, list) else keys,
@@ -146,9 +146,9 @@ class _Held:
 class _Arriving:
     """A message posted: its form, tensors in a slot, what to wait for."""
 
-    form: Form
+    form: MessageMeta
     tensors: list[Tensor]
-    pending: list[Pending]
+    pending: list[PendingCollective]
 
     def wait(self) -> tuple[Tensor, ...]:
         for each in self.pending:
@@ -160,18 +160,18 @@ class _Arriving:
 class Runtime:
     """One rank's end of a pipeline. `comm` is its axis, `placement` the coordinate of each stage there."""
 
-    comm: AxisComm
+    comm: Communicator
     placement: Mapping[int, int]
     device: torch.device
     progress: Progress
     plan: Plan | None = None
     """That of the last run."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[ActionSpan] = field(default_factory=list)
     """What ran when in the last run, in seconds of this host's clock."""
     live_peak: int = 0
     """Most activations (of one F each) that were held at once in the last run."""
     _agreed: set[Hashable] = field(default_factory=set)
-    _forms: dict[tuple[Hashable, Kind, int], Form] = field(default_factory=dict)
+    _forms: dict[tuple[Hashable, ActionKind, int], MessageMeta] = field(default_factory=dict)
     """Of what comes, and of what is passed on, by shape of micro-batch, RECV or SEND, and stage."""
     _slots: dict[torch.dtype, Pool] = field(default_factory=dict)
 
@@ -186,7 +186,7 @@ class Runtime:
         micro-batch's messages follows from, alike on all ranks; forms that are not known yet are agreed, which needs a
         plan whose RECVs block.
         """
-        actions = [action for action in plan[self.comm.coord] if action.kind is not Kind.UPDATE]
+        actions = [action for action in plan[self.comm.coord] if action.kind is not ActionKind.UPDATE]
         here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
         step = _Step(self, actions, work, shapes, slots, agrees=not self.knows(here))
         self.plan, self.spans, self.live_peak = plan, [], 0
@@ -194,19 +194,21 @@ class Runtime:
             self.progress.phase = self._phase(action)
             step.start_s = time.perf_counter()
             step.do(action)
-            self.spans.append(Span(self.comm.coord, action, step.start_s, time.perf_counter()))
+            self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
         step.finish()
         self._agreed |= here
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> ScheduleTimeline:
         """What each rank did in the last run, and when, by its host's clock. Collective."""
         mine = [[str(span.action), span.start_s, span.end_s] for span in self.spans]
         with self.comm.ledger.paused():
             rows = self.comm.gather_json(mine)
         spans = (
-            Span(rank, Action.parse(word), *times) for rank, row in enumerate(rows) for word, *times in row
+            ActionSpan(rank, Action.parse(word), *times)
+            for rank, row in enumerate(rows)
+            for word, *times in row
         )
-        return Timeline(
+        return ScheduleTimeline(
             len(rows), tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
         )
 
@@ -239,14 +241,14 @@ class _Step:
         self.runtime, self.actions, self.work = runtime, actions, work
         self.shapes, self.agrees = shapes, agrees
         self.last_use = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
-        self.came: dict[tuple[Kind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
+        self.came: dict[tuple[ActionKind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
         self.held: dict[Subject, _Held] = {}
-        self.leaving: dict[tuple[Kind, Subject], tuple[Form, list[Tensor]]] = {}
+        self.leaving: dict[tuple[ActionKind, Subject], tuple[MessageMeta, list[Tensor]]] = {}
         self.lent: dict[Subject, list[tuple[Pool, Tensor]]] = {}
-        self.flying: deque[list[Pending]] = deque()
+        self.flying: deque[list[PendingCollective]] = deque()
         self.start_s = 0.0  # of the action that is done, what it waits for not included
         self.live: set[Subject] = set()
-        self.later: dict[Subject, Later] = {}
+        self.later: dict[Subject, DeferredWeightGrads] = {}
         self.sends = {(a.kind, _subject(a)) for a in actions if a.kind in SENDS}
         self.planned = slots
 
@@ -256,23 +258,23 @@ class _Step:
             if self.work.is_empty(action.micro_batch):
                 return self._pass_over(action)
         match action.kind:
-            case Kind.F:
+            case ActionKind.F:
                 self._forward(_subject(action))
-            case Kind.B:
+            case ActionKind.B:
                 self._backward(_subject(action))
-            case Kind.I:
-                with self.work.put_off() as later:
-                    self._backward(_subject(action), Kind.I)
+            case ActionKind.I:
+                with self.work.defer_weight_grads() as later:
+                    self._backward(_subject(action), ActionKind.I)
                 self.later[_subject(action)] = later
-            case Kind.W:
+            case ActionKind.W:
                 self._weights(_subject(action))
-            case Kind.SEND_F | Kind.SEND_B:
+            case ActionKind.SEND_F | ActionKind.SEND_B:
                 self._send(action)
-            case Kind.RECV_F | Kind.RECV_B:
+            case ActionKind.RECV_F | ActionKind.RECV_B:
                 self._receive(action)
-            case Kind.REDUCE:
+            case ActionKind.REDUCE:
                 self.work.reduce(action)
-            case Kind.TIED_REDUCE:
+            case ActionKind.TIED_REDUCE:
                 self.work.tied_reduce(action)
             case _:
                 raise AssertionError(f"{action}: no part of a run")
@@ -281,12 +283,12 @@ class _Step:
 
     def _pass_over(self, action: Action) -> None:
         """An action of a micro-batch without samples: other ranks may have some of it."""
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             self.work.pass_over()
-        elif action.kind is Kind.W:
-            self.work.before_backward(*_subject(action), Kind.W, [])
-        elif action.kind is Kind.B:
-            self.work.before_backward(*_subject(action), Kind.B, [])
+        elif action.kind is ActionKind.W:
+            self.work.before_backward(*_subject(action), ActionKind.W, [])
+        elif action.kind is ActionKind.B:
+            self.work.before_backward(*_subject(action), ActionKind.B, [])
             with self.work.around_backward():
                 return
 
@@ -305,30 +307,32 @@ class _Step:
         leaves: tuple[Tensor, ...] = ()
         carried = None
         if stage:
-            came = self.came.pop((Kind.RECV_F, subject))
+            came = self.came.pop((ActionKind.RECV_F, subject))
             leaves = tuple(
                 tensor.detach().requires_grad_(takes)
                 for tensor, (_, _, takes) in zip(self._arrived(came), came.form.tensors, strict=True)
             )
             carried = came.form.packed(leaves)
         outputs = self.work.forward(stage, micro_batch, carried)
-        form, given = Form.of(outputs), list[Tensor]()
+        form, given = MessageMeta.of(outputs), list[Tensor]()
         tensors = [t for t in flat(outputs)[1]]
         grown = [t for t in tensors if t.requires_grad]
-        if self.last_use[subject].kind is not Kind.F:
+        if self.last_use[subject].kind is not ActionKind.F:
             self.live.add(subject)
             self.runtime.live_peak = max(self.runtime.live_peak, len(self.live))
             root = None
             if grown:
                 is_loss = stage == len(self.runtime.placement) - 1
-                root = grown[0] if is_loss else Root.apply(given, *grown)  # type: ignore[no-untyped-call]
+                root = grown[0] if is_loss else BackwardRoot.apply(given, *grown)  # type: ignore[no-untyped-call]
             self.held[subject] = _Held(leaves, root, given)
         if stage < len(self.runtime.placement) - 1:
-            self._pass_on(Kind.SEND_F, Kind.RECV_F, subject, (stage + 1, micro_batch), form, tensors)
+            self._pass_on(
+                ActionKind.SEND_F, ActionKind.RECV_F, subject, (stage + 1, micro_batch), form, tensors
+            )
 
-    def _backward(self, subject: Subject, kind: Kind = Kind.B) -> None:
+    def _backward(self, subject: Subject, kind: ActionKind = ActionKind.B) -> None:
         stage, micro_batch = subject
-        held, came = self.held.pop(subject), self.came.pop((Kind.RECV_B, subject), None)
+        held, came = self.held.pop(subject), self.came.pop((ActionKind.RECV_B, subject), None)
         self.work.before_backward(stage, micro_batch, kind, [])
         if came is not None:
             held.given += self._arrived(came)
@@ -341,8 +345,10 @@ class _Step:
             if leaf.requires_grad
         ]
         if stage and self._goes_on((stage - 1, micro_batch)):
-            form = Form(0, tuple((_name(g.dtype), tuple(g.shape), True) for g in gradients))
-            self._pass_on(Kind.SEND_B, Kind.RECV_B, subject, (stage - 1, micro_batch), form, gradients)
+            form = MessageMeta(0, tuple((_name(g.dtype), tuple(g.shape), True) for g in gradients))
+            self._pass_on(
+                ActionKind.SEND_B, ActionKind.RECV_B, subject, (stage - 1, micro_batch), form, gradients
+            )
 
     def _arrived(self, came: _Arriving) -> tuple[Tensor, ...]:
         tensors = came.wait()
@@ -352,7 +358,7 @@ class _Step:
     def _weights(self, subject: Subject) -> None:
         """What I has put off."""
         later = self.later.pop(subject)
-        self.work.before_backward(*subject, Kind.W, later)
+        self.work.before_backward(*subject, ActionKind.W, later)
         with torch.no_grad():  # as backward is
             for each in later:
                 each.work()
@@ -360,11 +366,17 @@ class _Step:
     def _goes_on(self, to: Subject) -> bool:
         """Whether the plan takes gradients on to the stage before."""
         if self.runtime.placement[to[0]] == self.runtime.comm.coord:
-            return self.last_use[to].kind is not Kind.F
-        return (Kind.SEND_B, (to[0] + 1, to[1])) in self.sends
+            return self.last_use[to].kind is not ActionKind.F
+        return (ActionKind.SEND_B, (to[0] + 1, to[1])) in self.sends
 
     def _pass_on(
-        self, send: Kind, receive: Kind, subject: Subject, to: Subject, form: Form, tensors: list[Tensor]
+        self,
+        send: ActionKind,
+        receive: ActionKind,
+        subject: Subject,
+        to: Subject,
+        form: MessageMeta,
+        tensors: list[Tensor],
     ) -> None:
         """To a stage here at once, to one elsewhere by a SEND to come. Raises ValueError for another form than is
         agreed: a slot of it would keep some of what it held before."""
@@ -427,17 +439,17 @@ class _Step:
         if self.agrees:
             self.came[action.kind, subject].wait()
 
-    def _form(self, action: Action, source: int, about: str) -> Form:
+    def _form(self, action: Action, source: int, about: str) -> MessageMeta:
         """What will come: agreed before, or by a header now; gradients are what was sent the other way."""
         stage, micro_batch = _subject(action)
         key = self.shapes[micro_batch], action.kind, stage
         if self.agrees:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.runtime.device)
             self.runtime.comm.receive_async(header, source, f"header of {about}").wait()
-            self.runtime._forms[key] = Form.decode(to_host(header))
+            self.runtime._forms[key] = MessageMeta.decode(to_host(header))
         return self.runtime._forms[key]
 
-    def _send_header(self, form: Form, to: int, about: str) -> None:
+    def _send_header(self, form: MessageMeta, to: int, about: str) -> None:
         comm = self.runtime.comm
         with comm.ledger.paused():
             header = to_device(form.encode(), self.runtime.device)
@@ -446,7 +458,7 @@ class _Step:
     def _peer(self, action: Action) -> int:
         """The pipeline coordinate at the other end of a message."""
         assert action.stage is not None
-        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
         return self.runtime.placement[action.stage + step]
 
 

@@ -13,7 +13,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
-from colossal_lite.pipeline.partition import Facts, Partition, Unit, held, partition
+from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
 from colossal_lite.schedule.pipeline_schedules import ranks_of
@@ -23,7 +23,7 @@ from colossal_lite.transforms.auxiliary_loss import modules_of
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
 
-class Elsewhere(nn.Module):
+class OtherStageModule(nn.Module):
     """Stands where a module of another stage was."""
 
     def __init__(self, name: str, unit: str) -> None:
@@ -92,7 +92,7 @@ def one_stage(model: nn.Module) -> Stages:
 
 
 def lay_out(
-    model: nn.Module, facts: Facts | None, pipeline: PipelineConfig, coord: int,
+    model: nn.Module, facts: PartitionFacts | None, pipeline: PipelineConfig, coord: int,
     measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
 ) -> Stages:  # fmt: skip
     """Cut a whole model into the stages of a pipeline; nothing is changed yet.
@@ -190,7 +190,7 @@ def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
             )
 
 
-def keep_own(model: nn.Module, stages: Stages) -> None:
+def drop_other_stages(model: nn.Module, stages: Stages) -> None:
     """Take what lies on other ranks out of `model`, in place; names stay."""
     for stage, (start, stop) in enumerate(stages.cut.bounds):
         if stages.placement[stage] == stages.coord:
@@ -198,7 +198,7 @@ def keep_own(model: nn.Module, stages: Stages) -> None:
         for part in stages.sections.parts[start:stop]:
             for name in part.modules:
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, Elsewhere(name, part.name))
+                setattr(model.get_submodule(parent), child, OtherStageModule(name, part.name))
 
 
 def _ancestors(name: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, _placements, auto, generate, ranks_of
-from colossal_lite.schedule.plan import Kind, Plan, PlanError, Shape
+from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.simulator import StageCosts
 from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat
 
@@ -24,8 +24,8 @@ class StepShape:
     """
 
     micro_batches: int
-    turns: int = 1
-    chunks: tuple[tuple[int, ...], ...] = ((0,),)
+    accumulation_steps: int = 1
+    stages_per_rank: tuple[tuple[int, ...], ...] = ((0,),)
     trainable: tuple[bool, ...] = (True,)
     reduce: Literal["step", "micro_batch"] = "step"
     backward: bool = True
@@ -41,14 +41,17 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  Raises PlanError for a plan that must not run.
     """
     plan = compute_plan(pipeline, step)
-    plan = repeat(plan, step.turns)
+    plan = repeat(plan, step.accumulation_steps)
     if len(plan) > 1:
         plan = add_messages(plan, step.costs, ahead=step.ahead)
     if step.backward:
         plan = freeze(plan, step.trainable)
-        plan = add_step(plan, dict(enumerate(step.chunks)), step.reduce, step.update)
+        plan = add_step(plan, dict(enumerate(step.stages_per_rank)), step.reduce, step.update)
     shape = Shape(
-        pipeline.stages, step.micro_batches * step.turns, trainable=step.trainable, backward=step.backward
+        pipeline.stages,
+        step.micro_batches * step.accumulation_steps,
+        trainable=step.trainable,
+        backward=step.backward,
     )
     check(plan, shapes={0: shape}, strict=not step.ahead)
     return plan
@@ -56,7 +59,12 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
 
 def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     """The compute of one turn, before any pass. Raises ValueError, drawn, for one that holds more than the cap."""
-    name, ranks, chunks, cap = pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.activation_cap
+    name, ranks, chunks, cap = (
+        pipeline.schedule,
+        pipeline.size,
+        pipeline.stages_per_rank,
+        pipeline.activation_cap,
+    )
     if ranks == 1:
         plan = one_stage(step.micro_batches)
     elif name == "auto":
@@ -66,16 +74,16 @@ def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         if cap is not None and step.backward:
             _refuse_over(cap, plan, name)
     assert step.placement is None or ranks_of(plan) == step.placement, "stages lie elsewhere"
-    return plan if step.backward else plan.only(Kind.F)
+    return plan if step.backward else plan.only(ActionKind.F)
 
 
 def plans_by_placement(pipeline: PipelineConfig, step: StepShape) -> tuple[Plan, ...]:
     """The compute of one turn for each way in which stages may lie on ranks: two for `auto` with several stages on a
     rank, one for any other. Raises ValueError if no way has a plan."""
-    if pipeline.schedule != "auto" or pipeline.chunks == 1:
+    if pipeline.schedule != "auto" or pipeline.stages_per_rank == 1:
         return (compute_plan(pipeline, step),)
     found, why = list[Plan](), ValueError()
-    for placement in _placements(pipeline.size, pipeline.chunks):
+    for placement in _placements(pipeline.size, pipeline.stages_per_rank):
         try:
             found.append(compute_plan(pipeline, replace(step, placement=placement)))
         except ValueError as error:  # within the cap there may be one of them only

@@ -14,8 +14,8 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
 from colossal_lite.schedule.drawing import ScheduleReport
-from colossal_lite.schedule.plan import Kind, Plan, Shape
-from colossal_lite.schedule.simulator import Timeline
+from colossal_lite.schedule.plan import ActionKind, Plan, Shape
+from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.zero.build_chunks import sharding_of
 
 if TYPE_CHECKING:
@@ -30,15 +30,17 @@ def shape_of(
     placed = sorted(stages.placement.items())
     return StepShape(
         micro_batches=micro_batches,
-        turns=config.gradient_accumulation,
-        chunks=tuple(tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage, _ in placed),
+        accumulation_steps=config.gradient_accumulation,
+        stages_per_rank=tuple(
+            tuple(spec.id for spec in packed if stage in stages_of(spec)) for stage, _ in placed
+        ),
         trainable=stages.trainable,
         reduce="micro_batch" if sharding_of(config).by_micro_batch else "step",
         backward=backward,
         ahead=ahead,
         costs=stages.cut.stage_costs(),
         placement=tuple(rank for _, rank in placed),
-        update=config.optimizer.update,
+        update=config.optimizer.update_when,
     )
 
 
@@ -59,11 +61,11 @@ class StepPlans:
         return self._made[key]
 
 
-def report_of(plan: Plan, stages: Stages, measured: Timeline) -> ScheduleReport:
+def report_of(plan: Plan, stages: Stages, measured: ScheduleTimeline) -> ScheduleReport:
     """A step or evaluation as its plan foretells it, by the costs that the stages are cut by, beside what was measured:
     all but the UPDATEs, which are not the pipeline's."""
-    run = Plan(tuple(tuple(a for a in actions if a.kind is not Kind.UPDATE) for actions in plan))
-    trains = any(a.kind in (Kind.I, Kind.B) for actions in run for a in actions)
+    run = Plan(tuple(tuple(a for a in actions if a.kind is not ActionKind.UPDATE) for actions in plan))
+    trains = any(a.kind in (ActionKind.I, ActionKind.B) for actions in run for a in actions)
     parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
     shape = Shape(len(stages.placement), parts, trainable=stages.trainable, backward=trains)
     return ScheduleReport.of(run, measured, stages.cut.stage_costs(), shape)

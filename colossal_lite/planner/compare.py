@@ -136,7 +136,9 @@ def candidates(ranks: int, like: TensorConfig | None = None) -> Iterator[TensorC
     chosen = like or TensorConfig()
     yield TensorConfig()
     for number in divisors(ranks)[1:]:
-        yield TensorConfig(size=number, sequence_parallel=chosen.sequence_parallel, regather=chosen.regather)
+        yield TensorConfig(
+            size=number, sequence_parallel=chosen.sequence_parallel, regather_inputs=chosen.regather_inputs
+        )
         if math.isqrt(number) ** 2 == number:
             yield TensorConfig(size=number, mode="2d")
         for depth in divisors(number)[1:]:
@@ -201,7 +203,9 @@ def layer_traffic(
     options: dict[str, Any] = dict(batch=batch, sequence=sequence, itemsize=itemsize, bias=model.bias)
     if tensor.mode == "1d":
         mode = Tensor1D(
-            mesh.axis("tensor"), sequence_parallel=tensor.sequence_parallel, regather=tensor.regather
+            mesh.axis("tensor"),
+            sequence_parallel=tensor.sequence_parallel,
+            regather_inputs=tensor.regather_inputs,
         )
         return tensor_1d.micro_batch_payload(facts, mode, **options)
     options |= dict(gated=model.activation == "swiglu", centred=model.norm == "layer")

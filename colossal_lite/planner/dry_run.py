@@ -28,22 +28,28 @@ from colossal_lite.models.gpt import Block
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, on_meta
 from colossal_lite.observe.memory_meter import LiveBytes
-from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.observe.shape_cache import ShapeCache
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.parallelize import Parallelized, parallelize
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.schedule.footprint import StageCost
-from colossal_lite.schedule.gather_plan import GatherPlan, Moment, Trace, gather_plan
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.gather_plan import GatherMoment, GatherPlan, Trace, gather_plan
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
-from colossal_lite.transforms.activation_checkpoint import blocks_of, recompute
-from colossal_lite.transforms.split_backward import Later, Root, WeightQueue, defer_weights, restore_weights
+from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
+from colossal_lite.transforms.split_backward import (
+    BackwardRoot,
+    DeferredWeightGrads,
+    WeightGradStore,
+    defer_weights,
+    restore_weights,
+)
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.gradient_hooks import GradientHooks
 from colossal_lite.zero.parameter_order import by_order, order_of_use
-from colossal_lite.zero.sharded_weights import ShardedWeights, contexts_of, plan_of, units_of
+from colossal_lite.zero.sharded_weights import ParameterGather, contexts_of, plan_of, units_of
 
 Builder = Callable[[], nn.Module]
 META = torch.device("meta")
@@ -110,7 +116,7 @@ class DryRun:
     sequence: int
     layers: Literal["auto"] | Mapping[str, str]
     trains: bool = True
-    forms: Forms = field(default_factory=Forms, repr=False, compare=False)
+    forms: ShapeCache = field(default_factory=ShapeCache, repr=False, compare=False)
 
     def built(self, builder: Builder) -> tuple[nn.Module, Parallelized, DropoutStreams]:
         """The specs are in the order in which parameters are used."""
@@ -125,7 +131,7 @@ class DryRun:
             self.mesh,
             self.layers,
             sequence_parallel=config.parallel.tensor.sequence_parallel,
-            regather=config.parallel.tensor.regather,
+            regather_inputs=config.parallel.tensor.regather_inputs,
             sequence_mode=config.parallel.sequence.mode,
             kernels="torch",
             device_type="meta",
@@ -137,7 +143,7 @@ class DryRun:
             block.forward = partial(_with_flash, block.forward)
             if isinstance(block, Block):  # a pipeline may run its halves
                 block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
-        recompute(module, config.activation_checkpoint, streams)
+        apply_activation_checkpoint(module, config.activation_checkpoint, streams)
         dtype = Precision.of(config.precision).compute
         for parameter in module.parameters():
             parameter.data = _new(parameter, dtype)
@@ -151,7 +157,7 @@ class DryRun:
             done.specs,
             tuple(named),
             tuple(blocks_of(module)),
-            done.told,
+            done.reported_loss,
         )
 
     def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
@@ -230,7 +236,7 @@ class DryRun:
         for chunk in (*chunks, *frozen):
             chunk.adopt(named, {e.name: _new(named[e.name], named[e.name].dtype) for e in chunk.spec.entries})
         hooks = GradientHooks(chunks, named)
-        weights = ShardedWeights(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
+        weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention(), self.forms:
             part = self.batch(done, streams, samples)
             with weights.forward():
@@ -250,7 +256,7 @@ class DryRun:
             part = self.batch(done, streams, samples)
         found: dict[int, StageCost] = {}
         carried: Tensor | None = None
-        queue, splits = WeightQueue(), splits_backward(self.config.parallel.pipeline)
+        queue, splits = WeightGradStore(), splits_backward(self.config.parallel.pipeline)
         if splits:
             defer_weights(module, queue)
         hooks = [
@@ -270,7 +276,7 @@ class DryRun:
             )
             if splits:  # of which a plan may run some backwards in one part
                 whole, _ = run(None)
-                cost = replace(cost, peaks={**cost.peaks, Kind.B: whole.peaks[Kind.I]})
+                cost = replace(cost, peaks={**cost.peaks, ActionKind.B: whole.peaks[ActionKind.I]})
             found[stage] = cost
         for hook in hooks:
             hook.remove()
@@ -279,7 +285,7 @@ class DryRun:
 
     def _stage(
         self, stages: Stages, stage: int, carried: Tensor | None, part: Batch, done: Parallelized,
-        queue: WeightQueue | None,
+        queue: WeightGradStore | None,
     ) -> tuple[StageCost, Tensor]:  # fmt: skip
         """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
         tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
@@ -297,22 +303,27 @@ class DryRun:
                 outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
             ended, peak = meter.now_bytes, meter.window()
             trains, form = outputs.requires_grad, (outputs.shape, outputs.dtype)
-            root = outputs if stage == stages.last else Root.apply(came, outputs)  # type: ignore[no-untyped-call]
+            root = outputs if stage == stages.last else BackwardRoot.apply(came, outputs)  # type: ignore[no-untyped-call]
             del outputs
             kept = meter.now_bytes
         given = torch.empty(*form[:1], dtype=form[1], device=META)
         cost = StageCost(
-            ended, kept, 0, {Kind.F: peak, Kind.B: 0}, logits, 0 if stage == stages.last else bytes_of(given)
+            ended,
+            kept,
+            0,
+            {ActionKind.F: peak, ActionKind.B: 0},
+            logits,
+            0 if stage == stages.last else bytes_of(given),
         )
         if not trains:
             return cost, given
         if stage != stages.last:
             came.append(given)
         with _FlashAttention(), meter:
-            with queue.open() if queue else nullcontext(Later()) as later:
+            with queue.open() if queue else nullcontext(DeferredWeightGrads()) as later:
                 root.backward()
                 del root
-            peaks = {Kind.F: peak, Kind.I: meter.window(), Kind.B: 0}
+            peaks = {ActionKind.F: peak, ActionKind.I: meter.window(), ActionKind.B: 0}
             if leaf is not None:
                 leaf.grad = None  # goes on
             waiting = meter.now_bytes
@@ -320,8 +331,8 @@ class DryRun:
             with torch.no_grad():
                 for each in later:
                     each.work()
-            peaks[Kind.W] = meter.window()
-        peaks[Kind.B] = peaks[Kind.I]
+            peaks[ActionKind.W] = meter.window()
+        peaks[ActionKind.B] = peaks[ActionKind.I]
         return replace(cost, waiting=waiting, peaks=peaks), given.requires_grad_()
 
 
@@ -380,13 +391,13 @@ def gathers_of(
     chunk_of = {entry.name: chunk.spec.id for chunk in chunks for entry in chunk.spec.entries}
     last = f"blocks.{blocks - 1}."
 
-    def stretched(moments: Iterable[Moment], order: Sequence[int]) -> Iterator[Moment]:
+    def stretched(moments: Iterable[GatherMoment], order: Sequence[int]) -> Iterator[GatherMoment]:
         for moment in moments:
             names = [entry.name for index in moment.needs for entry in seen[index].spec.entries]
             repeats = order if blocks and all(name.startswith(last) for name in names) else [blocks - 1]
             for i in repeats:
                 like = [name.replace(last, f"blocks.{i}.", 1) for name in names]
-                yield Moment(frozenset(chunk_of[name] for name in like))
+                yield GatherMoment(frozenset(chunk_of[name] for name in like))
 
     order = range(blocks - 1, len(whole.blocks))
     stretch = Trace(tuple(stretched(trace.forward, order)), tuple(stretched(trace.backward, order[::-1])))

@@ -24,7 +24,7 @@ from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
 from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, bytes_of
-from colossal_lite.planner.run_plan import Held, RunPlan, Term, libraries_bytes
+from colossal_lite.planner.run_plan import MemoryTerm, RunPlan, Term, libraries_bytes
 from colossal_lite.planner.step_estimate import (
     batch_terms,
     exchange_rows,
@@ -36,7 +36,7 @@ from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.drawing import grid
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.gather_plan import Trace, gather_plan
-from colossal_lite.schedule.plan import SENDS, Action, Kind, Plan
+from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.zero.build_chunks import build_chunks, sharding_of
 
@@ -124,18 +124,18 @@ def _record_pipeline(
     axis = mesh.axis("pipeline").axis
     for action in actions:
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
-        if action.kind is Kind.TIED_REDUCE:
+        if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
             for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
                 mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
-        elif action.kind is Kind.REDUCE:
+        elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
         elif size and action.kind in SENDS:
             assert action.stage is not None
-            source = action.stage if action.kind is Kind.SEND_F else action.stage - 1
+            source = action.stage if action.kind is ActionKind.SEND_F else action.stage - 1
             mesh.ledger.add("send", axis, costs[size][source].sent)
-        elif size and action.kind is Kind.F:
+        elif size and action.kind is ActionKind.F:
             cost = costs[size][action.stage or 0]
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
@@ -147,7 +147,7 @@ def _record_pipeline(
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[Held, ...]:  # fmt: skip
+) -> tuple[MemoryTerm, ...]:  # fmt: skip
     """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
     # What the others have of a tied chunk comes beside it, and the sum is made apart.
     tied = {
@@ -163,9 +163,9 @@ def _pipeline_memory(
     largest = 0
     for action in actions:
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
-            source = (action.stage or 0) - (action.kind is Kind.RECV_F)
+            source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
-    return (*rows, Held("messages", slots * largest, "slots of what comes from other stages"))
+    return (*rows, MemoryTerm("messages", slots * largest, "slots of what comes from other stages"))
 
 
 def _whole_bytes(chunk: Chunk) -> int:
@@ -181,12 +181,12 @@ def _unread(
     of = {chunk.spec.id: chunk for chunk in chunks}
 
     def sent_bytes(action: Action) -> int:
-        if action.kind is Kind.TIED_REDUCE:
+        if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
             return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
         if not pieces[action.micro_batch or 0]:
             return 0
-        source = (action.stage or 0) - (action.kind is Kind.SEND_B)
+        source = (action.stage or 0) - (action.kind is ActionKind.SEND_B)
         return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
 
     return most_unread(made, stages.coord, sent_bytes, blocks=blocks)

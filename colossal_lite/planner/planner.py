@@ -97,7 +97,7 @@ def plan(
         batch=batch_terms(config, batch, sequence, mesh, pieces),
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
-        residence=str(placed) if placed else "",
+        memory_budget=str(placed) if placed else "",
         libraries_bytes=libraries_bytes(config),
     )
 

@@ -28,7 +28,7 @@ STATE = (
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryTerm:
     """Bytes of one kind on this rank at the worst moment of a step, what they are made of, and on which tier."""
 
     kind: str
@@ -56,7 +56,7 @@ class RunPlan:
     parameters: int
     """Of the whole model, ties once."""
     local_parameters: int
-    memory: tuple[Held, ...]
+    memory: tuple[MemoryTerm, ...]
     traffic: tuple[LedgerRow, ...]
     batch: tuple[Term, ...]
     micro_batches: tuple[int, ...]
@@ -64,7 +64,7 @@ class RunPlan:
     device_bytes: int | None = None
     schedule: str = ""
     """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
-    residence: str = ""
+    memory_budget: str = ""
     """What rests where under a budget, chunk by chunk, and what a step moves; empty without one."""
     libraries_bytes: int = LIBRARIES_BYTES
     """That a process on a CPU loads beside torch's import."""
@@ -122,7 +122,7 @@ class RunPlan:
                     for row in self.traffic
                 ),
                 *self.schedule.splitlines(),
-                *(f"  {line}" for line in self.residence.splitlines()),
+                *(f"  {line}" for line in self.memory_budget.splitlines()),
             ]
         )
 
@@ -159,7 +159,7 @@ def table(made: RunPlan) -> Any:
     memory.append(("peak", size(made.peak_bytes), made.verdict))
     memory.append(("on a CPU", size(made.process_bytes), "with libraries and allocator, less torch's import"))
     traffic = [(r.operation, r.axis, f"{r.calls:,}", size(r.payload_bytes)) for r in made.traffic]
-    residence = [Text(f"\n{made.residence}")] if made.residence else []
+    memory_budget = [Text(f"\n{made.memory_budget}")] if made.memory_budget else []
     return Group(
         Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
         Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
@@ -169,11 +169,11 @@ def table(made: RunPlan) -> Any:
             "\npayload of a step, of this rank", ("operation", "axis", "calls", "bytes"),
             traffic or [("none", "", "0", "0 B")], (2, 3),
         ),
-        *residence,
+        *memory_budget,
     )  # fmt: skip
 
 
-def _told(row: Held) -> str:
+def _told(row: MemoryTerm) -> str:
     return row.origin if row.tier == "device" else f"on the {row.tier}: {row.origin}"
 
 

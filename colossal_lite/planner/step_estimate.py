@@ -17,7 +17,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.data.dataloader import cut
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.distributed.outbox import ALIGN_BYTES
+from colossal_lite.distributed.send_buffer import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import TaskRecords
@@ -25,10 +25,10 @@ from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.optimizers import groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as
-from colossal_lite.offload.pieces import Kind as Part
-from colossal_lite.offload.placement import Placement
+from colossal_lite.offload.pieces import StateKind
+from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
-from colossal_lite.planner.run_plan import Held, Term
+from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
 from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
@@ -51,13 +51,13 @@ def record_step(
         for chunk in reversed(chunks):
             chunk.start_reduce()
             chunk.finish_reduce()
-            if sharding.consumes:
+            if sharding.frees_gradient_on_update:
                 chunk.conclude()
                 chunk.keep_squares()
-                chunk.use_up()
-    if sharding.consumes:
+                chunk.free_gradient()
+    if sharding.frees_gradient_on_update:
         mesh.world.all_reduce(torch.empty(2, dtype=torch.float64, device=META))  # loss, weight
-    for chunk in chunks if not sharding.consumes else ():
+    for chunk in chunks if not sharding.frees_gradient_on_update else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
@@ -87,7 +87,7 @@ def record_agreement(
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
     frozen: tuple[WeightChunk, ...] = (),
-) -> tuple[tuple[Held, ...], Placement | None]:  # fmt: skip
+) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None]:  # fmt: skip
     """What is held, and under a budget what rests where."""
     precision = Precision.of(config.precision)
     placement = config.memory.records_tier
@@ -98,13 +98,13 @@ def memory_rows(
         {},
         records=TaskRecords("", META),
         placement=placement,
-        update=config.memory.update,
+        update=config.memory.update_on,
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rests = {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
     update = update_bytes_of(config.memory, chunks, optimizer)
     peak = max(cost.until, cost.after, update)
-    if sharding_of(config).consumes:  # an update finds what backward has not used up yet
+    if sharding_of(config).frees_gradient_on_update:  # an update finds what backward has not used up yet
         peak = max(cost.until, cost.after) + update
     kept = min(cost.kept, peak)
     types = precision.compute, precision.gradient, wide_as(precision.master)
@@ -117,21 +117,49 @@ def memory_rows(
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     rows = (
-        Held("weights", sum(c.resting_bytes for c in chunks),
-             f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment"),
-        Held("gathered", gathers.arena_numel * precision.compute.itemsize,
-             f"slots of blocks, {config.zero.prefetch} ahead of the one that computes"),
-        *(Held("masters", sum(c.master_bytes for c in some), master, tier) for tier, some in rests.items()),
-        Held("gradients", sum(bytes_of(c.gradient if c.filling is None else c.filling) for c in chunks), gradient),
-        Held("staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"),
-        *(Held("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), f"{config.optimizer.type}, {state}", tier)
-          for tier, some in rests.items()),
-        *(Held(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
-        Held("frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"),
-        Held("activations", kept - cost.logits, f"kept for backward, checkpointing {config.activation_checkpoint}"),
-        Held("logits", cost.logits, compute),
-        Held("temporaries", peak - kept, "on top at the worst moment"),
-    )  # fmt: skip
+        MemoryTerm(
+            "weights",
+            sum(c.resting_bytes for c in chunks),
+            f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment",
+        ),
+        MemoryTerm(
+            "gathered",
+            gathers.arena_numel * precision.compute.itemsize,
+            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+        ),
+        *(
+            MemoryTerm("masters", sum(c.master_bytes for c in some), master, tier)
+            for tier, some in rests.items()
+        ),
+        MemoryTerm(
+            "gradients",
+            sum(bytes_of(c.gradient if c.accumulating is None else c.accumulating) for c in chunks),
+            gradient,
+        ),
+        MemoryTerm(
+            "staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"
+        ),
+        *(
+            MemoryTerm(
+                "optimizer",
+                sum(optimizer.bytes_of(c)[0] for c in some),
+                f"{config.optimizer.type}, {state}",
+                tier,
+            )
+            for tier, some in rests.items()
+        ),
+        *(MemoryTerm(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
+        MemoryTerm(
+            "frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"
+        ),
+        MemoryTerm(
+            "activations",
+            kept - cost.logits,
+            f"kept for backward, checkpointing {config.activation_checkpoint}",
+        ),
+        MemoryTerm("logits", cost.logits, compute),
+        MemoryTerm("temporaries", peak - kept, "on top at the worst moment"),
+    )
     placed = None
     if config.memory.moves:
         plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
@@ -139,13 +167,13 @@ def memory_rows(
             row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
         }
         pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
-        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is Part.FROZEN)
+        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
         placed = placed_by(
             config.memory, pieces, fixed, META, beside_of(chunks, optimizer, config.gradient_accumulation)
         )
         told = {row.kind: row.origin for row in rows} | ORIGINS
         told["optimizer"] = f"{config.optimizer.type}, with its masters"
-        rows = tuple(Held(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+        rows = tuple(MemoryTerm(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
 
 
@@ -156,12 +184,14 @@ def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precis
     return sum(chunk.resting_bytes for chunk in frozen) + ChunkTypes.of(precision).resting_bytes(apart)
 
 
-def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[Held, ...]:
+def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[MemoryTerm, ...]:
     """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
     lines of the cache."""
     posted = mesh.ledger.shared_bytes + unread
     posted += -posted % ALIGN_BYTES
-    return (Held("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
+    return (
+        (MemoryTerm("exchange", posted, "posted for ranks of this host to read", "host"),) if posted else ()
+    )
 
 
 def samples_of(config: Config, batch: int, mesh: Mesh) -> tuple[int, ...]:

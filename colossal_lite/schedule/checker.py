@@ -14,9 +14,9 @@ from colossal_lite.schedule.plan import (
     MOVES,
     SENDS,
     Action,
+    ActionKind,
     Chunk,
     Key,
-    Kind,
     Memory,
     Plan,
     PlanError,
@@ -117,7 +117,7 @@ class _Tiers:
 
     def move(self, node: int, key: Key, tier: str, to: str) -> None:
         """FETCH (up) and EVICT (down): a clean copy below is kept, a stale one above is thrown away."""
-        up = self.reading.actions[node].kind is Kind.FETCH
+        up = self.reading.actions[node].kind is ActionKind.FETCH
         if up or not self.fresh(key, to):
             if up and self.fresh(key, to):
                 self.reading.fault(f"{_name(key)} is already on the {to}", node)
@@ -174,7 +174,7 @@ class Reading:
         self.placement = {
             (a.task, a.stage, a.micro_batch): self.places[n][0]
             for n, a in enumerate(self.actions)
-            if a.kind is Kind.F
+            if a.kind is ActionKind.F
         }
         self.updates: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.where: dict[tuple[Hashable, ...], int] = {}
@@ -219,7 +219,11 @@ class Reading:
                 limits = (shape.stages, shape.micro_batches, shape.slices)
                 if any(i >= n for i, n in zip(_subject(action)[1:], limits, strict=True)):
                     self.fault("outside {} stages, {} micro-batches, {} slices".format(*limits), node)
-            elif action.kind is Kind.UPDATE and action.stage is not None and action.micro_batch is not None:
+            elif (
+                action.kind is ActionKind.UPDATE
+                and action.stage is not None
+                and action.micro_batch is not None
+            ):
                 self.updates[action.task, action.stage, action.micro_batch].append(node)
 
     def _order(self) -> None:
@@ -230,7 +234,7 @@ class Reading:
                 continue
             if action.kind in COMPUTE_KINDS and self._home(action) != self.places[node][0]:
                 self.fault("the forward of this stage is not on this rank", node)
-            for part in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+            for part in (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,):
                 if (part, *_subject(action)) in self.where:
                     self.fault("done twice", self.where[part, *_subject(action)], node)
                 self.where[part, *_subject(action)] = node
@@ -245,18 +249,18 @@ class Reading:
     def _cover(self) -> None:
         for task, shape in self.shapes.items():
             for stage in range(shape.stages):
-                owed = (Kind.F, *shape.backward_kinds(stage))
+                due = (ActionKind.F, *shape.backward_kinds(stage))
                 for i in range(shape.micro_batches):
                     for k in range(shape.slices):
-                        for kind in COMPUTE_KINDS - {Kind.B}:
+                        for kind in COMPUTE_KINDS - {ActionKind.B}:
                             node = self.where.get((kind, task, stage, i, k))
                             word = Action(kind, task, stage, i, k if shape.slices > 1 else None)
-                            if node is None and kind in owed:
+                            if node is None and kind in due:
                                 self.fault(f"{word} is never done")
-                            elif node is not None and kind not in owed:
+                            elif node is not None and kind not in due:
                                 self.fault(f"{word} is not needed: nothing there trains", node)
 
-    def _after(self, node: int, kind: Kind) -> None:
+    def _after(self, node: int, kind: ActionKind) -> None:
         """`node` needs the `kind` of its own stage and micro-batch, earlier in its list."""
         other = self.where.get((kind, *_subject(self.actions[node])))
         if other is not None and other < node and self.places[other][0] == self.places[node][0]:
@@ -280,11 +284,11 @@ class Reading:
     def _follow(self, node: int) -> None:
         """What a compute action or a SEND waits for."""
         action = self.actions[node]
-        if action.kind in (Kind.F, Kind.I, Kind.B):
-            send, step = (Kind.SEND_F, -1) if action.kind is Kind.F else (Kind.SEND_B, 1)
-            made_by = Kind.F if action.kind is Kind.F else Kind.I
-            if made_by is Kind.I:
-                self._after(node, Kind.F)
+        if action.kind in (ActionKind.F, ActionKind.I, ActionKind.B):
+            send, step = (ActionKind.SEND_F, -1) if action.kind is ActionKind.F else (ActionKind.SEND_B, 1)
+            made_by = ActionKind.F if action.kind is ActionKind.F else ActionKind.I
+            if made_by is ActionKind.I:
+                self._after(node, ActionKind.F)
             else:
                 self._after_update(node)
             task, stage, *rest = _subject(action)
@@ -300,10 +304,10 @@ class Reading:
             else:
                 self.needs[node].append(source)
                 self.hops[source, node] = replace(self.actions[source], kind=send, resource="")
-        elif action.kind is Kind.W:
-            self._after(node, Kind.I)
+        elif action.kind is ActionKind.W:
+            self._after(node, ActionKind.I)
         elif action.kind in SENDS:
-            self._after(node, Kind.F if action.kind is Kind.SEND_F else Kind.I)
+            self._after(node, ActionKind.F if action.kind is ActionKind.SEND_F else ActionKind.I)
 
     def _match(self, describe: Callable[[int, Action], object] | None) -> None:
         """The k-th message sent from one rank to another must be the k-th that the other receives from it."""
@@ -313,7 +317,7 @@ class Reading:
             if action.kind not in MESSAGES:
                 continue
             assert action.stage is not None
-            step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+            step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
             other = (action.task, action.stage + step, action.micro_batch)
             here, there = self.places[node][0], self.placement.get(other)
             if there is None or there == here:
@@ -343,7 +347,7 @@ class Reading:
     def _meet(self) -> None:
         groups: defaultdict[tuple[Hashable, ...], list[int]] = defaultdict(list)
         for node, action in enumerate(self.actions):
-            if action.kind is Kind.TIED_REDUCE:
+            if action.kind is ActionKind.TIED_REDUCE:
                 groups[action.task, action.chunk, action.micro_batch].append(node)
         for nodes in groups.values():
             ranks = {self.places[n][0] for n in nodes}
@@ -352,7 +356,7 @@ class Reading:
             tied = self.actions[nodes[0]]
             for node, action in enumerate(self.actions):
                 same = (action.task, action.chunk) == (tied.task, tied.chunk)
-                if action.kind is Kind.REDUCE and same and self.places[node][0] not in ranks:
+                if action.kind is ActionKind.REDUCE and same and self.places[node][0] not in ranks:
                     self.fault("has no TIED_REDUCE before it, as the other ranks of its chunk have", node)
         self.meets = list(groups.values())
 
@@ -389,7 +393,7 @@ def _subject(action: Action) -> tuple[int, int, int, int]:
 
 def _ascends(before: Action, after: Action) -> bool:
     """Micro-batches ascend; slices ascend in F and descend in what follows."""
-    sign = 1 if after.kind is Kind.F else -1
+    sign = 1 if after.kind is ActionKind.F else -1
     (*_, i, k), (*_, j, m) = _subject(before), _subject(after)
     return (i, sign * k) < (j, sign * m)
 
@@ -397,7 +401,9 @@ def _ascends(before: Action, after: Action) -> bool:
 def _answer(send: Action) -> Action:
     """The RECV that takes what a SEND sends."""
     assert send.stage is not None
-    return replace(send, kind=SENDS[send.kind], stage=send.stage + (1 if send.kind is Kind.SEND_F else -1))
+    return replace(
+        send, kind=SENDS[send.kind], stage=send.stage + (1 if send.kind is ActionKind.SEND_F else -1)
+    )
 
 
 def _reachable(waits: list[list[int]]) -> set[int]:
@@ -436,21 +442,21 @@ class _Walk:
         self.tiers = _Tiers(memory, chunks & memory.home.keys(), reading)
         self.live = self.peak = 0
         self.gathered: set[tuple[int, int | None, int | None]] = set()
-        self.sharded = {_weights(a) for a in mine if a.kind is Kind.UNSHARD}
+        self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
         self.begun: set[tuple[int, int | None]] = set()
-        self.owed = Counter((a.task, a.stage) for a in mine if self._frees(a))
-        self.sums = Counter(_weights(a) for a in mine if a.kind is Kind.REDUCE)
+        self.due = Counter((a.task, a.stage) for a in mine if self._frees(a))
+        self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         for node in self.nodes:
             action = reading.actions[node]
             match action.kind:
-                case Kind.F | Kind.I | Kind.W | Kind.B:
+                case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
                     self._compute(node, action)
-                case Kind.FETCH | Kind.EVICT:
+                case ActionKind.FETCH | ActionKind.EVICT:
                     self._move(node, action)
-                case Kind.UNSHARD | Kind.RESHARD:
+                case ActionKind.UNSHARD | ActionKind.RESHARD:
                     self._gather(node, action)
-                case Kind.REDUCE | Kind.TIED_REDUCE | Kind.UPDATE:
+                case ActionKind.REDUCE | ActionKind.TIED_REDUCE | ActionKind.UPDATE:
                     self._step(node, action)
         self._close(mine)
 
@@ -458,8 +464,8 @@ class _Walk:
         """Whether this is the last that its stage does with a micro-batch's activations."""
         if action.kind not in COMPUTE_KINDS:
             return False
-        owed = self.reading.shapes[action.task].backward_kinds(action.stage or 0)
-        return bool(owed) and action.kind in (owed[-1], Kind.B)
+        due = self.reading.shapes[action.task].backward_kinds(action.stage or 0)
+        return bool(due) and action.kind in (due[-1], ActionKind.B)
 
     def _compute(self, node: int, action: Action) -> None:
         assert action.stage is not None
@@ -470,13 +476,13 @@ class _Walk:
         for weights in self.sharded - self.gathered:
             if weights[:2] == stage:
                 self.reading.fault("its weights are not gathered", node)
-        if action.kind is not Kind.F:
+        if action.kind is not ActionKind.F:
             self.tiers.read(node, activations, "device")
         elif self.reading.shapes[action.task].backward_kinds(action.stage):
             self.tiers.write(node, activations, "device", 0)
             self._count(+1)
         if self._frees(action):
-            self.owed[stage] -= 1
+            self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
             for chunk in self.memory.made.get(stage, ()):
@@ -498,18 +504,18 @@ class _Walk:
 
     def _gather(self, node: int, action: Action) -> None:
         weights = _weights(action)
-        if (action.kind is Kind.UNSHARD) == (weights in self.gathered):
+        if (action.kind is ActionKind.UNSHARD) == (weights in self.gathered):
             self.reading.fault("is gathered already" if weights in self.gathered else "is not gathered", node)
-        (self.gathered.add if action.kind is Kind.UNSHARD else self.gathered.discard)(weights)
+        (self.gathered.add if action.kind is ActionKind.UNSHARD else self.gathered.discard)(weights)
 
     def _step(self, node: int, action: Action) -> None:
         """REDUCE, TIED_REDUCE and UPDATE. An UPDATE before its stage's first F belongs to the step before."""
         weights, stage = _weights(action), (action.task, action.stage)
-        first = action.micro_batch is None and stage not in self.begun and self.owed[stage] > 0
-        deferred = action.kind is Kind.UPDATE and first
-        last = self.reading.where.get((Kind.W, action.task, action.stage, action.micro_batch, 0), -1)
+        first = action.micro_batch is None and stage not in self.begun and self.due[stage] > 0
+        deferred = action.kind is ActionKind.UPDATE and first
+        last = self.reading.where.get((ActionKind.W, action.task, action.stage, action.micro_batch, 0), -1)
         if (
-            self.owed[stage]
+            self.due[stage]
             and not deferred
             and (action.micro_batch is None or not self.nodes[0] <= last < node)
         ):
@@ -518,23 +524,26 @@ class _Walk:
         if done in self.summed:
             self.reading.fault("done twice", self.summed[done], node)
         self.summed[done] = node
-        if action.kind is Kind.REDUCE:
+        if action.kind is ActionKind.REDUCE:
             self.sums[weights] -= 1
-            tied = self.summed.get((Kind.TIED_REDUCE, *weights, action.micro_batch))
+            tied = self.summed.get((ActionKind.TIED_REDUCE, *weights, action.micro_batch))
             self.reading.needs[node] += [] if tied is None else [tied]
-        elif action.kind is Kind.TIED_REDUCE and (Kind.REDUCE, *weights, action.micro_batch) in self.summed:
+        elif (
+            action.kind is ActionKind.TIED_REDUCE
+            and (ActionKind.REDUCE, *weights, action.micro_batch) in self.summed
+        ):
             self.reading.fault("must come before its REDUCE", node)
-        elif action.kind is Kind.UPDATE:
+        elif action.kind is ActionKind.UPDATE:
             self._update(node, action, deferred)
 
     def _update(self, node: int, action: Action, deferred: bool) -> None:
         weights = _weights(action)
-        part = (Kind.REDUCE, *weights, action.micro_batch)
+        part = (ActionKind.REDUCE, *weights, action.micro_batch)
         late = self.sums[weights] if action.micro_batch is None else part not in self.summed
         if late and weights in self.sums and not deferred:
             self.reading.fault("comes before its REDUCE", node)
         self.reading.needs[node] += [
-            n for done, n in self.summed.items() if done[:4] == (Kind.REDUCE, *weights)
+            n for done, n in self.summed.items() if done[:4] == (ActionKind.REDUCE, *weights)
         ]
         chunk = None if action.chunk is None else (action.task, action.chunk)
         tier = "device" if action.resource == COMPUTE else "host"
@@ -550,14 +559,14 @@ class _Walk:
         last = self.nodes[-1] if self.nodes else 0
         for weights in sorted(self.gathered, key=str):
             self.reading.fault(f"the weights of stage {weights[1]} stay gathered", last)
-        done = {k: {_weights(a) for a in mine if a.kind is k} for k in (Kind.REDUCE, Kind.UPDATE)}
-        for weights in sorted(done[Kind.REDUCE] ^ done[Kind.UPDATE], key=str):
-            lacks = Kind.UPDATE if weights in done[Kind.REDUCE] else Kind.REDUCE
+        done = {k: {_weights(a) for a in mine if a.kind is k} for k in (ActionKind.REDUCE, ActionKind.UPDATE)}
+        for weights in sorted(done[ActionKind.REDUCE] ^ done[ActionKind.UPDATE], key=str):
+            lacks = ActionKind.UPDATE if weights in done[ActionKind.REDUCE] else ActionKind.REDUCE
             if any(a.kind is lacks and a.task == weights[0] for a in self.reading.actions):
                 self.reading.fault(f"stage {weights[1]} chunk {weights[2]} has no {lacks}", last)
-        parts: defaultdict[tuple[Kind, int, int | None, int | None], set[int | None]] = defaultdict(set)
+        parts: defaultdict[tuple[ActionKind, int, int | None, int | None], set[int | None]] = defaultdict(set)
         for action in mine:
-            if action.kind in (Kind.REDUCE, Kind.UPDATE):
+            if action.kind in (ActionKind.REDUCE, ActionKind.UPDATE):
                 parts[action.kind, *_weights(action)].add(action.micro_batch)
         for (kind, task, stage, chunk), done_in in parts.items():
             whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 
-from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, Action, Kind, Plan, Shape
-from colossal_lite.schedule.simulator import Timeline, simulate
+from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, Action, ActionKind, Plan, Shape
+from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
 
 
-def grid(timeline: Timeline, columns: int = 240) -> str:
+def grid(timeline: ScheduleTimeline, columns: int = 240) -> str:
     """A row for each rank, a cell for each quantum of time: the compute actions, `-` where one goes on, `.`
     idle.
 
@@ -40,15 +40,15 @@ def grid(timeline: Timeline, columns: int = 240) -> str:
 
 
 _COLOURS = {
-    Kind.F: "#4c78a8",
-    Kind.B: "#f58518",
-    Kind.I: "#f58518",
-    Kind.W: "#54a24b",
-    Kind.UPDATE: "#b279a2",
+    ActionKind.F: "#4c78a8",
+    ActionKind.B: "#f58518",
+    ActionKind.I: "#f58518",
+    ActionKind.W: "#54a24b",
+    ActionKind.UPDATE: "#b279a2",
 }
 
 
-def svg(predicted: Timeline, measured: Timeline | None = None, width: int = 960) -> str:
+def svg(predicted: ScheduleTimeline, measured: ScheduleTimeline | None = None, width: int = 960) -> str:
     """The compute of each rank as one bar, and beneath it the measured one on the same scale of seconds.
 
     Each action is a rectangle with its name and seconds as a tooltip; odd micro-batches are drawn lighter.
@@ -95,7 +95,7 @@ def drawing(width: int, height: int, title: str, elements: Iterable[str]) -> str
     )
 
 
-def trace(**timelines: Timeline) -> str:
+def trace(**timelines: ScheduleTimeline) -> str:
     """Chrome trace JSON (Perfetto opens it): one process for each timeline and rank, one thread for each
     lane."""
     events: list[dict[str, object]] = []
@@ -120,12 +120,12 @@ def trace(**timelines: Timeline) -> str:
 class ScheduleReport:
     """A step as its plan foretold it and as it was measured, both from second 0."""
 
-    predicted: Timeline
-    measured: Timeline
+    predicted: ScheduleTimeline
+    measured: ScheduleTimeline
 
     @classmethod
     def of(
-        cls, plan: Plan, measured: Timeline, cost: Callable[[Action], float], shape: Shape
+        cls, plan: Plan, measured: ScheduleTimeline, cost: Callable[[Action], float], shape: Shape
     ) -> ScheduleReport:
         """cost: of a compute action, in any unit: it is scaled so that all compute takes the seconds that it took."""
         begin_s = min((span.start_s for span in measured.spans), default=0.0)
@@ -136,7 +136,7 @@ class ScheduleReport:
         busy_s = sum(s.end_s - s.start_s for s in measured.spans if s.action.kind in COMPUTE_KINDS)
         whole = sum(cost(a) for actions in plan for a in actions if a.kind in COMPUTE_KINDS) or 1.0
         predicted = simulate(plan, lambda action: cost(action) * busy_s / whole, shapes={0: shape})
-        return cls(predicted, Timeline(measured.ranks, tuple(spans)))
+        return cls(predicted, ScheduleTimeline(measured.ranks, tuple(spans)))
 
     def svg(self, width: int = 960) -> str:
         """As `svg`: of each rank the predicted and the measured compute, one under the other."""

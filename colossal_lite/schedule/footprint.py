@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from colossal_lite.schedule.plan import COMPUTE_KINDS, SENDS, Action, Kind, Plan
+from colossal_lite.schedule.plan import COMPUTE_KINDS, SENDS, Action, ActionKind, Plan
 
 IN_FLIGHT = 4
 """Sends that hold their tensors at once."""
@@ -60,8 +60,8 @@ def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, b
     def reader(send: Action) -> tuple[int, int]:
         """Who reads a message, and at which place of its list."""
         stage, i = subject_of(send)
-        stage += 1 if send.kind is Kind.SEND_F else -1
-        uses = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.I, Kind.B)
+        stage += 1 if send.kind is ActionKind.SEND_F else -1
+        uses = (ActionKind.F,) if send.kind is ActionKind.SEND_F else (ActionKind.I, ActionKind.B)
         kinds = (SENDS[send.kind],) if blocks else uses
         return next(at[kind, stage, i] for kind in kinds if (kind, stage, i) in at)
 
@@ -80,7 +80,7 @@ def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, b
         unread = [each for each in unread if each[1] >= known[each[0]]]
         if action.kind in SENDS:
             unread.append((*reader(action), sent_bytes(action)))
-        elif action.kind is Kind.TIED_REDUCE:
+        elif action.kind is ActionKind.TIED_REDUCE:
             unread.append((rank, len(plan[rank]), sent_bytes(action)))
         most = max(most, sum(each for *_, each in unread))
     return most
@@ -98,7 +98,7 @@ class StageCost:
     ended: int
     kept: int
     waiting: int
-    peaks: Mapping[Kind, int]
+    peaks: Mapping[ActionKind, int]
     logits: int
     sent: int
     payload: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -127,14 +127,14 @@ class Walk:
         self.logits_of: dict[Subject, int] = {}
         self.came: dict[Subject, int] = {}  # from a stage here, to the end of backward
         self.gradients: dict[Subject, int] = {}  # from a stage here, until backward
-        self.leaving: dict[tuple[Kind, int, int], int] = {}
+        self.leaving: dict[tuple[ActionKind, int, int], int] = {}
         self.flying: deque[int] = deque(maxlen=IN_FLIGHT)
         self.kept = self.logits = self.most = 0
         for action in actions:
             self._do(action)
 
     def _do(self, action: Action) -> None:
-        if action.kind is Kind.TIED_REDUCE:
+        if action.kind is ActionKind.TIED_REDUCE:
             self._reach(self.tied_bytes[action.chunk or 0])
         if action.stage is None or action.micro_batch is None:
             return
@@ -148,11 +148,11 @@ class Walk:
             return
         self.graphs.pop(subject, None)
         self._reach(cost.peaks[action.kind])
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             self._forward(subject, cost)
         else:
             self.logits_of.pop(subject, None)
-        if action.kind in (Kind.I, Kind.B):
+        if action.kind in (ActionKind.I, ActionKind.B):
             self._backward(subject, cost)
         if self.last_use[subject] is action:
             self.graphs.pop(subject, None)
@@ -176,7 +176,7 @@ class Walk:
         if self.placement[stage + 1] == self.placement[stage]:
             self.came[stage + 1, i] = cost.sent
         else:
-            self.leaving[Kind.SEND_F, stage, i] = cost.sent
+            self.leaving[ActionKind.SEND_F, stage, i] = cost.sent
 
     def _backward(self, subject: Subject, cost: StageCost) -> None:
         stage, i = subject
@@ -185,8 +185,8 @@ class Walk:
         source = self.cost_of(stage - 1, i) if stage else None
         if source is None:
             return
-        if (Kind.SEND_B, stage, i) in self.sends:
-            self.leaving[Kind.SEND_B, stage, i] = source.sent
+        if (ActionKind.SEND_B, stage, i) in self.sends:
+            self.leaving[ActionKind.SEND_B, stage, i] = source.sent
         elif self.placement[stage - 1] == self.placement[stage]:
-            if self.last_use[stage - 1, i].kind is not Kind.F:
+            if self.last_use[stage - 1, i].kind is not ActionKind.F:
                 self.gradients[stage - 1, i] = source.sent

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from colossal_lite.schedule.interval_packing import Interval, pack_intervals
-from colossal_lite.schedule.plan import Action, Kind, net
+from colossal_lite.schedule.interval_packing import LiveInterval, pack_intervals
+from colossal_lite.schedule.plan import Action, ActionKind, net
 
 FROM_NEAR = net("near")
 """Resource of a gather from the parts that neighbours have kept."""
@@ -36,7 +36,7 @@ Needs = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Moment:
+class GatherMoment:
     """What a stretch of computing reads; `launched`: chunks, from the last, whose sums have begun before it."""
 
     needs: Needs
@@ -47,8 +47,8 @@ class Moment:
 class Trace:
     """The moments of one micro-batch, the same on every rank."""
 
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    forward: tuple[GatherMoment, ...]
+    backward: tuple[GatherMoment, ...]
 
     def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
         """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
@@ -61,16 +61,16 @@ class Trace:
             first = {c: i for i, moment in reversed([*enumerate(forward)]) for c in moment.needs}
             if chunk not in first:
                 at = 1 + max((i for c, i in first.items() if place[c] < place[chunk]), default=-1)
-                forward.insert(at, Moment(contexts[chunk]))
+                forward.insert(at, GatherMoment(contexts[chunk]))
             last = {c: i for i, moment in enumerate(backward) for c in moment.needs}
             if chunk not in last:
                 at = 1 + max((i for c, i in last.items() if place[c] > place[chunk]), default=-1)
-                backward.insert(at, Moment(units[chunk], backward[at - 1].launched if at else 0))
+                backward.insert(at, GatherMoment(units[chunk], backward[at - 1].launched if at else 0))
         return Trace(tuple(forward), tuple(backward))
 
 
 @dataclass(frozen=True)
-class Step:
+class GatherStep:
     """A moment as it is executed: first the actions, then the computing that needs `needs`.
 
     `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.  `launched`:
@@ -87,8 +87,8 @@ class Step:
 class GatherPlan:
     """A micro-batch: its steps, the elements of the arena, and the most that is resident at once."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[GatherStep, ...]
+    backward: tuple[GatherStep, ...]
     arena_numel: int
     live_numel: int
     kept: Mapping[int, int] = field(default_factory=dict)
@@ -101,14 +101,14 @@ class GatherPlan:
         last = steps[-1].resident if steps else {}
         return (
             *(a for step in steps for a in step.actions),
-            *(_action(Kind.RESHARD, c) for c in sorted(last)),
+            *(_action(ActionKind.RESHARD, c) for c in sorted(last)),
         )
 
     def gathers(self, *, near: bool | None = None) -> Mapping[int, int]:
         """How often a micro-batch gathers each chunk; `near`: from its neighbours, or else from all ranks of a copy."""
         times: dict[int, int] = {}
         for action in self.actions:
-            if action.kind is Kind.UNSHARD and action.chunk is not None:
+            if action.kind is ActionKind.UNSHARD and action.chunk is not None:
                 counts = near is None or near == (action.resource == FROM_NEAR)
                 times[action.chunk] = times.get(action.chunk, 0) + counts
         return times
@@ -129,7 +129,7 @@ class GatherPlan:
             action.chunk
             for step in self.backward
             for action in step.actions
-            if action.kind in (Kind.FETCH, Kind.UNSHARD) and action.resource != FROM_NEAR
+            if action.kind in (ActionKind.FETCH, ActionKind.UNSHARD) and action.resource != FROM_NEAR
             if action.chunk is not None and num_chunks - step.launched <= action.chunk < num_chunks
         )
 
@@ -163,20 +163,20 @@ def gather_plan(
     for chunk in sorted(again & (parts or {}).keys()):
         kept[chunk] = arena_numel
         arena_numel += (parts or {})[chunk]
-    steps: list[Step] = []
+    steps: list[GatherStep] = []
     before: Mapping[int, int] = {}
     launched = 0
     for m, (moment, after) in enumerate(zip(moments, places, strict=True)):
-        actions = [_action(Kind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
-        actions += [_action(Kind.RESHARD, c) for c in before if c not in after]
-        actions += [_action(Kind.FETCH, c) for c in after if c not in before and c in on_host]
+        actions = [_action(ActionKind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
+        actions += [_action(ActionKind.RESHARD, c) for c in before if c not in after]
+        actions += [_action(ActionKind.FETCH, c) for c in after if c not in before and c in on_host]
         actions += [
-            _action(Kind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
+            _action(ActionKind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
             for c in after
             if (c, m) in gathers
         ]
         before, launched = after, max(launched, moment.launched)
-        steps.append(Step(moment.needs, tuple(actions), after, launched))
+        steps.append(GatherStep(moment.needs, tuple(actions), after, launched))
     return GatherPlan(
         tuple(steps[: len(trace.forward)]),
         tuple(steps[len(trace.forward) :]),
@@ -186,7 +186,7 @@ def gather_plan(
     )
 
 
-def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
     return Action(kind, stage=0, chunk=chunk, resource=resource)
 
 
@@ -225,7 +225,7 @@ def _gathers(
 def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:
     """The offset of each resident chunk at each moment, the same for as long as it stays."""
     runs = list(_runs(resident))
-    offsets, _ = pack_intervals([Interval(start, stop, numels[chunk]) for chunk, start, stop in runs])
+    offsets, _ = pack_intervals([LiveInterval(start, stop, numels[chunk]) for chunk, start, stop in runs])
     at = {(chunk, m): o for (chunk, a, b), o in zip(runs, offsets, strict=True) for m in range(a, b + 1)}
     return [{chunk: at[chunk, m] for chunk in some} for m, some in enumerate(resident)]
 

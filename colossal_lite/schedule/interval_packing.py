@@ -14,7 +14,7 @@ def _up(numel: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Interval:
+class LiveInterval:
     """`numel` elements that are held from moment `start` to moment `stop`, both included, but for the moments of
     `gap`: then their place is another's."""
 
@@ -31,13 +31,13 @@ class Interval:
         return held
 
 
-def most_held(intervals: Iterable[Interval]) -> int:
+def most_held(intervals: Iterable[LiveInterval]) -> int:
     """The elements of all that is held at the worst moment: no arena of these intervals is smaller."""
     changes = changes_of(intervals)
     return max(accumulate(change for _, change in sorted(changes.items())), default=0)
 
 
-def changes_of(intervals: Iterable[Interval]) -> Counter[int]:
+def changes_of(intervals: Iterable[LiveInterval]) -> Counter[int]:
     """By how much more is held from some moments on than before."""
     changes: Counter[int] = Counter()
     for one in intervals:
@@ -49,13 +49,13 @@ def changes_of(intervals: Iterable[Interval]) -> Counter[int]:
     return changes
 
 
-def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]:
+def pack_intervals(intervals: Sequence[LiveInterval]) -> tuple[tuple[int, ...], int]:
     """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
 
     Each goes to the lowest place that is free while it is held; of four orders of placing them, the one that takes
     least is kept: the largest first, with the earliest or the latest first among equals, and by time from either end.
     """
-    orders: tuple[Callable[[Interval], tuple[int, int]], ...] = (
+    orders: tuple[Callable[[LiveInterval], tuple[int, int]], ...] = (
         lambda one: (-one.numel, one.start),
         lambda one: (-one.numel, -one.stop),
         lambda one: (one.start, -one.numel),
@@ -70,7 +70,7 @@ def pack_intervals(intervals: Sequence[Interval]) -> tuple[tuple[int, ...], int]
 
 
 def _first_fit(
-    intervals: Sequence[Interval], order: Callable[[Interval], tuple[int, int]]
+    intervals: Sequence[LiveInterval], order: Callable[[LiveInterval], tuple[int, int]]
 ) -> tuple[tuple[int, ...], int]:
     begin = min((one.start for one in intervals), default=0)
     offsets = [0] * len(intervals)
@@ -93,7 +93,7 @@ ARENA_ALIGN_BYTES = 128  # of what lies beside other kinds: views of any dtype, 
 
 
 @dataclass(frozen=True)
-class Stay:
+class LiveRange:
     """What of which number is in an arena from moment `start` to moment `stop`, both included, but for the moments of
     `gap`: then its place is another's. `is_kept`: from one step to the next, so that it comes when the gap is over."""
 
@@ -110,45 +110,45 @@ class Stay:
         """The moment in which it does."""
         return self.gap.stop if self.is_kept else self.start
 
-    def sized(self, align_bytes: int) -> Interval:
+    def sized(self, align_bytes: int) -> LiveInterval:
         """With its bytes on a multiple of so many."""
-        return Interval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
+        return LiveInterval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
 
 
 @dataclass(frozen=True)
 class ArenaPlan:
     """Where each stay lies, `bytes` of the whole, and the most that is held at one moment, `held_bytes`."""
 
-    stays: tuple[Stay, ...]
+    live_ranges: tuple[LiveRange, ...]
     offsets: tuple[int, ...]
     bytes: int
     held_bytes: int
     align_bytes: int = 1
 
-    def sized(self, stay: Stay) -> int:
+    def sized(self, live_range: LiveRange) -> int:
         """What a stay counts in `held_bytes`."""
-        return _up(stay.bytes, self.align_bytes)
+        return _up(live_range.bytes, self.align_bytes)
 
     def __str__(self) -> str:
         lines = [
-            f"{stay.what:<9} {stay.number:>5}  moments {stay.start:>5} to {stay.stop:<5} {offset:>14,} + {stay.bytes:,}"
-            for stay, offset in zip(self.stays, self.offsets, strict=True)
+            f"{one.what:<9} {one.number:>5}  moments {one.start:>5} to {one.stop:<5} {offset:>14,} + {one.bytes:,}"
+            for one, offset in zip(self.live_ranges, self.offsets, strict=True)
         ]
         return "\n".join([*lines, f"arena {self.bytes:,}, held at once {self.held_bytes:,}"])
 
 
-def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
+def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
     """All stays in one arena, each on a multiple of `align_bytes`; kinds one behind the other, where that takes less
     than what they have together. Stays of no bytes are left out."""
-    some = tuple(stay for stay in stays if stay.bytes)
-    sized = [stay.sized(align_bytes) for stay in some]
+    some = tuple(live_range for live_range in live_ranges if live_range.bytes)
+    sized = [live_range.sized(align_bytes) for live_range in some]
     offsets, total = pack_intervals(sized)
     held = most_held(sized)
     if total == held:
         return ArenaPlan(some, offsets, total, held, align_bytes)
     apart, end = [0] * len(some), 0
-    for what in dict.fromkeys(stay.what for stay in some):
-        mine = [i for i, stay in enumerate(some) if stay.what == what]
+    for what in dict.fromkeys(live_range.what for live_range in some):
+        mine = [i for i, live_range in enumerate(some) if live_range.what == what]
         found, length = pack_intervals([sized[i] for i in mine])
         for i, offset in zip(mine, found, strict=True):
             apart[i] = end + offset
@@ -158,16 +158,16 @@ def pack_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> A
     return ArenaPlan(some, offsets, total, held, align_bytes)
 
 
-def held_stays(stays: Sequence[Stay], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
+def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
     """The least that an arena of these stays takes: what is held at the worst moment."""
-    return most_held([stay.sized(align_bytes) for stay in stays])
+    return most_held([live_range.sized(align_bytes) for live_range in live_ranges])
 
 
 def visits(
     sizes_bytes: Mapping[int, int], width: int, what: str = "visitors", *, last_first: bool = False
-) -> tuple[Stay, ...]:
+) -> tuple[LiveRange, ...]:
     """When visitors of such sizes, by their numbers, are there, who come one after the other: each while the `width`
     numbers from its own on have their turns. So many in a row are there at once: some that come, one whose turn it is,
     and some that go. `last_first`: those of higher numbers come first. The turn of number 0 is moment 0."""
     turns = {number: -number if last_first else number for number in sizes_bytes}
-    return tuple(Stay(what, n, turn, turn + width - 1, sizes_bytes[n]) for n, turn in turns.items())
+    return tuple(LiveRange(what, n, turn, turn + width - 1, sizes_bytes[n]) for n, turn in turns.items())

@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 
-from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, Kind, Memory, Plan
+from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
 
 
-class Part(IntEnum):
+class ChunkPart(IntEnum):
     """What of a chunk an action of a plan moves."""
 
     RECORD = 0
@@ -46,16 +46,16 @@ class Part(IntEnum):
         return self * num_chunks + chunk
 
 
-def part_of(number: int, num_chunks: int) -> tuple[Part, int]:
+def part_of(number: int, num_chunks: int) -> tuple[ChunkPart, int]:
     """What such a number names, and the chunk."""
-    return Part(number // num_chunks), number % num_chunks
+    return ChunkPart(number // num_chunks), number % num_chunks
 
 
 @dataclass(frozen=True)
 class Crossing:
     """What of a chunk that is updated on the host crosses the link: which comes down, and whether its weights go up."""
 
-    down: tuple[Part, ...] = (Part.GRADIENT,)
+    down: tuple[ChunkPart, ...] = (ChunkPart.GRADIENT,)
     up: bool = True
 
 
@@ -89,25 +89,25 @@ def update_plan(
         turns = _turns(chunk, places, ahead)
         for fetched, turn in zip_longest(_next(chunk, ahead, num_chunks), turns):
             reads = () if turn is None else _next(turn, below, len(there))
-            actions += [_action(Kind.FETCH, there[place], DISK) for place in reads]
+            actions += [_action(ActionKind.FETCH, there[place], DISK) for place in reads]
             if fetched is not None and fetched not in on_host:
-                actions.append(_action(Kind.FETCH, fetched))
+                actions.append(_action(ActionKind.FETCH, fetched))
         for coming in _next(chunk, ahead, num_chunks):
             parts = on_host[coming].down if coming in on_host else ()
-            actions += [_action(Kind.EVICT, part.of(coming, num_chunks)) for part in parts]
+            actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
         if chunk in on_host:
-            actions.append(_action(Kind.UPDATE, chunk, CPU))
-            weights = Part.WEIGHTS.of(chunk, num_chunks)
-            actions += [_action(Kind.FETCH, weights)] if on_host[chunk].up else []
+            actions.append(_action(ActionKind.UPDATE, chunk, CPU))
+            weights = ChunkPart.WEIGHTS.of(chunk, num_chunks)
+            actions += [_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
         else:
-            actions.append(_action(Kind.UPDATE, chunk))
-            actions += [_action(Kind.EVICT, chunk)] if ahead is not None else []
-        actions += [_action(Kind.EVICT, chunk, DISK)] if chunk in places else []
+            actions.append(_action(ActionKind.UPDATE, chunk))
+            actions += [_action(ActionKind.EVICT, chunk)] if ahead is not None else []
+        actions += [_action(ActionKind.EVICT, chunk, DISK)] if chunk in places else []
     return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
 
 
 def _moves(action: Action, num_chunks: int, moving: Collection[int] | None) -> bool:
-    return action.kind is Kind.UPDATE or moving is None or (action.chunk or 0) % num_chunks in moving
+    return action.kind is ActionKind.UPDATE or moving is None or (action.chunk or 0) % num_chunks in moving
 
 
 def run_of(
@@ -128,22 +128,26 @@ def run_of(
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
     (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    first = next((i for i, action in enumerate(moves) if action.kind is not Kind.FETCH), 0)
+    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     actions: list[Action] = []
-    owed: deque[Action] = deque()
+    deferred: deque[Action] = deque()
     for step in range(steps):
         for unit in range(len(units)):
-            while owed and (not holds_up(owed[0]) or owed[0].stage == unit):
-                actions.append(owed.popleft())
-            actions.append(Action(Kind.F, stage=unit, micro_batch=step))
+            while deferred and (not holds_up(deferred[0]) or deferred[0].stage == unit):
+                actions.append(deferred.popleft())
+            actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
-        actions += [Action(Kind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))]
-        owed.extend(replace(a, micro_batch=step) if a.kind is Kind.UPDATE else a for a in moves[first:])
+        actions += [
+            Action(ActionKind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))
+        ]
+        deferred.extend(
+            replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
+        )
     memory = memory_of(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
-    gradients = [(unit_of[c], (0, Part.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
-    weights = [(unit_of[c], (0, Part.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
+    gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
+    weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})
-    return Plan(((*actions, *owed),)), replace(
+    return Plan(((*actions, *deferred),)), replace(
         memory,
         uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
         made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
@@ -152,7 +156,7 @@ def run_of(
 
 def holds_up(action: Action) -> bool:
     """Whether whoever issues it waits until it is done: an update on the device."""
-    return action.kind is Kind.UPDATE and action.resource == COMPUTE
+    return action.kind is ActionKind.UPDATE and action.resource == COMPUTE
 
 
 def memory_of(
@@ -161,13 +165,13 @@ def memory_of(
 ) -> Memory:  # fmt: skip
     """Where a step's updates find everything, and the slots that they have: a record weighs one, and so does a gradient
     of a chunk that is updated on the host."""
-    gradients = {c: (0, Part.GRADIENT.of(c, num_chunks)) for c in on_host}
-    weights = {c: (0, Part.WEIGHTS.of(c, num_chunks)) for c in on_host}
+    gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
+    weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
     records = [(0, chunk) for chunk in range(num_chunks)]
     home = dict.fromkeys(records, "host") | {(0, chunk): "disk" for chunk in there}
     for chunk, crossing in on_host.items():
-        home[gradients[chunk]] = "device" if Part.GRADIENT in crossing.down else "host"
+        home[gradients[chunk]] = "device" if ChunkPart.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
     come = sum(tier == "device" for key, tier in home.items() if key in gradients.values())
     slots = {"device": (ahead + 2) * (len(on_host) < num_chunks) + come}
@@ -181,7 +185,7 @@ def memory_of(
         dict.fromkeys([*records, *gradients.values()], 1),
         budget_bytes=slots,
         reads={
-            (0, c): (gradients[c], *((weights[c],) if Part.WEIGHTS in crossing.down else ()))
+            (0, c): (gradients[c], *((weights[c],) if ChunkPart.WEIGHTS in crossing.down else ()))
             for c, crossing in on_host.items()
         },
         writes={(0, c): (weights[c],) for c in on_host},
@@ -218,5 +222,5 @@ def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:
     return range(chunk + ahead if chunk else 0, min(chunk + ahead + 1, num_chunks))
 
 
-def _action(kind: Kind, chunk: int, resource: str = "") -> Action:
+def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
     return Action(kind, stage=0, chunk=chunk, resource=resource)

@@ -25,64 +25,66 @@ from itertools import chain, product
 from math import inf
 
 from colossal_lite.schedule.checker import Reading
-from colossal_lite.schedule.plan import Action, Kind, Plan
+from colossal_lite.schedule.plan import Action, ActionKind, Plan
 from colossal_lite.schedule.simulator import StageCosts, simulate
 
 # Generators ---------------------------------------------------------------------------------------
 
 
-def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
+def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Plan:
     """All forwards, then all backwards (arXiv 1811.06965)."""
     return _by_rank(
-        ranks, lambda r: _alternate(*_rounds(r, ranks, chunks, [micro_batches]), warm=micro_batches)
+        ranks, lambda r: _alternate(*_rounds(r, ranks, stages_per_rank, [micro_batches]), warm=micro_batches)
     )
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
+def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Plan:
     """1F1B: as many forwards as there are ranks behind, then in turn (PipeDream-Flush, arXiv 2006.09503)."""
     return _by_rank(
-        ranks, lambda r: _alternate(*_rounds(r, ranks, chunks, [micro_batches]), warm=ranks - 1 - r)
+        ranks, lambda r: _alternate(*_rounds(r, ranks, stages_per_rank, [micro_batches]), warm=ranks - 1 - r)
     )
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> Plan:
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Plan:
     """1F1B over several chunks, depth first (arXiv 2104.04473 section 2.2): two more forwards for each rank
     behind.
 
     The paper's rounds of p micro-batches are generalised to any m by rounds as even as possible and, where m
     allows, not smaller than p; smaller ones would block.
     """
-    return _depth_first(ranks, micro_batches, chunks, ahead=2)
+    return _depth_first(ranks, micro_batches, stages_per_rank, ahead=2)
 
 
-def _depth_first(ranks: int, micro_batches: int, chunks: int, ahead: int) -> Plan:
+def _depth_first(ranks: int, micro_batches: int, stages_per_rank: int, ahead: int) -> Plan:
     count = max(1, micro_batches // ranks)
     sizes = [micro_batches // count + (i < micro_batches % count) for i in range(count)]
 
     def one(rank: int) -> list[Action]:
-        warm = ahead * (ranks - 1 - rank) + (chunks - 1) * sizes[0]
-        return _alternate(*_rounds(rank, ranks, chunks, sizes), warm=warm)
+        warm = ahead * (ranks - 1 - rank) + (stages_per_rank - 1) * sizes[0]
+        return _alternate(*_rounds(rank, ranks, stages_per_rank, sizes), warm=warm)
 
     return _by_rank(ranks, one)
 
 
-def breadth_first(ranks: int, micro_batches: int, chunks: int) -> Plan:
+def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int) -> Plan:
     """All micro-batches through a chunk before the next one (arXiv 2211.05953): fewest gathers under
     ZeRO-3."""
 
     def one(rank: int) -> list[Action]:
-        return _alternate(*_rounds(rank, ranks, chunks, [micro_batches]), warm=chunks * micro_batches)
+        return _alternate(
+            *_rounds(rank, ranks, stages_per_rank, [micro_batches]), warm=stages_per_rank * micro_batches
+        )
 
     return _by_rank(ranks, one)
 
 
-def zero_bubble_h1(ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
+def zero_bubble_h1(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Plan:
     """1F1B whose W lags I by as many micro-batches as there are ranks before (arXiv 2401.10241 section 3)."""
-    plan = one_forward_one_backward(ranks, micro_batches, chunks)
+    plan = one_forward_one_backward(ranks, micro_batches, stages_per_rank)
     return _split_all(plan)
 
 
-def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> Plan:
+def zero_bubble_v(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Plan:
     """Two chunks folded into a V, so that the rank that starts also ends (arXiv 2401.10241 section 6).
 
     The order is that of at least 2p-1 micro-batches; with fewer, those that do not exist are left out.
@@ -91,11 +93,11 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> Plan:
 
     def one(rank: int) -> list[Action]:
         stages = rank, 2 * ranks - 1 - rank
-        done: defaultdict[tuple[int, Kind], int] = defaultdict(int)
+        done: defaultdict[tuple[int, ActionKind], int] = defaultdict(int)
         actions: list[Action] = []
 
         def do(chunk: int, kinds: str) -> None:
-            for kind in map(Kind, kinds):
+            for kind in map(ActionKind, kinds):
                 actions.append(Action(kind, stage=stages[chunk], micro_batch=done[chunk, kind]))
                 done[chunk, kind] += 1
 
@@ -106,8 +108,8 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> Plan:
             do(0, "F")
         for _ in range(ranks - rank):
             do(1, "FIW")
-        while done[1, Kind.F] < whole:
-            do(0, "FIW" if done[0, Kind.F] < whole else "IW")
+        while done[1, ActionKind.F] < whole:
+            do(0, "FIW" if done[0, ActionKind.F] < whole else "IW")
             do(1, "FIW")
         for _ in range(rank):
             do(0, "I")
@@ -115,7 +117,7 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> Plan:
         for _ in range(ranks - rank):
             do(0, "IW")
         for chunk in (1, 0):
-            do(chunk, "W" * (whole - done[chunk, Kind.W]))
+            do(chunk, "W" * (whole - done[chunk, ActionKind.W]))
         return [a for a in actions if a.micro_batch is not None and a.micro_batch < micro_batches]
 
     return _by_rank(ranks, one)
@@ -125,13 +127,17 @@ def _by_rank(ranks: int, one: Callable[[int], list[Action]]) -> Plan:
     return Plan(tuple(tuple(one(rank)) for rank in range(ranks)))
 
 
-def _rounds(rank: int, ranks: int, chunks: int, sizes: list[int]) -> tuple[list[Action], list[Action]]:
+def _rounds(
+    rank: int, ranks: int, stages_per_rank: int, sizes: list[int]
+) -> tuple[list[Action], list[Action]]:
     """Forwards and backwards of a rank: rounds of micro-batches, in each chunk after chunk."""
     forwards, backwards, first = [], [], 0
     for size in sizes:
-        for chunk, i in product(range(chunks), range(first, first + size)):
-            forwards.append(Action(Kind.F, stage=chunk * ranks + rank, micro_batch=i))
-            backwards.append(Action(Kind.B, stage=(chunks - 1 - chunk) * ranks + rank, micro_batch=i))
+        for chunk, i in product(range(stages_per_rank), range(first, first + size)):
+            forwards.append(Action(ActionKind.F, stage=chunk * ranks + rank, micro_batch=i))
+            backwards.append(
+                Action(ActionKind.B, stage=(stages_per_rank - 1 - chunk) * ranks + rank, micro_batch=i)
+            )
         first += size
     return forwards, backwards
 
@@ -152,19 +158,19 @@ def _split(actions: Sequence[Action], lag: int) -> list[Action]:
     queue: list[Action] = []
     out: list[Action] = []
     for action in actions:
-        out.append(replace(action, kind=Kind.I) if action.kind is Kind.B else action)
-        if action.kind is Kind.B:
-            queue.append(replace(action, kind=Kind.W))
+        out.append(replace(action, kind=ActionKind.I) if action.kind is ActionKind.B else action)
+        if action.kind is ActionKind.B:
+            queue.append(replace(action, kind=ActionKind.W))
             out += [queue.pop(0)] if len(queue) > lag else []
     return out + queue
 
 
-def _placements(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def _placements(ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
     """The rank of each stage, in a loop and folded, which are the same for one stage on a rank."""
-    loop = tuple(stage % ranks for stage in range(ranks * chunks))
+    loop = tuple(stage % ranks for stage in range(ranks * stages_per_rank))
     there_and_back = (*range(ranks), *reversed(range(ranks)))
-    folded = tuple(there_and_back[stage % (2 * ranks)] for stage in range(ranks * chunks))
-    return (loop, folded) if chunks > 1 else (loop,)
+    folded = tuple(there_and_back[stage % (2 * ranks)] for stage in range(ranks * stages_per_rank))
+    return (loop, folded) if stages_per_rank > 1 else (loop,)
 
 
 def ranks_of(plan: Plan) -> tuple[int, ...]:
@@ -178,7 +184,7 @@ def ranks_of(plan: Plan) -> tuple[int, ...]:
 def auto(
     ranks: int,
     micro_batches: int,
-    chunks: int = 1,
+    stages_per_rank: int = 1,
     *,
     costs: StageCosts | None = None,
     latency_s: float = 0.0,
@@ -192,36 +198,36 @@ def auto(
     hold, by default ranks x chunks, as 1f1b does; placement: rank of each stage, a loop or folded, by default
     whichever is faster. Raises ValueError with the least cap that some schedule meets.
     """
-    costs = costs or StageCosts.uniform(ranks * chunks)
-    cap = ranks * chunks if cap is None else cap
+    costs = costs or StageCosts.uniform(ranks * stages_per_rank)
+    cap = ranks * stages_per_rank if cap is None else cap
     best: tuple[float, Plan] | None = None
     held = []
-    for plan in _candidates(ranks, micro_batches, chunks):
+    for plan in _candidates(ranks, micro_batches, stages_per_rank):
         if placement is not None and ranks_of(plan) != tuple(placement):
             continue
         held.append(max(Reading(plan).footprint.live))
         makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
-    for place in _placements(ranks, chunks) if placement is None else [placement]:
+    for place in _placements(ranks, stages_per_rank) if placement is None else [placement]:
         for deep, fill in product((True, False), (None, 0.0, 0.5, 1.0)):
             search = _Greedy(place, micro_batches, costs, costs.message_s + latency_s, cap, deep, fill)
             best = search.plan(best[0] if best else inf) or best
     if best is None:
         raise ValueError(
-            f"no schedule found for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks that "
-            f"holds at most {cap} activations on each rank; {min(held, default=ranks * chunks)} are enough"
+            f"no schedule found for {ranks} ranks, {micro_batches} micro-batches and {stages_per_rank} chunks that "
+            f"holds at most {cap} activations on each rank; {min(held, default=ranks * stages_per_rank)} are enough"
         )
     return best[1]
 
 
-def _candidates(ranks: int, micro_batches: int, chunks: int) -> Iterator[Plan]:
+def _candidates(ranks: int, micro_batches: int, stages_per_rank: int) -> Iterator[Plan]:
     """The schedules for so many chunks, and each that does not split B also with W apart."""
     for name, schedule in SCHEDULES.items():
-        if name != "auto" and _defined(schedule, chunks):
-            yield schedule.generate(ranks, micro_batches, chunks)
+        if name != "auto" and _defined(schedule, stages_per_rank):
+            yield schedule.generate(ranks, micro_batches, stages_per_rank)
     for ahead in (1, 2):
-        plan = _depth_first(ranks, micro_batches, chunks, ahead)
+        plan = _depth_first(ranks, micro_batches, stages_per_rank, ahead)
         yield plan
         yield _split_all(plan)
 
@@ -245,16 +251,16 @@ class _Greedy:
     ) -> None:
         self.place, self.micro_batches, self.hop_s = place, micro_batches, hop_s
         self.cap, self.deep, self.fill = cap, deep, fill
-        self.backward = Kind.B if fill is None else Kind.I
-        kinds = (Kind.F, self.backward, Kind.W)
+        self.backward = ActionKind.B if fill is None else ActionKind.I
+        kinds = (ActionKind.F, self.backward, ActionKind.W)
         self.seconds = {
             k: [[costs(a) for a in _stage(k, s, micro_batches)] for s in range(len(place))] for k in kinds
         }
-        self.ends: dict[Kind, list[list[float]]] = {kind: [[] for _ in place] for kind in kinds}
+        self.ends: dict[ActionKind, list[list[float]]] = {kind: [[] for _ in place] for kind in kinds}
         ranks = max(place) + 1
         self.mine = [[s for s, rank in enumerate(place) if rank == r] for r in range(ranks)]
-        owed = (Kind.F, Kind.B) if fill is None else kinds
-        self.left_s = [sum(sum(self.seconds[k][s]) for k in owed for s in mine) for mine in self.mine]
+        deferred = (ActionKind.F, ActionKind.B) if fill is None else kinds
+        self.left_s = [sum(sum(self.seconds[k][s]) for k in deferred for s in mine) for mine in self.mine]
         self.free_s, self.live = [0.0] * ranks, [0] * ranks
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
 
@@ -274,50 +280,52 @@ class _Greedy:
                 choices.pop(touched, None)
                 if choice := self._best(touched):
                     choices[touched] = choice
-        last = self.ends[Kind.B if self.fill is None else Kind.W]
+        last = self.ends[ActionKind.B if self.fill is None else ActionKind.W]
         done = all(len(times) == self.micro_batches for times in last)
         return (max(self.free_s), Plan(tuple(map(tuple, self.lists)))) if done else None
 
-    def _do(self, rank: int, start_s: float, kind: Kind, stage: int) -> None:
+    def _do(self, rank: int, start_s: float, kind: ActionKind, stage: int) -> None:
         i = len(self.ends[kind][stage])
         self.lists[rank].append(Action(kind, stage=stage, micro_batch=i))
         self.free_s[rank] = start_s + self.seconds[kind][stage][i]
         self.left_s[rank] -= self.seconds[kind][stage][i]
         self.ends[kind][stage].append(self.free_s[rank])
-        self.live[rank] += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
+        self.live[rank] += (kind is ActionKind.F) - (kind in (ActionKind.W, ActionKind.B))
 
-    def _best(self, rank: int) -> tuple[float, Kind, int] | None:
+    def _best(self, rank: int) -> tuple[float, ActionKind, int] | None:
         """What a rank does next and when that starts."""
         free_s = self.free_s[rank]
-        choices: list[tuple[float, bool, int, Kind, int]] = []
-        spare: tuple[float, Kind, int] | None = None
+        choices: list[tuple[float, bool, int, ActionKind, int]] = []
+        spare: tuple[float, ActionKind, int] | None = None
         for n, stage in enumerate(self.mine[rank]):
             f, b, w = (len(self.ends[kind][stage]) for kind in self.ends)
             ready_s = self._arrival(self.backward, stage, stage + 1, b) if b < f else None
             if ready_s is not None:
                 choices.append((max(free_s, ready_s), False, -stage, self.backward, stage))
             fits = f < self.micro_batches and self.live[rank] + len(self.mine[rank]) - n <= self.cap
-            ready_s = self._arrival(Kind.F, stage, stage - 1, f) if fits else None
+            ready_s = self._arrival(ActionKind.F, stage, stage - 1, f) if fits else None
             if ready_s is not None:
-                choices.append((max(free_s, ready_s), True, -stage if self.deep else stage, Kind.F, stage))
-            if self.backward is Kind.I and w < b and spare is None:
-                spare = free_s, Kind.W, stage
+                choices.append(
+                    (max(free_s, ready_s), True, -stage if self.deep else stage, ActionKind.F, stage)
+                )
+            if self.backward is ActionKind.I and w < b and spare is None:
+                spare = free_s, ActionKind.W, stage
         best = min(choices, default=None)
         if spare is not None and best is not None and best[0] > free_s:
-            wait_s = (self.fill or 0.0) * self.seconds[Kind.W][spare[2]][0]
+            wait_s = (self.fill or 0.0) * self.seconds[ActionKind.W][spare[2]][0]
             return spare if best[0] - free_s >= wait_s else (best[0], *best[3:])
         return (best[0], *best[3:]) if best is not None else spare
 
-    def _arrival(self, kind: Kind, stage: int, source: int, i: int) -> float | None:
+    def _arrival(self, kind: ActionKind, stage: int, source: int, i: int) -> float | None:
         """When what an F or I needs is there, if it is known."""
         if not 0 <= source < len(self.place):
-            return 0.0 if kind is Kind.F else self.ends[Kind.F][stage][i]
+            return 0.0 if kind is ActionKind.F else self.ends[ActionKind.F][stage][i]
         times = self.ends[kind][source]
         hop_s = self.hop_s if self.place[source] != self.place[stage] else 0.0
         return times[i] + hop_s if i < len(times) else None
 
 
-def _stage(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
+def _stage(kind: ActionKind, stage: int, micro_batches: int) -> list[Action]:
     return [Action(kind, stage=stage, micro_batch=i) for i in range(micro_batches)]
 
 
@@ -336,7 +344,7 @@ class Schedule:
     """
 
     generate: Callable[[int, int, int], Plan]
-    chunks: tuple[int, int | None]
+    stages_per_rank: tuple[int, int | None]
     idle_s: Idle | None = None
     live: Live | None = None
     crossings: Callable[[int, int], int] | None = None
@@ -386,25 +394,25 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def _defined(schedule: Schedule, chunks: int) -> bool:
-    least, most = schedule.chunks
-    return least <= chunks and (most is None or chunks <= most)
+def _defined(schedule: Schedule, stages_per_rank: int) -> bool:
+    least, most = schedule.stages_per_rank
+    return least <= stages_per_rank and (most is None or stages_per_rank <= most)
 
 
-def _check_chunks(name: str, chunks: int) -> None:
-    least, most = SCHEDULES[name].chunks
-    if not _defined(SCHEDULES[name], chunks):
+def check_stages_per_rank(name: str, stages_per_rank: int) -> None:
+    least, most = SCHEDULES[name].stages_per_rank
+    if not _defined(SCHEDULES[name], stages_per_rank):
         legal = f"{least}" if most == least else f"at least {least}"
-        raise ValueError(f"chunks={chunks}: schedule {name!r} takes {legal} on each rank")
+        raise ValueError(f"stages_per_rank={stages_per_rank}: schedule {name!r} takes {legal} on each rank")
 
 
-def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Plan:
+def generate(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Plan:
     """The compute of a schedule of the table. Raises ValueError if it is not there or not defined for
-    `chunks`."""
+    `stages_per_rank`."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r}: use one of {', '.join(SCHEDULES)}")
-    chunks = SCHEDULES[name].chunks[0] if chunks is None else chunks
-    _check_chunks(name, chunks)
+    stages_per_rank = SCHEDULES[name].stages_per_rank[0] if stages_per_rank is None else stages_per_rank
+    check_stages_per_rank(name, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
         raise ValueError(f"{ranks} stages and {micro_batches} micro-batches: give at least 1 of each")
-    return SCHEDULES[name].generate(ranks, micro_batches, chunks)
+    return SCHEDULES[name].generate(ranks, micro_batches, stages_per_rank)

@@ -42,7 +42,7 @@ def net(axis: str) -> str:
     return f"net:{axis}"
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does. `stage` and `micro_batch` name its subject, or `chunk` for the lower half."""
 
     F = "F"
@@ -77,23 +77,23 @@ class Kind(StrEnum):
     """Optimizer step of a chunk, on `compute` (device) or `cpu` (host)."""
 
 
-COMPUTE_KINDS = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+COMPUTE_KINDS = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
 MOVES = {
-    (Kind.FETCH, H2D): ("host", "device"),
-    (Kind.FETCH, DISK): ("disk", "host"),
-    (Kind.EVICT, D2H): ("device", "host"),
-    (Kind.EVICT, DISK): ("host", "disk"),
+    (ActionKind.FETCH, H2D): ("host", "device"),
+    (ActionKind.FETCH, DISK): ("disk", "host"),
+    (ActionKind.EVICT, D2H): ("device", "host"),
+    (ActionKind.EVICT, DISK): ("host", "disk"),
 }
 """Tier that a move comes from and tier that it goes to."""
-SENDS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+SENDS = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 MESSAGES = frozenset(SENDS) | frozenset(SENDS.values())
 
-RESOURCES: dict[Kind, str] = {
-    **dict.fromkeys(COMPUTE_KINDS | {Kind.RESHARD, Kind.UPDATE}, COMPUTE),
-    **dict.fromkeys(MESSAGES | {Kind.TIED_REDUCE}, net("pipeline")),
-    **dict.fromkeys((Kind.UNSHARD, Kind.REDUCE), net("data")),
-    Kind.FETCH: H2D,
-    Kind.EVICT: D2H,
+RESOURCES: dict[ActionKind, str] = {
+    **dict.fromkeys(COMPUTE_KINDS | {ActionKind.RESHARD, ActionKind.UPDATE}, COMPUTE),
+    **dict.fromkeys(MESSAGES | {ActionKind.TIED_REDUCE}, net("pipeline")),
+    **dict.fromkeys((ActionKind.UNSHARD, ActionKind.REDUCE), net("data")),
+    ActionKind.FETCH: H2D,
+    ActionKind.EVICT: D2H,
 }
 """Where an action of a kind runs if it does not say."""
 
@@ -112,7 +112,7 @@ class Action:
     Raises ValueError if an index that the kind needs is missing or the resource cannot do it.
     """
 
-    kind: Kind
+    kind: ActionKind
     task: int = 0
     stage: int | None = None
     micro_batch: int | None = None
@@ -128,10 +128,10 @@ class Action:
                 raise ValueError(f"{self}: {self.kind} needs a stage and a micro-batch")
         elif self.stage is None and self.chunk is None:
             raise ValueError(f"{self}: {self.kind} needs a stage or a chunk")
-        if self.kind in (Kind.FETCH, Kind.EVICT):
-            legal = self.resource in (H2D if self.kind is Kind.FETCH else D2H, DISK)
+        if self.kind in (ActionKind.FETCH, ActionKind.EVICT):
+            legal = self.resource in (H2D if self.kind is ActionKind.FETCH else D2H, DISK)
         elif RESOURCES[self.kind] == COMPUTE:
-            legal = self.resource == COMPUTE or (self.kind is Kind.UPDATE and self.resource == CPU)
+            legal = self.resource == COMPUTE or (self.kind is ActionKind.UPDATE and self.resource == CPU)
         else:
             legal = self.resource.startswith("net:")
         if not legal:
@@ -157,15 +157,17 @@ class Action:
     def parse(cls, word: str) -> Action:
         """The action that prints as `word`. Raises ValueError with the grammar if there is none."""
         match = _WORD.fullmatch(word)
-        if match is None or match["kind"] not in Kind.__members__:
+        if match is None or match["kind"] not in ActionKind.__members__:
             raise ValueError(
                 f"{word!r} is no action: [tTASK:][STAGE]KIND[MICRO_BATCH][.SLICE][#CHUNK][@RESOURCE] "
-                f"with KIND one of {', '.join(Kind)}"
+                f"with KIND one of {', '.join(ActionKind)}"
             )
         index = {
             k: None if match[k] is None else int(match[k]) for k in ("stage", "micro_batch", "slice", "chunk")
         }
-        return cls(Kind(match["kind"]), int(match["task"] or 0), **index, resource=match["resource"] or "")
+        return cls(
+            ActionKind(match["kind"]), int(match["task"] or 0), **index, resource=match["resource"] or ""
+        )
 
 
 _TORCH_ONLY = re.compile(r"\(([^)]*)\)OVERLAP_F_B|(\d+)REDUCE_GRAD")
@@ -219,10 +221,10 @@ class Plan:
             action.stage: rank
             for rank, actions in enumerate(self.ranks)
             for action in actions
-            if action.kind is Kind.F and action.task == task and action.stage is not None
+            if action.kind is ActionKind.F and action.task == task and action.stage is not None
         }
 
-    def only(self, *kinds: Kind) -> Plan:
+    def only(self, *kinds: ActionKind) -> Plan:
         """The actions of these kinds alone: `only(Kind.F)` of a compute plan is its evaluation."""
         return Plan(tuple(tuple(a for a in actions if a.kind in kinds) for actions in self.ranks))
 
@@ -271,12 +273,12 @@ class Shape:
     trainable: tuple[bool, ...] | None = None
     backward: bool = True
 
-    def backward_kinds(self, stage: int) -> tuple[Kind, ...]:
+    def backward_kinds(self, stage: int) -> tuple[ActionKind, ...]:
         """What a stage owes after F: (I, W), which B is as well; (I,), or nothing."""
         trainable = self.trainable or (True,) * self.stages
         if not self.backward or not any(trainable[: stage + 1]):
             return ()
-        return (Kind.I, Kind.W) if trainable[stage] else (Kind.I,)
+        return (ActionKind.I, ActionKind.W) if trainable[stage] else (ActionKind.I,)
 
     @classmethod
     def of(cls, plan: Plan, task: int) -> Shape:
@@ -286,7 +288,7 @@ class Shape:
             1 + max((a.stage or 0 for a in mine), default=-1),
             1 + max((a.micro_batch or 0 for a in mine), default=-1),
             1 + max((a.slice or 0 for a in mine), default=0),
-            backward=any(a.kind is not Kind.F for a in mine),
+            backward=any(a.kind is not ActionKind.F for a in mine),
         )
 
 
@@ -327,7 +329,7 @@ class Memory:
         home: dict[Chunk, str] = {}
         uses: dict[tuple[int, int], tuple[Chunk, ...]] = {}
         for action in (action for actions in plan for action in actions):
-            if action.kind in (Kind.FETCH, Kind.EVICT) and action.chunk is not None:
+            if action.kind in (ActionKind.FETCH, ActionKind.EVICT) and action.chunk is not None:
                 chunk = action.task, action.chunk
                 home.setdefault(chunk, MOVES[action.kind, action.resource][0])
                 if action.stage is not None and chunk not in uses.get((action.task, action.stage), ()):

@@ -15,7 +15,7 @@ def draw(
     stages: int,
     micro_batches: int,
     name: str,
-    chunks: int | None = None,
+    stages_per_rank: int | None = None,
     *,
     cost: tuple[float, float, float] = (1.0, 1.0, 1.0),
     latency_s: float = 0.0,
@@ -30,17 +30,17 @@ def draw(
         raise ValueError(f"cost {told} of F, I and W: give three finite seconds >= 0, at least one above 0")
     if not isfinite(latency_s) or latency_s < 0:
         raise ValueError(f"latency {latency_s:g}: give finite seconds >= 0")
-    plan = generate(name, stages, micro_batches, chunks)
-    chunks = len(plan.placement()) // stages
-    f, i, w = (seconds / chunks for seconds in cost)
-    costs = StageCosts.uniform(stages * chunks, f, i, w)
+    plan = generate(name, stages, micro_batches, stages_per_rank)
+    stages_per_rank = len(plan.placement()) // stages
+    f, i, w = (seconds / stages_per_rank for seconds in cost)
+    costs = StageCosts.uniform(stages * stages_per_rank, f, i, w)
     if name == "auto":
-        plan = auto(stages, micro_batches, chunks, costs=costs, latency_s=latency_s)
+        plan = auto(stages, micro_batches, stages_per_rank, costs=costs, latency_s=latency_s)
     timeline = simulate(plan, costs, latency_s=latency_s)
-    held = ", ".join(f"{live / chunks:g}" for live in check(plan).live)
+    held = ", ".join(f"{live / stages_per_rank:g}" for live in check(plan).live)
     return "\n".join(
         [
-            f"{name}: {stages} ranks, {micro_batches} micro-batches, chunks a rank: {chunks}; F, I, W take "
+            f"{name}: {stages} ranks, {micro_batches} micro-batches, chunks a rank: {stages_per_rank}; F, I, W take "
             f"{cost[0]:g}, {cost[1]:g}, {cost[2]:g} s a rank, a message {latency_s:g} s",
             grid(timeline),
             f"step {timeline.makespan_s:g} s, bubble {timeline.idle_share():.1%}",

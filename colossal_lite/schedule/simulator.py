@@ -29,7 +29,7 @@ from colossal_lite.schedule.plan import (
     MESSAGES,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     Memory,
     Plan,
     Shape,
@@ -47,7 +47,7 @@ class StageCosts:
     input_s: tuple[float, ...]
     weight_s: tuple[float, ...]
     message_s: float = 0.0
-    other_s: tuple[tuple[Kind, float], ...] = ()
+    other_s: tuple[tuple[ActionKind, float], ...] = ()
     micro_batches: int = 0
     last: float = 1.0
 
@@ -74,10 +74,10 @@ class StageCosts:
         if action.stage is None or action.kind not in COMPUTE_KINDS:
             return dict(self.other_s).get(action.kind, 0.0)
         parts = {
-            Kind.F: (self.forward_s,),
-            Kind.I: (self.input_s,),
-            Kind.W: (self.weight_s,),
-            Kind.B: (self.input_s, self.weight_s),
+            ActionKind.F: (self.forward_s,),
+            ActionKind.I: (self.input_s,),
+            ActionKind.W: (self.weight_s,),
+            ActionKind.B: (self.input_s, self.weight_s),
         }
         return share * sum(part[action.stage] for part in parts[action.kind])
 
@@ -90,7 +90,7 @@ class HostBandwidth:
     moved_bytes: Callable[[Action], float]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action from start to end, in seconds."""
 
     rank: int
@@ -110,11 +110,11 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTimeline:
     """What ran when, predicted by `simulate` or measured by an executor."""
 
     ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     waits: tuple[Wait, ...] = ()
     """Of a simulated run: what its computing waited for."""
 
@@ -145,7 +145,7 @@ class Timeline:
 
     def live(self) -> tuple[int, ...]:
         """Most activations (of one F each) that each rank holds, from its F to the last of I, W and B."""
-        ends: dict[tuple[object, ...], Span] = {}
+        ends: dict[tuple[object, ...], ActionSpan] = {}
         for span in sorted(
             (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
         ):
@@ -154,15 +154,15 @@ class Timeline:
         for span in sorted(
             (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
         ):
-            if span.action.kind is Kind.F and ends[_subject(span)] is not span:
+            if span.action.kind is ActionKind.F and ends[_subject(span)] is not span:
                 held[span.rank] += 1
                 peak[span.rank] = max(peak[span.rank], held[span.rank])
-            elif ends[_subject(span)] is span and span.action.kind is not Kind.F:
+            elif ends[_subject(span)] is span and span.action.kind is not ActionKind.F:
                 held[span.rank] -= 1
         return tuple(peak)
 
 
-def _subject(span: Span) -> tuple[object, ...]:
+def _subject(span: ActionSpan) -> tuple[object, ...]:
     action = span.action
     return span.rank, action.task, action.stage, action.micro_batch, action.slice
 
@@ -175,7 +175,7 @@ def simulate(
     host: HostBandwidth | None = None,
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Runs a plan on paper. seconds: of an action alone on its lane; of a message, asked of its SEND, without
     `latency_s`. Raises PlanError if the plan breaks a rule or blocks."""
     reading = Reading(plan, shapes, memory)
@@ -235,7 +235,7 @@ class _Run:
             for other in others:
                 self._wait(node, other)
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> ScheduleTimeline:
         ready_s = [0.0] * len(self.left)
         events = [(0.0, 0, node, 0) for node, n in enumerate(self.left) if n == 0]
         heapq.heapify(events)
@@ -255,10 +255,10 @@ class _Run:
                         heapq.heappush(events, (ready_s[other], 0, other, 0))
         assert not any(self.left), "a checked plan runs to its end"
         spans = (
-            Span(self.reading.places[n][0], a, self.start_s[n], self.end_s[n])
+            ActionSpan(self.reading.places[n][0], a, self.start_s[n], self.end_s[n])
             for n, a in enumerate(self.reading.actions)
         )
-        return Timeline(
+        return ScheduleTimeline(
             len(self.reading.plan),
             tuple(sorted(spans, key=lambda s: (s.start_s, s.rank, s.end_s))),
             tuple(self._waits()),

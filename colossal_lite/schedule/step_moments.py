@@ -20,8 +20,9 @@ sharded; beside it, once a step whatever k:
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
                 all-gather r P over all, because what a rank owns is not together in that order; weights over the S
 
-Where updates are made within backward (`consumes`), a gradient is used up in the slot in which it was summed, at every
-stage; the ways over the ranks are those above, and 16 bytes are summed before it (zero/in_backward.py).
+Where updates are made within backward (`frees_gradient_on_update`), a gradient is used up in the slot in which it was
+summed, at every stage; the ways over the ranks are those above, and 16 bytes are summed before it
+(zero/in_backward.py).
 
 Note: what rests by turns.
 Between the last backward of a step and their update nobody reads weights that are apart from their masters, and between
@@ -44,13 +45,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, StrEnum
 
-from colossal_lite.schedule.interval_packing import Interval, Stay
+from colossal_lite.schedule.interval_packing import LiveInterval, LiveRange
 
 # Reductions on their way at once; a third waits for the first.
 IN_FLIGHT = 2
 
 
-def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[Interval, ...]:
+def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInterval, ...]:
     """When each chunk needs room for a gradient that is reduced by micro-batch, in numbers of chunks launched before.
 
     `order`: the chunk of each parameter, in forward order.  Gradients come in the reverse of it, and complete chunks
@@ -69,47 +70,47 @@ def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[Interva
         while launched < len(numels) and missing[last := len(numels) - 1 - launched] == 0:
             stop[last] = launched + IN_FLIGHT
             launched += 1
-    return tuple(Interval(start[c], stop[c], numel) for c, numel in enumerate(numels))
+    return tuple(LiveInterval(start[c], stop[c], numel) for c, numel in enumerate(numels))
 
 
-def in_turn(groups: Sequence[Sequence[Interval]]) -> Iterator[Interval]:
+def in_turn(groups: Sequence[Sequence[LiveInterval]]) -> Iterator[LiveInterval]:
     """The intervals of groups that are used one after the other."""
     clock = 0
     for group in groups:
-        yield from (Interval(clock + one.start, clock + one.stop, one.numel) for one in group)
+        yield from (LiveInterval(clock + one.start, clock + one.stop, one.numel) for one in group)
         clock += 1 + max((one.stop for one in group), default=0)
 
 
-def flight_intervals(numels: Sequence[int]) -> tuple[Interval, ...]:
+def flight_intervals(numels: Sequence[int]) -> tuple[LiveInterval, ...]:
     """When each chunk needs room for what other ranks send of it: `numels`."""
     last = len(numels) - 1
-    return tuple(Interval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
+    return tuple(LiveInterval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
 
 
 # Kinds of what has a place in a backward.
-FILLING = "filling"
+ACCUMULATING = "accumulating"
 INCOMING = "incoming"
 LEAVING = "leaving"
 UPDATES = 8
 """The moment of the first update in a step: a backward is over in the one before."""
 
 
-def moments_of_step(stays: Iterable[Stay], num_chunks: int = 1) -> tuple[Stay, ...]:
+def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tuple[LiveRange, ...]:
     """The stays of a backward in moments that they have in common, the same for any number of chunks.
 
     In an even moment 2 (n - `num_chunks` + 1) so many as n chunks, from the last, have been launched, and gradients
     fill; in the odd one behind it the sum of the oldest of those on their way has come, leaves its slot, perhaps for
-    the host, and makes room for the next to be launched.  `FILLING` and `INCOMING` as `fill_intervals` and
+    the host, and makes room for the next to be launched.  `ACCUMULATING` and `INCOMING` as `fill_intervals` and
     `flight_intervals` have them, `LEAVING` by turns of `visits`, the last chunk first.
     """
     last = num_chunks - 1
     ways = {
-        FILLING: lambda one: (2 * (one.start - last), 2 * (one.stop - last) + 1),
+        ACCUMULATING: lambda one: (2 * (one.start - last), 2 * (one.stop - last) + 1),
         INCOMING: lambda one: (2 * (one.start - last) + 2, 2 * (one.stop - last) + 2),
         LEAVING: lambda one: (2 * one.start + 2 * IN_FLIGHT + 1, 2 * one.stop + 2 * IN_FLIGHT + 1),
     }
-    found = ((stay, ways[stay.what](stay)) for stay in stays)
-    return tuple(replace(stay, start=start, stop=stop) for stay, (start, stop) in found)
+    found = ((live_range, ways[live_range.what](live_range)) for live_range in live_ranges)
+    return tuple(replace(live_range, start=start, stop=stop) for live_range, (start, stop) in found)
 
 
 class Backwards(Enum):
@@ -119,22 +120,25 @@ class Backwards(Enum):
     EARLIER = "earlier"
     EACH = "each"
 
-    def of(self, stay: Stay, last: int) -> Stay:
+    def of(self, live_range: LiveRange, last: int) -> LiveRange:
         """A stay of the last backward as it is in these; those before it are one, which begins so much earlier that it
         is over then. `last`: the chunk of the highest number, or more."""
         if self is Backwards.LAST:
-            return stay
-        start, stop = stay.start - _moments_of_backward(last), stay.stop - _moments_of_backward(last)
+            return live_range
+        start, stop = (
+            live_range.start - _moments_of_backward(last),
+            live_range.stop - _moments_of_backward(last),
+        )
         if self is Backwards.EARLIER:
-            return replace(stay, start=start, stop=stop)
-        return replace(stay, start=start, gap=range(stop + 1, stay.start))
+            return replace(live_range, start=start, stop=stop)
+        return replace(live_range, start=start, gap=range(stop + 1, live_range.start))
 
 
 def _moments_of_backward(last: int) -> int:
     return UPDATES + 2 * last
 
 
-class Rest(StrEnum):
+class SharedInterval(StrEnum):
     """What is in its place for a part of a step only, which it shares with what is there for the others."""
 
     WEIGHTS = "resting weights"
@@ -146,15 +150,17 @@ class Rest(StrEnum):
     before it set out to be added to, until the update."""
 
 
-def rests(what: Rest, chunk: int, size_bytes: int, last: int) -> Stay:
+def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:
     """When this of `chunk` is in its place, by the moments of a step; `last`: the chunk of the highest number, or more.
 
     What is updated first comes last in backward, so a gradient may lie over weights of any later chunk: they are not
     read any more when it comes, and not written before it has been used up."""
     complete, updated = 1 - 2 * chunk, UPDATES + chunk + 1
-    if what is Rest.GRADIENTS:
-        return Stay(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)
-    if what is Rest.LAST_SUMS:
-        return Stay(what, chunk, complete, updated, size_bytes)
+    if what is SharedInterval.GRADIENTS:
+        return LiveRange(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)
+    if what is SharedInterval.LAST_SUMS:
+        return LiveRange(what, chunk, complete, updated, size_bytes)
     begin = -2 * last - _moments_of_backward(last)
-    return Stay(what, chunk, begin, UPDATES + last + 2, size_bytes, range(complete, updated), is_kept=True)
+    return LiveRange(
+        what, chunk, begin, UPDATES + last + 2, size_bytes, range(complete, updated), is_kept=True
+    )

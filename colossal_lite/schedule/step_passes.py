@@ -11,7 +11,7 @@ from typing import Literal
 
 from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.pipeline_schedules import one_forward_one_backward
-from colossal_lite.schedule.plan import COMPUTE_KINDS, SENDS, Action, Kind, Plan, Shape
+from colossal_lite.schedule.plan import COMPUTE_KINDS, SENDS, Action, ActionKind, Plan, Shape
 from colossal_lite.schedule.simulator import simulate
 
 
@@ -61,14 +61,14 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
             reading.actions[user],
         )
         until = compute[receiver][bisect_left(times_s[receiver], sent_s[source, user])]
-        kind = Kind.RECV_F if use.kind is Kind.F else Kind.RECV_B
+        kind = ActionKind.RECV_F if use.kind is ActionKind.F else ActionKind.RECV_B
         after[sender, place].append(reading.hops[source, user])
         after[receiver, until - 1].append(replace(use, kind=kind, resource=""))
     return _insert(plan, after)
 
 
 def _unit_seconds(action: Action) -> float:
-    return float(action.kind in COMPUTE_KINDS) + (action.kind is Kind.B)
+    return float(action.kind in COMPUTE_KINDS) + (action.kind is ActionKind.B)
 
 
 def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
@@ -101,10 +101,10 @@ def add_unshard(plan: Plan, prefetch: int = 1) -> Plan:
         for n, (stage, first, last) in enumerate(runs):
             for ahead, _, _ in runs[n : n + 1 + prefetch]:
                 if ahead not in held:
-                    after[rank, first - 1].append(Action(Kind.UNSHARD, stage=ahead))
+                    after[rank, first - 1].append(Action(ActionKind.UNSHARD, stage=ahead))
                     held.append(ahead)
             if stage not in (ahead for ahead, _, _ in runs[n + 1 : n + 2 + prefetch]):
-                after[rank, _past_sends(actions, last)].append(Action(Kind.RESHARD, stage=stage))
+                after[rank, _past_sends(actions, last)].append(Action(ActionKind.RESHARD, stage=stage))
                 held.remove(stage)
     return _insert(plan, after)
 
@@ -132,7 +132,7 @@ def add_step(
     tied = {chunk for chunk, stages in owners.items() if len({placement[s] for s in stages}) > 1}
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(plan):
-        ends = [(i, a) for i, a in enumerate(actions) if a.kind in (Kind.W, Kind.B)]
+        ends = [(i, a) for i, a in enumerate(actions) if a.kind in (ActionKind.W, ActionKind.B)]
         last = {a.stage: _past_sends(actions, i) for i, a in ends if a.stage is not None}
         # Of a chunk's stages on this rank the one that ends last speaks for it.
         speaker: dict[int, int] = {}
@@ -140,9 +140,9 @@ def add_step(
             speaker |= dict.fromkeys(chunks.get(stage, ()), stage)
         late: list[Action] = []
         for chunk, stage in sorted(speaker.items(), key=lambda found: len(owners[found[0]]) > 1):
-            action = Action(Kind.REDUCE, stage=stage, chunk=chunk)
+            action = Action(ActionKind.REDUCE, stage=stage, chunk=chunk)
             if chunk in tied:
-                late += [replace(action, kind=Kind.TIED_REDUCE, resource=""), action]
+                late += [replace(action, kind=ActionKind.TIED_REDUCE, resource=""), action]
             elif reduce == "step" or len(owners[chunk]) > 1:
                 after[rank, last[stage]].append(action)
             else:
@@ -150,8 +150,8 @@ def add_step(
                     if a.stage == stage:
                         place = rank, _past_sends(actions, i)
                         after[place].append(replace(action, micro_batch=a.micro_batch))
-        late.sort(key=lambda a: a.kind is Kind.REDUCE)
-        late += [Action(Kind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
+        late.sort(key=lambda a: a.kind is ActionKind.REDUCE)
+        late += [Action(ActionKind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
         after[rank, len(actions) - 1] += late
         if update == "backward":
             after[rank, len(actions) - 1] = _interleaved(after[rank, len(actions) - 1])
@@ -160,7 +160,7 @@ def add_step(
 
 def _interleaved(ends: Sequence[Action]) -> list[Action]:
     """REDUCE and UPDATE of every chunk, chunk by chunk from the last to the first."""
-    return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is Kind.UPDATE))
+    return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is ActionKind.UPDATE))
 
 
 def _past_sends(actions: Sequence[Action], i: int) -> int:
@@ -177,14 +177,14 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
 
     def one(action: Action) -> Iterator[Action]:
         stage = action.stage or 0
-        owed = shape.backward_kinds(stage)
-        if action.kind is Kind.B and len(owed) == 1:
-            yield replace(action, kind=Kind.I)
-        elif action.kind is Kind.SEND_B:
+        deferred = shape.backward_kinds(stage)
+        if action.kind is ActionKind.B and len(deferred) == 1:
+            yield replace(action, kind=ActionKind.I)
+        elif action.kind is ActionKind.SEND_B:
             yield from [action] if stage and shape.backward_kinds(stage - 1) else []
-        elif action.kind is Kind.W:
-            yield from [action] if action.kind in owed else []
-        elif owed or action.kind not in (Kind.I, Kind.B, Kind.RECV_B):
+        elif action.kind is ActionKind.W:
+            yield from [action] if action.kind in deferred else []
+        elif deferred or action.kind not in (ActionKind.I, ActionKind.B, ActionKind.RECV_B):
             yield action
 
     return Plan(tuple(tuple(chain.from_iterable(map(one, actions))) for actions in plan))

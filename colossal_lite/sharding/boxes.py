@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from colossal_lite.sharding.mesh_layout import MeshLayout
-from colossal_lite.sharding.shard_spec import Piece, ShardSpec
+from colossal_lite.sharding.shard_spec import ShardPiece, ShardSpec
 
 Box = tuple[tuple[int, int], ...]
 
@@ -134,7 +134,7 @@ def written(
 
 
 def _clipped(
-    pieces: Sequence[Piece], local_shape: Sequence[int], start: int, stop: int | None
+    pieces: Sequence[ShardPiece], local_shape: Sequence[int], start: int, stop: int | None
 ) -> Iterator[Fragment]:
     """One box of pieces, less what lies outside elements [start, stop) of the flattened local tensor."""
     local: Box = tuple((p.local, p.local + p.length) for p in pieces)

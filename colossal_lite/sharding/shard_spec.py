@@ -42,7 +42,7 @@ Dim = tuple[Block, ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class AxisPlacement:
     """What one mesh axis does to a tensor: shards a factor, replicates it, or holds terms of a sum."""
 
     kind: Literal["shard", "replicate", "partial"]
@@ -52,13 +52,13 @@ class Placement:
         return f"shard({self.factor})" if self.kind == "shard" else self.kind
 
 
-def Shard(factor: str) -> Placement:  # noqa: N802  (a constructor, like Replicate and Partial)
-    return Placement("shard", factor)
+def Shard(factor: str) -> AxisPlacement:  # noqa: N802  (a constructor, like Replicate and Partial)
+    return AxisPlacement("shard", factor)
 
 
-Replicate = Placement("replicate")
-Partial = Placement("partial")
-Placements = tuple[tuple[str, Placement], ...]
+Replicate = AxisPlacement("replicate")
+Partial = AxisPlacement("partial")
+Placements = tuple[tuple[str, AxisPlacement], ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """`length` consecutive entries of one dimension: at `start` globally, at `local` on the rank."""
 
     local: int
@@ -119,13 +119,13 @@ class ShardSpec:
             sum(math.prod(self._stored(f, layout) for f in block) for block in dim) for dim in self.dims
         )
 
-    def pieces(self, layout: MeshLayout, coords: Mapping[str, int]) -> tuple[tuple[Piece, ...], ...]:
+    def pieces(self, layout: MeshLayout, coords: Mapping[str, int]) -> tuple[tuple[ShardPiece, ...], ...]:
         """For each dimension, the stretches of the global tensor that the rank at `coords` holds."""
         return tuple(tuple(_merged(p for block in dim for p in block)) for dim in self.blocks(layout, coords))
 
     def blocks(
         self, layout: MeshLayout, coords: Mapping[str, int]
-    ) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
+    ) -> tuple[tuple[tuple[ShardPiece, ...], ...], ...]:
         """The pieces of every block of every dimension: what `pieces` merges."""
         return tuple(tuple(self._block_pieces(dim, layout, coords)) for dim in self.dims)
 
@@ -218,7 +218,7 @@ class ShardSpec:
 
     def _block_pieces(
         self, dim: Dim, layout: MeshLayout, coords: Mapping[str, int]
-    ) -> Iterable[tuple[Piece, ...]]:
+    ) -> Iterable[tuple[ShardPiece, ...]]:
         global_base = local_base = 0
         for block in dim:
             ranges = [self._range(f, layout, coords) for f in block]
@@ -232,7 +232,9 @@ def dims_of(shape: Sequence[int]) -> tuple[Dim, ...]:
     return tuple(((Factor(f"d{i}", size),),) for i, size in enumerate(shape))
 
 
-def _block_pieces(block: Block, ranges: Sequence[range], global_base: int, local_base: int) -> list[Piece]:
+def _block_pieces(
+    block: Block, ranges: Sequence[range], global_base: int, local_base: int
+) -> list[ShardPiece]:
     """Pieces of one block: rows of its last factor, for every kept choice of the factors before it."""
     *outer, last = range(len(block))
     kept = range(ranges[last].start, min(ranges[last].stop, block[last].size))
@@ -245,12 +247,12 @@ def _block_pieces(block: Block, ranges: Sequence[range], global_base: int, local
         for i, index, c in zip(outer, indices, choice, strict=True):
             start, local = start * block[i].size + index, local * len(ranges[i]) + c
         start = start * block[last].size + kept.start
-        pieces.append(Piece(local_base + local * len(ranges[last]), global_base + start, len(kept)))
+        pieces.append(ShardPiece(local_base + local * len(ranges[last]), global_base + start, len(kept)))
     return pieces
 
 
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    merged: list[Piece] = []
+def _merged(pieces: Iterable[ShardPiece]) -> list[ShardPiece]:
+    merged: list[ShardPiece] = []
     for piece in pieces:
         if merged:
             last = merged[-1]

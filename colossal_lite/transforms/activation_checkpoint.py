@@ -6,7 +6,7 @@ Note: what is kept.  B batch, T tokens, D width, H heads, G key heads, K head wi
   part to keep: norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone,
   2205.05198, section 5, has no point where attention keeps no T x T matrix.)  A product whose terms are summed over
   tensor ranks is kept after the sum (`keep`), so that its elements are those of the residual stream and the sum does
-  not run again; neither does the gather before a first linear, unless several share one.
+  not run again; neither does the gather before a column-wise linear, unless several share one.
 `kept_numel` has the formulas; what lies outside the blocks (embeddings, head, logits) is as without checkpointing.
 
 The second forward gives the same bits as the first: it reads the same weights, and dropout counts its calls from where
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.numerics.random import DropoutStreams, Place
-from colossal_lite.transforms.saved_results import Kept
+from colossal_lite.transforms.saved_results import SavedResults
 
 Mode = Literal["none", "selective", "full"]
 
@@ -64,7 +64,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(child, f"{prefix}{name}.")
 
 
-def recompute(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[str, ...]:
+def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[str, ...]:
     """Make every block of `module` keep less, in place; the names of the blocks.
 
     Raises ValueError for a model without blocks.
@@ -79,25 +79,25 @@ def recompute(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[s
         )
     for name, block in blocks.items():
         # On the instance: names of modules and parameters, and hooks on the block, stay as they are.
-        block.forward = Recomputed(name, block, block.forward, mode, streams)
+        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
     return tuple(blocks)
 
 
 def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a block's forward, run as the block itself would be: twice if the block is recomputed."""
     whole = block.__dict__.get("forward")
-    return replace(whole, forward=part) if isinstance(whole, Recomputed) else part
+    return replace(whole, forward=part) if isinstance(whole, CheckpointedBlock) else part
 
 
-def restore(module: nn.Module) -> None:
+def remove_activation_checkpoint(module: nn.Module) -> None:
     """Give every block its own forward back."""
     for block in blocks_of(module).values():
-        if isinstance(block.__dict__.get("forward"), Recomputed):
+        if isinstance(block.__dict__.get("forward"), CheckpointedBlock):
             del block.forward
 
 
 @dataclass(frozen=True, eq=False)
-class Recomputed:
+class CheckpointedBlock:
     """The forward of one block, run now for its output and in backward for what it did not keep."""
 
     name: str
@@ -124,9 +124,9 @@ class Recomputed:
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self.mode == "selective":
-            kept = Kept(KEPT)
+            kept = SavedResults(KEPT)
             first, again = kept.first(), kept.again()
-        return first, _Again(self, self.streams.place(), again)
+        return first, _RecomputeContext(self, self.streams.place(), again)
 
     @property
     def versions(self) -> list[int]:
@@ -134,12 +134,12 @@ class Recomputed:
         return [parameter._version for parameter in self.block.parameters()]
 
 
-class _Again:
+class _RecomputeContext:
     """The second forward of a block: dropout's counters where they stood, and put back afterwards, also when the run
     is stopped early because nothing more is needed. Weights that have changed since the first are an error: autograd
     watches what it has saved, and of these it has saved nothing."""
 
-    def __init__(self, block: Recomputed, place: Place, inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
         self._now, self._versions = place, block.versions
 

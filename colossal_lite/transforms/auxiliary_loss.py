@@ -156,7 +156,7 @@ class AuxiliaryLosses:
         if self.behind:
             raise ValueError(
                 f"auxiliary loss {name}: it lies behind {self.behind}, where activations are cut over the tensor axis "
-                f"in another way than between the layers; legal: before the first linear of a pair or behind its "
+                f"in another way than between the layers; legal: before the column-wise linear of a pair or behind its "
                 f"second; for logits, a criterion"
             )
         if x.dim() < 2 + (share.tokens > 1) or x.shape[0] != self._samples_here:

@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 
-def keep(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+def save_for_recompute(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
     """`compute()`, or what it gave in the first run of a block that is run again. `like`: any tensor it reads."""
     if has_torch_function((like,)):
-        result: Tensor = handle_torch_function(keep, (like,), compute, like)
+        result: Tensor = handle_torch_function(save_for_recompute, (like,), compute, like)
         return result
     return compute()
 
 
-class Kept:
+class SavedResults:
     """The results of the first run of one block, each with its version, to see that nobody has changed it since."""
 
     def __init__(self, operations: Collection[Any]) -> None:
@@ -70,7 +70,7 @@ class Kept:
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, kept: Kept, handle: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, kept: SavedResults, handle: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._handle = kept, handle
 
@@ -86,7 +86,7 @@ class _Calls(TorchFunctionMode):
         self._handle = handle
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is keep:
+        if func is save_for_recompute:
             return self._handle(args[0])
         return func(*args, **(kwargs or {}))
 

@@ -2,9 +2,9 @@
 
 Note: what is put off.
 Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do other work (2401.10241).  While
-a `WeightQueue` is open, layers that know it hand on the gradient of their input and leave a callable that makes those
-of their weights; run later, it delivers them through autograd, so that hooks on parameters, views of them and sums of
-ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
+a `WeightGradStore` is open, layers that know it hand on the gradient of their input and leave a callable that makes
+those of their weights; run later, it delivers them through autograd, so that hooks on parameters, views of them and
+sums of ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
 - linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are kept until then;
 - embedding: all of it is W;
 - linear of a grid (2D, 2.5D, 3D): W gathers x again, as backward in one part does, and sums its terms; y's gradient,
@@ -31,7 +31,7 @@ from colossal_lite.models.gpt import Norm
 
 
 @dataclass(frozen=True)
-class PutOff:
+class PendingWeightGrad:
     """What makes some weight gradients later, and the weights: tensors of a graph, or its leaves."""
 
     work: Callable[[], None]
@@ -49,24 +49,24 @@ class PutOff:
         return found
 
 
-Later = list[PutOff]
+DeferredWeightGrads = list[PendingWeightGrad]
 
 
-class WeightQueue:
+class WeightGradStore:
     """Where layers leave what makes their weight gradients, while it is open."""
 
     def __init__(self) -> None:
-        self._later: Later | None = None
+        self._later: DeferredWeightGrads | None = None
 
     @property
     def is_open(self) -> bool:
         return self._later is not None
 
     @contextmanager
-    def open(self) -> Iterator[Later]:
+    def open(self) -> Iterator[DeferredWeightGrads]:
         """Collect what backward puts off inside; whoever opened it runs each of these once."""
         assert self._later is None, "one backward at a time"
-        later: Later = []
+        later: DeferredWeightGrads = []
         self._later = later
         try:
             yield later
@@ -77,10 +77,10 @@ class WeightQueue:
         """`weights`: what the work gives a gradient to, those that take none among them."""
         assert self._later is not None
         takes = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
-        self._later.append(PutOff(work, takes))
+        self._later.append(PendingWeightGrad(work, takes))
 
 
-class Root(Function):
+class BackwardRoot(Function):
     """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then, and
     empties it: a leaf takes a gradient that nobody else has as its own, any other it copies.
 
@@ -105,11 +105,11 @@ def deliver(weights: list[Tensor], gradients: list[Tensor]) -> None:
     afterwards."""
     gradients.reverse()
     with torch.enable_grad():
-        root: Tensor = Root.apply(gradients, *weights[::-1])  # type: ignore[no-untyped-call]
+        root: Tensor = BackwardRoot.apply(gradients, *weights[::-1])  # type: ignore[no-untyped-call]
         root.backward()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradStore | None) -> Tensor:
     """x [..., D_in], weight [D_out, D_in] -> [..., D_out]."""
     if queue is None:
         return F.linear(x, weight, bias)
@@ -117,7 +117,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue | 
     return out
 
 
-def embedding(ids: Tensor, weight: Tensor, queue: WeightQueue | None) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, queue: WeightGradStore | None) -> Tensor:
     """ids [...], weight [V, D] -> [..., D]."""
     if queue is None:
         return F.embedding(ids, weight)
@@ -125,7 +125,7 @@ def embedding(ids: Tensor, weight: Tensor, queue: WeightQueue | None) -> Tensor:
     return out
 
 
-def add_bias(y: Tensor, bias: Tensor, queue: WeightQueue | None) -> Tensor:
+def add_bias(y: Tensor, bias: Tensor, queue: WeightGradStore | None) -> Tensor:
     """y [..., D] + bias [D]."""
     if queue is None:
         return y + bias
@@ -148,7 +148,7 @@ def linear_gradients(
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradStore) -> Tensor:
         ctx.save_for_backward(x, weight)
         # As they are, not as recomputation would give them back: gradients go to these.
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
@@ -174,7 +174,7 @@ class _Linear(Function):
 
 class _Bias(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, queue: WeightQueue) -> Tensor:
+    def forward(ctx: Any, y: Tensor, bias: Tensor, queue: WeightGradStore) -> Tensor:
         ctx.bias, ctx.queue = bias, queue
         return y + bias
 
@@ -191,7 +191,7 @@ class _Bias(Function):
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightGradStore) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.queue = weight, queue
         return F.embedding(ids, weight)
@@ -220,7 +220,7 @@ class _Tap(Function):
         y: Tensor,
         x: Tensor,
         forward: Callable[[Tensor], Tensor],
-        queue: WeightQueue,
+        queue: WeightGradStore,
         *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
@@ -243,16 +243,16 @@ class _Tap(Function):
         return (dy, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
-def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
+def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
     """Let the layers of `module` that can, put off the gradients of their weights, in place.
 
-    Layers with an attribute `weight_queue` are given it; of torch's and of our models' linears, embeddings and norms
-    the forward is replaced on the instance, so that names and hooks stay.
+    Layers with an attribute `weight_grad_store` are given it; of torch's and of our models' linears, embeddings and
+    norms the forward is replaced on the instance, so that names and hooks stay.
     """
     for owner in module.modules():
         made: Any = owner
-        if hasattr(made, "weight_queue"):
-            made.weight_queue = queue
+        if hasattr(made, "weight_grad_store"):
+            made.weight_grad_store = queue
         elif isinstance(made, nn.Linear) and type(made).forward is nn.Linear.forward:
             made.__dict__["forward"] = partial(_linear_forward, made, queue)
         elif isinstance(made, nn.Embedding) and _is_plain(made):
@@ -268,8 +268,8 @@ def restore_weights(module: nn.Module) -> None:
         given = made.__dict__.get("forward")
         if isinstance(given, partial) and given.func in (_linear_forward, _embedding_forward, _norm_forward):
             del made.forward
-        elif hasattr(made, "weight_queue"):
-            made.weight_queue = None
+        elif hasattr(made, "weight_grad_store"):
+            made.weight_grad_store = None
 
 
 def _is_plain(table: nn.Embedding) -> bool:
@@ -280,16 +280,16 @@ def _is_plain(table: nn.Embedding) -> bool:
     )
 
 
-def _linear_forward(module: nn.Linear, queue: WeightQueue, x: Tensor) -> Tensor:
+def _linear_forward(module: nn.Linear, queue: WeightGradStore, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias, queue)
 
 
-def _embedding_forward(module: nn.Embedding, queue: WeightQueue, ids: Tensor) -> Tensor:
+def _embedding_forward(module: nn.Embedding, queue: WeightGradStore, ids: Tensor) -> Tensor:
     return embedding(ids, module.weight, queue)
 
 
 def _norm_forward(
-    module: nn.Module, original: Callable[[Tensor], Tensor], queue: WeightQueue, x: Tensor
+    module: nn.Module, original: Callable[[Tensor], Tensor], queue: WeightGradStore, x: Tensor
 ) -> Tensor:
     weights = [p for p in module.parameters(recurse=False) if p.requires_grad]
     if not weights or not torch.is_grad_enabled():

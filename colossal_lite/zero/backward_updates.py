@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
 class UpdatesInBackward:
@@ -29,32 +29,33 @@ class UpdatesInBackward:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
-        self._owed: Owed | None = None
+        self._deferred: DeferredUpdates | None = None
         self._waits = False  # from the first chunk on of which this rank lacks a gradient
 
     @property
     def goes(self) -> bool:
         """Whether a step is under way that updates; the same on all ranks."""
-        return self._owed is not None
+        return self._deferred is not None
 
-    def begin(self, owed: Owed | None) -> None:
-        """A backward begins, whose updates are `owed`, from the last chunk to the first; None: nothing is updated."""
-        self._owed, self._waits = owed, False
+    def begin(self, deferred: DeferredUpdates | None) -> None:
+        """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: nothing is
+        updated."""
+        self._deferred, self._waits = deferred, False
 
     def summed(self, chunk: Chunk) -> None:
         """The gradient of a chunk is whole."""
         chunk.keep_squares()
         self._waits |= not all(chunk.used)
-        if self._owed is None:
-            chunk.use_up()
+        if self._deferred is None:
+            chunk.free_gradient()
         elif not self._waits:
-            self._owed.until(self._place[chunk.spec.id])
+            self._deferred.until(self._place[chunk.spec.id])
 
     def finish(self) -> None:
         """The ranks have agreed: what is left is updated."""
-        if self._owed is not None:
-            self._owed.finish()
+        if self._deferred is not None:
+            self._deferred.finish()
 
     def over(self) -> None:
         """The step is over, or given up."""
-        self._owed = None
+        self._deferred = None

@@ -15,10 +15,10 @@ import torch
 from colossal_lite.config.errors import Problem, refuse
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
-from colossal_lite.memory.arena import Places, slots
+from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.memory.disk_file import DiskError, DiskFile
@@ -39,8 +39,14 @@ from colossal_lite.numerics.optimizers import assign_groups, groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.offload.shard_streaming import landing_bytes
 from colossal_lite.offload.state_storage import OpenFile
-from colossal_lite.schedule.interval_packing import Interval
-from colossal_lite.schedule.step_moments import FILLING, INCOMING, fill_intervals, flight_intervals, in_turn
+from colossal_lite.schedule.interval_packing import LiveInterval
+from colossal_lite.schedule.step_moments import (
+    ACCUMULATING,
+    INCOMING,
+    fill_intervals,
+    flight_intervals,
+    in_turn,
+)
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -57,8 +63,10 @@ def sharding_of(config: Config) -> Sharding:
     """What the stage of a config shards, and when it reduces: by the micro-batches of one step."""
     pipeline = config.parallel.pipeline
     parts = 1 if pipeline.size == 1 else pipeline.micro_batches or 4 * pipeline.size
-    consumes = config.optimizer.update == "backward"
-    return Sharding.of(config.zero, config.gradient_accumulation * parts, consumes=consumes)
+    frees_gradient_on_update = config.optimizer.update_when == "backward"
+    return Sharding.of(
+        config.zero, config.gradient_accumulation * parts, frees_gradient_on_update=frees_gradient_on_update
+    )
 
 
 def pack_chunks(
@@ -133,7 +141,7 @@ def build_chunks(
             shard_state=sharding.state,
             shard_value=sharding.weight,
             by_micro_batch=sharding.by_micro_batch,
-            consumes=sharding.consumes,
+            frees_gradient_on_update=sharding.frees_gradient_on_update,
             ordered=sharding.ordered,
             on_host=records if config.memory.moves else None,
             master_on_host=config.memory.records_tier != "device",
@@ -174,7 +182,7 @@ def chunk_optimizer(
     written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
-    if (memory.records_tier == "disk" or memory.spills) and memory.disk_dir is not None:
+    if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
         directory, label, timeout_s = Path(memory.disk_dir), f"rank{mesh.rank}", config.timeout_s
 
         def open_file(layout: FileLayout, resting: Collection[int]) -> DiskFile:
@@ -186,7 +194,7 @@ def chunk_optimizer(
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
             speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
             disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
-            update=memory.update, backward=config.optimizer.update == "backward",
+            update=memory.update_on, backward=config.optimizer.update_when == "backward",
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
     except DiskError as error:
@@ -195,7 +203,7 @@ def chunk_optimizer(
         faults = [fault for row in mesh.world.gather_json(faults) for fault in row]
     if faults and made is not None:
         made.close()
-    other = "a larger memory.host_budget" if memory.spills else "memory.placement='host'"
+    other = "a larger memory.host_budget" if memory.spills_to_disk else "memory.placement='host'"
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
@@ -205,7 +213,7 @@ def chunk_optimizer(
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:
     """Bytes of the host that are left for records, and for what their updates need there, while all weights and
     gradients that may rest there do; None: no limit, or nothing goes to disk."""
-    if not memory.spills or memory.host_budget is None:
+    if not memory.spills_to_disk or memory.host_budget is None:
         return None
     weights = [c.resting_bytes for c in (*chunks, *frozen) if c.weights_at_rest is not None]
     gradients = [c.gradient.nbytes for c in chunks if c.gradient_at_rest is not None]
@@ -213,7 +221,7 @@ def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[We
     return memory.host_budget - sum(weights) - sum(gradients) - landing
 
 
-def slots_of(chunks: Sequence[Chunk]) -> tuple[Places, ...]:
+def slots_of(chunks: Sequence[Chunk]) -> tuple[ArenaAllocator, ...]:
     """The slots that these chunks share."""
     found = [places for chunk in chunks for places in (chunk.staging, chunk.received) if places is not None]
     return tuple({id(places): places for places in found}.values())
@@ -223,22 +231,22 @@ def _slots(
     sharding: Sharding,
     names: Iterable[str],
     packed: Sequence[ChunkSpec],
-    comms: Sequence[AxisComm],
+    comms: Sequence[Communicator],
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Places, Places]:
+) -> tuple[ArenaAllocator, ArenaAllocator]:
     """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`.
 
     The stages on a rank of a pipeline take turns; a chunk of several stages fills through the whole step."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, spec in enumerate(packed):
         groups.setdefault(stages_of(spec), []).append(index)
-    fill: dict[int, Interval] = {}
+    fill: dict[int, LiveInterval] = {}
     own = [indices for stages, indices in groups.items() if len(stages) == 1]
     turns = list(in_turn([_fill_of([packed[i] for i in indices], names) for indices in own]))
     fill |= zip((i for indices in own for i in indices), turns, strict=True)
     end = max((one.stop for one in turns), default=0)
-    fill |= {i: Interval(0, end, spec.numel) for i, spec in enumerate(packed) if i not in fill}
+    fill |= {i: LiveInterval(0, end, spec.numel) for i, spec in enumerate(packed) if i not in fill}
     incoming = [
         comm.scratch_numel(spec.numel, ordered=sharding.ordered, native=device.type == "cuda")
         for spec, comm in zip(packed, comms, strict=True)
@@ -246,7 +254,9 @@ def _slots(
     turns = list(in_turn([flight_intervals([incoming[i] for i in indices]) for indices in groups.values()]))
     flight = dict(zip((i for indices in groups.values() for i in indices), turns, strict=True))
     return (
-        slots([fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device, FILLING),
+        slots(
+            [fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device, ACCUMULATING
+        ),
         slots(
             [flight[i] for i in sorted(flight)] if sharding.scatters else (),
             dtype,
@@ -256,7 +266,7 @@ def _slots(
     )
 
 
-def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Interval, ...]:
+def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[LiveInterval, ...]:
     """When each of these chunks fills in one backward; `names` of all parameters in forward order."""
     place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
     return fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
@@ -266,7 +276,7 @@ def _groups(spec: ChunkSpec, mesh: Mesh) -> Groups:
     key, data = spec.key, mesh.layout.leaf_names("data")
     assert isinstance(key, ChunkKey)
 
-    def along(names: Sequence[str]) -> AxisComm:
+    def along(names: Sequence[str]) -> Communicator:
         if len(data) > 1 and {*data} <= {*names}:
             names = ("data", *(name for name in names if name not in data))
         return mesh.axis(*names)

@@ -21,16 +21,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from colossal_lite.schedule.optimizer_updates import holds_up
-from colossal_lite.schedule.plan import CPU, Action, Kind
+from colossal_lite.schedule.plan import CPU, Action, ActionKind
 
 
-class Owed:
+class DeferredUpdates:
     """The actions of a step's updates, run as far as they are asked for."""
 
     def __init__(
-        self, actions: Sequence[Action], handlers: Mapping[Kind, Callable[[Action], None]], end: Callable[[], None],
+        self,
+        actions: Sequence[Action],
+        handlers: Mapping[ActionKind, Callable[[Action], None]],
+        end: Callable[[], None],
         arrive: Callable[[int], None] = lambda chunk: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
         host; `end` is called when all are done."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
@@ -40,7 +43,7 @@ class Owed:
         self._stops: dict[int | None, int] = {}
         stop = len(actions)
         for number, action in reversed([*enumerate(actions)]):
-            if action.kind is Kind.UPDATE:
+            if action.kind is ActionKind.UPDATE:
                 self._stops[action.chunk] = stop
             stop = number if holds_up(action) else stop
         self._coming: deque[int] = deque()  # updates on the host that have set out
@@ -66,7 +69,7 @@ class Owed:
             self._next = len(self._actions) + 1
             self._end()
 
-    def lose(self, why: Exception) -> None:
+    def mark_failed(self, why: Exception) -> None:
         """What is not done will never be: whoever asks for it is told `why`, unless an action has raised before."""
         self._failure = self._failure or why
 
@@ -79,7 +82,7 @@ class Owed:
             self._last = action.chunk if holds_up(action) else self._last
             with self._noting_failures():
                 self._handlers[action.kind](action)
-            if action.kind is Kind.UPDATE and action.resource == CPU:
+            if action.kind is ActionKind.UPDATE and action.resource == CPU:
                 self._coming.append(action.chunk or 0)
 
     def _settle(self, last: int | None) -> None:

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
-class Weights:
+class ForwardGates:
     """Gates before the modules of one model, whose weights are whole between steps."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Weights:
         self._module, self._chunks = module, tuple(chunks)
         self._names_only = False
         self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
-        self._owed: Owed | None = None
+        self._deferred: DeferredUpdates | None = None
         names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
         self._handles: list[Any] = []
@@ -51,32 +51,32 @@ class Weights:
     def forward(self) -> Iterator[None]:
         """Around the forward of one micro-batch, also where this rank has none."""
         yield
-        self.pay()
+        self.run_deferred()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward of one micro-batch, also where this rank has none."""
-        self.pay()
+        self.run_deferred()
         yield
 
     def flush(self) -> None:
         """Whatever is owed or on its way has come."""
-        self.pay()
+        self.run_deferred()
         for chunk in self._chunks:
             chunk.finish_gather()
 
-    def owe(self, owed: Owed) -> None:
+    def defer(self, deferred: DeferredUpdates) -> None:
         """The updates of a step, which run from now on. What the next forward begins with is updated at once."""
-        self._owed = owed
+        self._deferred = deferred
         for chunk in self._chunks:
-            chunk.owe()
-        self._pay_until(self._first)
+            chunk.defer()
+        self._run_deferred_until(self._first)
 
-    def update(self, owed: Owed) -> None:
+    def update(self, deferred: DeferredUpdates) -> None:
         """The updates of a step, which run now. What one of them has raised is raised by all that is asked later, too:
         a step that was updated in part is none."""
-        self._owed = owed
-        self.pay()
+        self._deferred = deferred
+        self.run_deferred()
 
     def give_up(self) -> bool:
         """After a forward or backward that did not come to its end: what of it other ranks may still do, this rank does
@@ -88,44 +88,44 @@ class Weights:
         self.flush()
 
     @property
-    def owes(self) -> bool:
+    def has_deferred(self) -> bool:
         """Whether updates of the last step have yet to come."""
-        return self._owed is not None
+        return self._deferred is not None
 
-    def pay(self) -> None:
+    def run_deferred(self) -> None:
         """Every update has come. Raises what one of them has raised."""
-        if self._owed is not None:
+        if self._deferred is not None:
             with _disable_current_modes():
-                self._owed.finish()
-            self._owed = None
+                self._deferred.finish()
+            self._deferred = None
 
     @property
     def has_failed(self) -> bool:
         """Whether an update of the last step has raised."""
-        return self._owed is not None and self._owed.has_failed
+        return self._deferred is not None and self._deferred.has_failed
 
-    def forsake(self) -> bool:
+    def discard(self) -> bool:
         """Updates that have failed are nobody's any more: all weights are about to be loaded. False: none have."""
-        has_failed, self._owed = self.has_failed, None if self.has_failed else self._owed
+        has_failed, self._deferred = self.has_failed, None if self.has_failed else self._deferred
         return has_failed
 
-    def lose(self) -> None:
+    def mark_failed(self) -> None:
         """The run is over; updates that it still owes are lost, and who reads the weights is told so."""
-        if self._owed is not None:
-            self._owed.lose(
+        if self._deferred is not None:
+            self._deferred.mark_failed(
                 ValueError(
                     "model: the run has ended by an error before the updates of its last step were made, so its "
                     "weights are incomplete; continue from the last checkpoint"
                 )
             )
 
-    def _pay_until(self, place: int) -> None:
+    def _run_deferred_until(self, place: int) -> None:
         """The updates of the chunks up to this place in their order have come."""
-        if self._owed is not None and 0 <= place:
+        if self._deferred is not None and 0 <= place:
             with (
                 _disable_current_modes()
             ):  # selective recomputation would take our operations for the block's
-                self._owed.until(min(place, len(self._chunks) - 1))
+                self._deferred.until(min(place, len(self._chunks) - 1))
 
     @property
     def _first(self) -> int:
@@ -158,8 +158,8 @@ class Weights:
             self.flush()
 
     def _enter(self, needed: Sequence[WeightChunk], module: nn.Module, args: Any) -> None:
-        if self._owed is not None:
+        if self._deferred is not None:
             is_gathered = any(chunk.sharding_axes for chunk in needed)
-            self._pay_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
+            self._run_deferred_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
         for chunk in needed:
             chunk.finish_gather()

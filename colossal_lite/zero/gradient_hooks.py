@@ -123,7 +123,7 @@ class GradientHooks:
 
     def conclude(self) -> None:
         """All micro-batches of the step are in: every chunk REDUCED. Collective."""
-        left = [chunk for chunk in self._chunks if not chunk.consumes]
+        left = [chunk for chunk in self._chunks if not chunk.frees_gradient_on_update]
         for chunk in reversed(left):
             chunk.start_copies()
         for chunk in left:
@@ -168,7 +168,7 @@ class GradientHooks:
             self._finish_first()
         ended = self._ended_by.get(self._next + 1)
         # The order of these must not depend on the backward either.
-        if self._ends and ended is not None and not chunk.consumes:
+        if self._ends and ended is not None and not chunk.frees_gradient_on_update:
             self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
@@ -177,7 +177,7 @@ class GradientHooks:
         """Of the chunks on their way the first is summed."""
         chunk = self._in_flight.popleft()
         chunk.finish_reduce()
-        if chunk.consumes:
+        if chunk.frees_gradient_on_update:
             chunk.conclude()
             self.summed(chunk)
 

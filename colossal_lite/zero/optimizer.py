@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Draws, Ops
-from colossal_lite.memory.arena import Arena, Places
-from colossal_lite.memory.chunk import Chunk, GradientState, OwnedPart
+from colossal_lite.memory.arena import Arena, ArenaAllocator
+from colossal_lite.memory.chunk import Chunk, GradientState, LocalShard
 from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link
@@ -41,14 +41,13 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
-from colossal_lite.offload.optimizer_states import AHEAD, States
-from colossal_lite.offload.pieces import VISITING, passing_bytes, unused_bytes
-from colossal_lite.offload.pieces import Kind as Held
-from colossal_lite.offload.placement import sunk
-from colossal_lite.offload.shard_streaming import HostShards
+from colossal_lite.offload.optimizer_states import AHEAD, OffloadedOptimizerStates
+from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
+from colossal_lite.offload.placement import spilled
+from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import BELOW, MASTER, OpenFile, Record, record_of
-from colossal_lite.schedule.optimizer_updates import ON_DEVICE, Part, part_of, update_plan
-from colossal_lite.schedule.plan import DISK, Action, Kind, Plan
+from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
+from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
 
 
 @dataclass(frozen=True)
@@ -118,18 +117,18 @@ class ChunkOptimizer:
         the device is updated there; `backward`: updates come in the order of gradients.  Raises DiskError."""
         self._records, self._seed, self._backward = records, seed, backward
         self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
-        self._rules: list[Rule] = [rule_of(self.group_of(c), c.own_value.dtype) for c in self._chunks]
+        self._rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in self._chunks]
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
-        self.tiers: States | None = None
+        self.tiers: OffloadedOptimizerStates | None = None
         """Copies to and from where state rests; None if that is the device."""
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
             if placement == "host" and host_room is not None:
                 sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
                 updated = sizes if update == "host" else ()
-                on_disk = sunk(sizes, host_room - updating_bytes(self._chunks, updated))
-            self.tiers = States(
+                on_disk = spilled(sizes, host_room - updating_bytes(self._chunks, updated))
+            self.tiers = OffloadedOptimizerStates(
                 self._chunks, forms, timeout_s, speed, records,
                 update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
             )  # fmt: skip
@@ -149,13 +148,13 @@ class ChunkOptimizer:
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
         self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
-        self.shards: HostShards | None = None
+        self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
         """That has all places on the device, where weights or gradients may rest on the host."""
         if shares:
             assert self.tiers is not None
-            self.shards = HostShards(self._chunks, self.tiers.up, self.tiers.down, records)
+            self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
             self.shards.settle(self.tiers.on_host, None, is_first=True)
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
@@ -212,7 +211,7 @@ class ChunkOptimizer:
         ops = self._ops if chunk.device.type == "cpu" else TORCH
         parts, before = self.tiers.begin_on_host(index)
         words = parts.pop(MASTER, None)
-        is_whole = sum(span.stop - span.start for span in spans) == chunk.own_value.numel()
+        is_whole = sum(span.stop - span.start for span in spans) == chunk.local_shard.numel()
         updated = self.below.update(
             index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
             then=partial(self._landed, index),
@@ -228,7 +227,7 @@ class ChunkOptimizer:
             self._records.commit(chunk.spec.id, WEIGHTS)
 
     def _apply(
-        self, index: int, spans: Sequence[Range], part: OwnedPart, state: Mapping[str, Tensor], ops: Ops,
+        self, index: int, spans: Sequence[Range], part: LocalShard, state: Mapping[str, Tensor], ops: Ops,
         *, factor: float, grad_scale: float,
     ) -> None:  # fmt: skip
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
@@ -288,15 +287,15 @@ class ChunkOptimizer:
         """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
         same link it would hold them up."""
         if self.tiers and self.shards is None:
-            for action in takewhile(lambda a: a.kind is Kind.FETCH, self.plan[0]):
+            for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0]):
                 self.tiers.moves[action.kind](action)
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """A step has ended, and what it updates is not whole where it rests before its updates have come."""
         if self.tiers:
-            self.tiers.owe()
+            self.tiers.defer()
         if self.shards:
-            self.shards.owe()
+            self.shards.defer()
 
     def finish(self, factor: float) -> None:
         """After the update of the last chunk of a step: weights are back where they rest, state at least on its way."""
@@ -309,29 +308,29 @@ class ChunkOptimizer:
             self.tiers.flush()
 
     @property
-    def moves(self) -> dict[Kind, Callable[[Action], None]]:
+    def moves(self) -> dict[ActionKind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
-        return dict.fromkeys((Kind.FETCH, Kind.EVICT), self._move) if self.tiers else {}
+        return dict.fromkeys((ActionKind.FETCH, ActionKind.EVICT), self._move) if self.tiers else {}
 
     def _move(self, action: Action) -> None:
         part, index = part_of(action.chunk or 0, len(self._chunks))
-        if part is not Part.RECORD:
+        if part is not ChunkPart.RECORD:
             assert self.below is not None
-            self.below.take_up(index) if action.kind is Kind.FETCH else self.below.bring(index, part)
+            self.below.take_up(index) if action.kind is ActionKind.FETCH else self.below.bring(index, part)
             return
         assert self.tiers is not None
         self.tiers.moves[action.kind](action)
         if self.shards and action.resource != DISK:
-            self.shards.fetch(index) if action.kind is Kind.FETCH else self.shards.evict(index)
+            self.shards.fetch(index) if action.kind is ActionKind.FETCH else self.shards.evict(index)
 
     @property
     def links(self) -> tuple[Link, ...]:
         """By which state, weights and gradients travel between tiers."""
-        lane = (self.below.lane,) if self.below else ()
+        updates_link = (self.below.updates_link,) if self.below else ()
         return (
             *(self.tiers.links if self.tiers else ()),
             *(self.shards.links if self.shards else ()),
-            *lane,
+            *updates_link,
         )
 
     def close(self) -> None:
@@ -490,7 +489,7 @@ class ChunkOptimizer:
             f"chunk {chunk.spec.id}": [
                 [[entry.name, entry.start, entry.stop] for entry in chunk.spec.entries],
                 [*chunk.owned],
-                str(chunk.own_value.dtype),
+                str(chunk.local_shard.dtype),
                 [[name, numel, str(dtype)] for name, numel, dtype in self._layout(index).forms],
             ]
             for index, chunk in enumerate(self._chunks)
@@ -507,7 +506,7 @@ class ChunkOptimizer:
                         part.copy_(chunk.master_words if name == MASTER else state[name])
                     self._records.commit(number, OPTIMIZER, version=version)
             if chunk.weights_at_rest is None:
-                value = chunk.own_value
+                value = chunk.local_shard
                 self._records.room(number, WEIGHTS, value.numel(), value.dtype).copy_(value)
                 self._records.commit(number, WEIGHTS, version=version)
 
@@ -523,7 +522,7 @@ class ChunkOptimizer:
                         (chunk.master_words if name == MASTER else state[name]).copy_(part)
                     self._records.free(number, OPTIMIZER)
             if chunk.weights_at_rest is None:
-                value = chunk.own_value
+                value = chunk.local_shard
                 value.copy_(self._records.room(number, WEIGHTS, value.numel(), value.dtype))
                 self._records.free(number, WEIGHTS)
             chunk.count_change()
@@ -575,7 +574,7 @@ class ChunkOptimizer:
         moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
-        foreseen = VISITING[Held.OPTIMIZER].bytes(visiting) if shards is None else 0
+        foreseen = VISITING[StateKind.OPTIMIZER].bytes(visiting) if shards is None else 0
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if self.arena is None else 0
@@ -608,7 +607,7 @@ class ChunkOptimizer:
         )  # fmt: skip
 
     @property
-    def visited(self) -> tuple[Places, ...]:
+    def visited(self) -> tuple[ArenaAllocator, ...]:
         """The places on the device of what rests off it."""
         here = (self.tiers.visited,) if self.tiers else ()
         return (*here, *(self.shards.visited if self.shards else ()))
@@ -619,10 +618,10 @@ class ChunkOptimizer:
         return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
 
 
-def _master_parts(part: OwnedPart) -> tuple[Tensor, ...]:
+def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
-    return (part.master,) if part.residual is None else (part.own_value, part.residual)
+    return (part.master,) if part.residual is None else (part.local_shard, part.residual)
 
 
-def _copies(part: OwnedPart) -> tuple[Tensor, ...]:
+def _copies(part: LocalShard) -> tuple[Tensor, ...]:
     return tuple(each.clone() for each in _master_parts(part))

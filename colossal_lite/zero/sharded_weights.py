@@ -34,15 +34,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.config.schema import ZeroConfig
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import ChunkKey, trains
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
-from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan, Moment, Needs, Step, Trace, gather_plan
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.gather_plan import (
+    FROM_NEAR,
+    GatherMoment,
+    GatherPlan,
+    GatherStep,
+    Needs,
+    Trace,
+    gather_plan,
+)
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero.build_chunks import slots_of
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
 
 NOTHING: Needs = frozenset()
@@ -54,12 +62,12 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
-class ShardedWeights(Weights):
+class ParameterGather(ForwardGates):
     """Gathers the weights of one model unit by unit, `prefetch` units ahead."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
-        hooks: GradientHooks, world: AxisComm, *, frozen: Sequence[WeightChunk] = (),
+        hooks: GradientHooks, world: Communicator, *, frozen: Sequence[WeightChunk] = (),
         prefetch: int = 1, reshard_after_forward: bool | int = True,
     ) -> None:  # fmt: skip
         """`frozen`: the chunks that do not train, numbered behind `chunks`."""
@@ -78,14 +86,14 @@ class ShardedWeights(Weights):
         self.most_numel = self.most_held_numel = 0
         """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
         self._phase = Phase.IDLE
-        self._steps: tuple[Step, ...] = ()
+        self._steps: tuple[GatherStep, ...] = ()
         self._next = 0  # the step to execute next
         self._current = NOTHING  # what is whole now
         self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._kept: set[int] = set()  # chunks of which the neighbours of this rank have their parts
-        self._seen: list[Moment] = []
-        self._forward_seen: tuple[Moment, ...] = ()
+        self._seen: list[GatherMoment] = []
+        self._forward_seen: tuple[GatherMoment, ...] = ()
         self._learnt = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
         super().__init__(module, parameters, chunks, frozen)
@@ -96,7 +104,7 @@ class ShardedWeights(Weights):
 
     @property
     def most_bytes(self) -> int:
-        return self.most_numel * self._all[0].own_value.element_size()
+        return self.most_numel * self._all[0].local_shard.element_size()
 
     @property
     def forecast_bytes(self) -> int:
@@ -109,13 +117,13 @@ class ShardedWeights(Weights):
         with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
             yield
         self._end()
-        self.pay()
+        self.run_deferred()
         if not keeps or self.plan is None:
             self._bring({})
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        self.pay()
+        self.run_deferred()
         self._begin(Phase.BACKWARD)
         yield
         self._end()
@@ -123,7 +131,7 @@ class ShardedWeights(Weights):
 
     def flush(self) -> None:
         """Every update has come, and every gathered weight is dropped."""
-        self.pay()
+        self.run_deferred()
         self._bring({})
 
     def give_up(self) -> bool:
@@ -138,7 +146,7 @@ class ShardedWeights(Weights):
 
     def for_readers(self) -> None:
         """What the next forward begins with is on its way and stays so."""
-        self.pay()
+        self.run_deferred()
 
     @property
     def _first(self) -> int:
@@ -302,19 +310,19 @@ class ShardedWeights(Weights):
         self._current = NOTHING
         for action in step.actions:
             assert action.chunk is not None
-            if action.kind in (Kind.FETCH, Kind.UNSHARD):
-                self._pay_until(self._last_trained([action.chunk]))
-            if action.kind is Kind.RESHARD:
+            if action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
+                self._run_deferred_until(self._last_trained([action.chunk]))
+            if action.kind is ActionKind.RESHARD:
                 self._keep_part(action.chunk)
                 self._drop(action.chunk)
             elif action.resource == FROM_NEAR:
                 self._fetch(action.chunk, step.resident[action.chunk], near=True)
-            elif action.kind in (Kind.FETCH, Kind.UNSHARD):
+            elif action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
                 if (
                     action.chunk not in self._resident
                 ):  # the first ones may have set out when they were updated
                     self._fetch(action.chunk, step.resident[action.chunk])
-                if action.kind is Kind.UNSHARD:
+                if action.kind is ActionKind.UNSHARD:
                     self._gather(action.chunk)
             else:
                 self._hooks.launch(len(self._chunks) - action.chunk)
@@ -381,7 +389,7 @@ class ShardedWeights(Weights):
     def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
         """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
         `gathers`."""
-        self._pay_until(self._last_trained(resident))
+        self._run_deferred_until(self._last_trained(resident))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
         coming = {index: offset for index, offset in resident.items() if index not in self._resident}
@@ -411,7 +419,7 @@ class ShardedWeights(Weights):
         union: Needs = frozenset(index for some in wanted for index in some)
         self._current = NOTHING
         self._bring(dict.fromkeys(sorted(union), -1))
-        self._seen.append(Moment(union, launched))
+        self._seen.append(GatherMoment(union, launched))
         self._wait(union)
         return True
 
@@ -509,12 +517,12 @@ def plan_of(
 
 def weights_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
-    world: AxisComm, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
-) -> Weights:  # fmt: skip
+    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
+) -> ForwardGates:  # fmt: skip
     """The gates that these chunks need; `parameters` by the names that the chunks have for them."""
     if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
-        return Weights(module, parameters, chunks)
-    return ShardedWeights(
+        return ForwardGates(module, parameters, chunks)
+    return ParameterGather(
         module, parameters, chunks, hooks.only, world, frozen=frozen,
         prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
     )  # fmt: skip

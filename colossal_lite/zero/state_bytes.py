@@ -39,5 +39,5 @@ def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> di
         "weights": widths.weight * (shards if sharding.weight else whole),
         "masters": widths.master_bits * owned // 8,
         "gradients": widths.gradient
-        * (0 if sharding.consumes else owned if sharding.by_micro_batch else whole),
+        * (0 if sharding.frees_gradient_on_update else owned if sharding.by_micro_batch else whole),
     }

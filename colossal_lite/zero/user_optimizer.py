@@ -26,7 +26,7 @@ from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.schedule.optimizer_updates import update_plan
-from colossal_lite.schedule.plan import Action, Kind
+from colossal_lite.schedule.plan import Action, ActionKind
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -62,7 +62,7 @@ class OwnOptimizer:
         self.plan = update_plan(len(self._chunks))
         self.tiers = None
         self.visits = ()
-        self.moves: dict[Kind, Callable[[Action], None]] = {}
+        self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.changed = False
 
@@ -117,7 +117,7 @@ class OwnOptimizer:
     def prepare(self) -> None:
         """Nothing has to come."""
 
-    def owe(self) -> None:
+    def defer(self) -> None:
         """Nothing is anywhere else."""
 
     def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:

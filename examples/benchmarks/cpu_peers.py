@@ -379,7 +379,7 @@ TABLES: dict[int, dict[str, Side]] = {
         "DTensor tensor + sequence parallel": partial(dtensor, sequence=True),
         "colossal_lite, tensor 1d, sequence cut": ours_tensor,
         "colossal_lite, tensor 1d, sequence cut, gloo": partial(ours_tensor, backend="gloo"),
-        "colossal_lite, tensor 1d, sequence cut, inputs kept": partial(ours_tensor, regather=False),
+        "colossal_lite, tensor 1d, sequence cut, inputs kept": partial(ours_tensor, regather_inputs=False),
         "colossal_lite, sequence ring": partial(ours, **sequence("ring")),
         "colossal_lite, sequence ulysses": partial(ours, **sequence("ulysses")),
         "torch pipelining, GPipe": partial(torch_pipeline, schedule=ScheduleGPipe),

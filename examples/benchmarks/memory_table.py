@@ -122,11 +122,11 @@ def main() -> None:
     found = {name: measured(name) for name in names}
     whole = found["one rank"]
     for name, real in found.items():
-        foretold = planned(name)
+        predicted = planned(name)
         formulas = ROWS[name].weights, ROWS[name].activations
         cells = [
             f"{mine / 1024:,.1f} | {theirs / 1024:,.1f} | {mine / all_of_it:.3f} | {float(formula):.3f}"
-            for mine, theirs, all_of_it, formula in zip(real, foretold, whole, formulas, strict=True)
+            for mine, theirs, all_of_it, formula in zip(real, predicted, whole, formulas, strict=True)
         ]
         print(f"| {name} | {' | '.join(cells)} |")
 

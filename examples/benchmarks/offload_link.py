@@ -26,7 +26,7 @@ from torch.autograd import Function
 import colossal_lite as cl
 from colossal_lite.offload.optimizer_states import AHEAD
 from colossal_lite.schedule.optimizer_updates import run_of, update_plan
-from colossal_lite.schedule.plan import Action, Kind
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.zero import build_chunks as build
 
@@ -98,15 +98,17 @@ def measured(record_units: float, unit_s: float) -> tuple[float, float]:
         return step_s, sum(row.waited_s for row in engine.link_report())
 
 
-def foretold(record_units: float) -> tuple[float, float, float]:
+def predicted(record_units: float) -> tuple[float, float, float]:
     """Units of a step and of its waits, and of the waits of updates at once."""
 
     def units(action: Action) -> float:
-        return {Kind.F: FORWARD, Kind.B: BACKWARD, Kind.UPDATE: 0.0}.get(action.kind, record_units)
+        return {ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.UPDATE: 0.0}.get(
+            action.kind, record_units
+        )
 
     plan, memory = run_of([[number] for number in range(LAYERS)], STEPS, ahead=AHEAD)
     made = simulate(plan, units, memory=memory)
-    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is Kind.B}
+    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
     start, end = last[STEPS - 2], last[STEPS - 1]
     at_once = simulate(update_plan(LAYERS, ahead=AHEAD), units, memory=memory).makespan_s
     return end - start, made.waited_s("h2d", start, end), at_once
@@ -127,7 +129,7 @@ def main() -> None:
                    "waited, updates at once: simulated s"):  # fmt: skip
         table.add_column(column)
     for record_units in args.records:
-        step, waited, at_once = (value * args.unit for value in foretold(record_units))
+        step, waited, at_once = (value * args.unit for value in predicted(record_units))
         step_s, waited_s = measured(record_units, args.unit)
         table.add_row(
             f"{record_units * args.unit:g} s", f"{step:.2f}", f"{step_s:.2f}", f"{waited:.2f}", f"{waited_s:.2f}",

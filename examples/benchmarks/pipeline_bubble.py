@@ -31,8 +31,8 @@ from colossal_lite.pipeline.step_plan import StepShape, compute_plan
 from colossal_lite.schedule.drawing import svg
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES
 from colossal_lite.schedule.plan import COMPUTE_KINDS
-from colossal_lite.schedule.simulator import StageCosts, Timeline, simulate
-from colossal_lite.transforms.split_backward import WeightQueue, deliver
+from colossal_lite.schedule.simulator import ScheduleTimeline, StageCosts, simulate
+from colossal_lite.transforms.split_backward import WeightGradStore, deliver
 
 LAYERS_PER_RANK, VOCABULARY, WIDTH, TOKENS = 2, 8, 64, 16
 STEPS = 2
@@ -49,7 +49,7 @@ class _Slow(Function):
     """x + weight, in so many seconds; and the same for each of its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightQueue | None, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradStore | None, seconds: float) -> Tensor:
         ctx.weight, ctx.queue, ctx.seconds = weight, queue, seconds
         until(time.monotonic() + seconds)
         return x + weight
@@ -72,29 +72,35 @@ class Slow(nn.Module):
 
     def __init__(self, seconds: float, *, is_first: bool) -> None:
         super().__init__()
-        self.weight_queue: WeightQueue | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         self.seconds = seconds
         self.table = nn.Embedding(VOCABULARY, WIDTH) if is_first else None
         self.weight = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Slow.apply(
-            x if self.table is None else self.table(x), self.weight, self.weight_queue, self.seconds
+            x if self.table is None else self.table(x), self.weight, self.weight_grad_store, self.seconds
         )
         return y
 
 
 def pipeline_of(name: str, ranks: int, micro_batches: int) -> dict[str, Any]:
-    chunks = min(2, SCHEDULES[name].chunks[1] or 2)
-    stages = ranks * chunks
+    stages_per_rank = min(2, SCHEDULES[name].stages_per_rank[1] or 2)
+    stages = ranks * stages_per_rank
     counts = (ranks * LAYERS_PER_RANK // stages,) * stages
-    return dict(size=ranks, schedule=name, micro_batches=micro_batches, chunks=chunks, partition=counts)
+    return dict(
+        size=ranks,
+        schedule=name,
+        micro_batches=micro_batches,
+        stages_per_rank=stages_per_rank,
+        partition=counts,
+    )
 
 
-def predicted(pipeline: dict[str, Any], seconds: float) -> Timeline:
+def predicted(pipeline: dict[str, Any], seconds: float) -> ScheduleTimeline:
     """The same step on paper."""
     config = PipelineConfig(**pipeline)
-    share = seconds * LAYERS_PER_RANK / config.chunks
+    share = seconds * LAYERS_PER_RANK / config.stages_per_rank
     costs = StageCosts.uniform(config.stages, share, share, share)
     return simulate(compute_plan(config, StepShape(config.micro_batches or 1, costs=costs)), costs)
 
@@ -115,7 +121,7 @@ def run_rank(args: argparse.Namespace) -> None:
             engine.train_step((ids[:, :-1], ids[:, 1:]))
         measured = engine.timeline()
         if context.is_main:
-            compute = Timeline(
+            compute = ScheduleTimeline(
                 measured.ranks, tuple(span for span in measured.spans if span.action.kind in COMPUTE_KINDS)
             )
             Path(args.out).write_text(json.dumps([compute.makespan_s, compute.idle_share()]))

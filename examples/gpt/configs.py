@@ -125,7 +125,7 @@ def small_pipeline_tensor(steps: int = 600) -> Recipe:
 def small_pipeline_ring(steps: int = 600) -> Recipe:
     """`small` on a pipeline of two stages, sequences cut over two ranks each; gradients sharded as they come."""
     recipe = _parallel(steps, pipeline=dict(size=2, schedule="zb-h1", micro_batches=4), sequence=2)
-    return recipe | dict(config=recipe["config"] | dict(zero=dict(stage=2, reduce="micro_batch")))
+    return recipe | dict(config=recipe["config"] | dict(zero=dict(stage=2, reduce_every="micro_batch")))
 
 
 def gpt2_124m(steps: int = 2000) -> Recipe:

@@ -24,7 +24,7 @@ from colossal_lite.launcher import env, run
 
 CONFIG: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=3e-3), clip_grad_norm=1.0, activation_checkpoint="full",
-    zero=dict(stage=3, reduction="ordered"),
+    zero=dict(stage=3, sum_order="ordered"),
 )  # fmt: skip
 SAMPLES = 4
 

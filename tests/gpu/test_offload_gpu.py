@@ -21,7 +21,7 @@ import colossal_lite as cl
 from colossal_lite.config.errors import ConfigError
 from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import StreamLane, ended
+from colossal_lite.memory.copy_streams import StreamExecutor, ended
 from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_pages, host_room
 from colossal_lite.models import GPT, GPTConfig
@@ -105,33 +105,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(placement="static", host_fraction=ALL), dict(zero=dict(stage=3), gradient_accumulation=2)
     ),
     "all of each, in rank order": (
-        dict(placement="static", host_fraction=ALL), dict(zero=dict(stage=3, reduction="ordered"), precision="fp32")
+        dict(placement="static", host_fraction=ALL), dict(zero=dict(stage=3, sum_order="ordered"), precision="fp32")
     ),
 }  # fmt: skip
-STREAM_RUN, STREAM_NOW = StreamLane.run, StreamLane.now
+STREAM_RUN, STREAM_NOW = StreamExecutor.run, StreamExecutor.now
 
 
 def _late_copies() -> AbstractContextManager[object]:
     """Every copy begins long after it could."""
 
-    def run(self: StreamLane, work: Callable[[], object], *more: Any) -> Any:
+    def run(self: StreamExecutor, work: Callable[[], object], *more: Any) -> Any:
         def late() -> None:
             torch.cuda._sleep(LATE_CYCLES)
             work()
 
         return STREAM_RUN(self, late, *more)
 
-    return patch.object(StreamLane, "run", run)
+    return patch.object(StreamExecutor, "run", run)
 
 
 def _late_computing() -> AbstractContextManager[object]:
     """Whatever was computed for a copy is there long after it was asked for."""
 
-    def now(self: StreamLane) -> Any:
+    def now(self: StreamExecutor) -> Any:
         torch.cuda._sleep(LATE_CYCLES)
         return STREAM_NOW(self)
 
-    return patch.object(StreamLane, "now", now)
+    return patch.object(StreamExecutor, "now", now)
 
 
 DELAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -184,7 +184,7 @@ def test_a_run_within_a_budget_stays_within_it_and_has_the_bits_of_one_without(
     free: list[int] = []
 
     def note(engine: Engine) -> None:
-        placement = engine._residence.placement if engine._residence else None
+        placement = engine._memory_budget.placement if engine._memory_budget else None
         assert placement is not None and not placement.on_host
         free.extend((placement.device_bytes, sum(piece.bytes for piece in placement.pieces)))
 
@@ -222,7 +222,7 @@ def test_state_rests_in_memory_that_is_locked_and_no_larger_than_it_needs() -> N
 def test_the_host_goes_on_while_the_device_waits_for_a_copy_and_the_wait_is_counted() -> None:
     from colossal_lite.memory.link import Link
 
-    link = Link("h2d", StreamLane(CUDA), timeout_s=60)
+    link = Link("h2d", StreamExecutor(CUDA), timeout_s=60)
     source, target = host_room(2**22, torch.float32, CUDA).fill_(3.0), torch.zeros(2**22, device=CUDA)
     torch.cuda.synchronize()
     with _late_copies():

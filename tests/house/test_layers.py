@@ -467,7 +467,7 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
     (
         imports_go_down,
         "distributed.mesh",
-        "from colossal_lite.distributed.communicator import AxisComm",
+        "from colossal_lite.distributed.communicator import Communicator",
         False,
     ),
     (imports_go_down, "zero.gradient_hooks", "import colossal_lite.parallel.roles", False),
@@ -523,7 +523,7 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
     (
         kernels_never_communicate,
         "kernels.norm",
-        "from colossal_lite.distributed.communicator import AxisComm",
+        "from colossal_lite.distributed.communicator import Communicator",
         True,
     ),
     (kernels_never_communicate, "kernels.norm", "from colossal_lite.kernels import philox", False),

@@ -10,11 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.memory.arena import Arena, Places, slots
-from colossal_lite.offload.pieces import LEAVING, VISITING, Kind
-from colossal_lite.schedule.interval_packing import ARENA_ALIGN_BYTES, Stay, held_stays, pack_stays
+from colossal_lite.memory.arena import Arena, ArenaAllocator, slots
+from colossal_lite.offload.pieces import LEAVING, VISITING, StateKind
+from colossal_lite.schedule.interval_packing import (
+    ARENA_ALIGN_BYTES,
+    LiveRange,
+    held_live_ranges,
+    pack_live_ranges,
+)
 from colossal_lite.schedule.step_moments import (
-    FILLING,
+    ACCUMULATING,
     IN_FLIGHT,
     INCOMING,
     UPDATES,
@@ -32,43 +37,52 @@ some_stays = st.lists(
 ).map(lambda rows: [_stay(number, *row) for number, row in enumerate(rows)])
 
 
-def _stay(number: int, what: str, start: int, more: int, size: int, away: int) -> Stay:
+def _stay(number: int, what: str, start: int, more: int, size: int, away: int) -> LiveRange:
     """With a gap behind its first moment, if there is a moment behind that."""
     gap = range(start + 1, start + 1 + away) if away < more else range(0)
-    return Stay(what, number, start, start + more, size, gap)
+    return LiveRange(what, number, start, start + more, size, gap)
 
 
-def moments(stay: Stay) -> set[int]:
-    return {*range(stay.start, stay.stop + 1)} - {*stay.gap}
+def moments(live_range: LiveRange) -> set[int]:
+    return {*range(live_range.start, live_range.stop + 1)} - {*live_range.gap}
 
 
 @given(some_stays)
 def test_whoever_is_there_at_once_is_apart_in_no_more_than_kinds_take_by_themselves(
-    stays: list[Stay],
+    live_ranges: list[LiveRange],
 ) -> None:
-    plan = pack_stays(stays)
-    spans = [(at, at + stay.bytes) for stay, at in zip(plan.stays, plan.offsets, strict=True)]
-    for i, (one, (start, stop)) in enumerate(zip(plan.stays, spans, strict=True)):
+    plan = pack_live_ranges(live_ranges)
+    spans = [
+        (at, at + live_range.bytes) for live_range, at in zip(plan.live_ranges, plan.offsets, strict=True)
+    ]
+    for i, (one, (start, stop)) in enumerate(zip(plan.live_ranges, spans, strict=True)):
         assert start % ARENA_ALIGN_BYTES == 0 and stop <= plan.bytes
-        for other, (first, end) in zip(plan.stays[:i], spans[:i], strict=True):
+        for other, (first, end) in zip(plan.live_ranges[:i], spans[:i], strict=True):
             at_once = moments(one) & moments(other)
             assert not (at_once and start < end and first < stop)
-    kinds = [[stay for stay in stays if stay.what == what] for what in "abc"]
+    kinds = [[live_range for live_range in live_ranges if live_range.what == what] for what in "abc"]
     sizes = {
-        number: -(-stay.bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES for number, stay in enumerate(stays)
+        number: -(-live_range.bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+        for number, live_range in enumerate(live_ranges)
     }
-    held = [sum(sizes[n] for n, stay in enumerate(stays) if moment in moments(stay)) for moment in range(20)]
-    assert plan.held_bytes == held_stays(stays) == max(held)
-    assert plan.held_bytes <= plan.bytes <= sum(pack_stays(kind).bytes for kind in kinds)
-    assert [stay for stay in stays if stay.bytes] == [*plan.stays]
-    assert str(plan).count("\n") == len(plan.stays)
+    held = [
+        sum(sizes[n] for n, live_range in enumerate(live_ranges) if moment in moments(live_range))
+        for moment in range(20)
+    ]
+    assert plan.held_bytes == held_live_ranges(live_ranges) == max(held)
+    assert plan.held_bytes <= plan.bytes <= sum(pack_live_ranges(kind).bytes for kind in kinds)
+    assert [live_range for live_range in live_ranges if live_range.bytes] == [*plan.live_ranges]
+    assert str(plan).count("\n") == len(plan.live_ranges)
 
 
 @given(some_stays)
-def test_what_is_never_there_at_once_takes_as_much_as_the_larger(stays: list[Stay]) -> None:
-    later = [Stay("later", s.number, s.start + 100, s.stop + 100, s.bytes) for s in stays[: len(stays) // 2]]
-    apart = max(pack_stays(stays).bytes, pack_stays(later).bytes)
-    assert pack_stays([*stays, *later]).bytes <= apart
+def test_what_is_never_there_at_once_takes_as_much_as_the_larger(live_ranges: list[LiveRange]) -> None:
+    later = [
+        LiveRange("later", s.number, s.start + 100, s.stop + 100, s.bytes)
+        for s in live_ranges[: len(live_ranges) // 2]
+    ]
+    apart = max(pack_live_ranges(live_ranges).bytes, pack_live_ranges(later).bytes)
+    assert pack_live_ranges([*live_ranges, *later]).bytes <= apart
 
 
 class Leaving:
@@ -80,15 +94,15 @@ class Leaving:
         self.waited = True
 
 
-def arena_of(*stays: Stay) -> Arena:
-    return Arena(pack_stays(stays), CPU)
+def arena_of(*live_ranges: LiveRange) -> Arena:
+    return Arena(pack_live_ranges(live_ranges), CPU)
 
 
 def test_who_takes_bytes_of_another_kind_waits_for_the_transfers_that_still_use_them() -> None:
-    record, gradient = Stay("records", 3, 9, 10, 4096), Stay("filling", 0, 0, 1, 1024)
+    record, gradient = LiveRange("records", 3, 9, 10, 4096), LiveRange("accumulating", 0, 0, 1, 1024)
     arena = arena_of(record, gradient)
     assert arena.bytes == 4096
-    records, filling = (Places([one], torch.float32, CPU, arena) for one in (record, gradient))
+    records, filling = (ArenaAllocator([one], torch.float32, CPU, arena) for one in (record, gradient))
     leaving: Any = Leaving()
     room, before = records.take(3)
     assert before == () and room.numel() == 1024
@@ -100,10 +114,13 @@ def test_who_takes_bytes_of_another_kind_waits_for_the_transfers_that_still_use_
 
 
 def test_who_takes_a_part_of_the_bytes_leaves_the_transfer_to_who_takes_the_others() -> None:
-    record = Stay("records", 0, 9, 10, 1024)
-    halves = [Stay("filling", number, 0, 1, 512) for number in (0, 1)]
+    record = LiveRange("records", 0, 9, 10, 1024)
+    halves = [LiveRange("accumulating", number, 0, 1, 512) for number in (0, 1)]
     arena = arena_of(record, *halves)
-    records, filling = Places([record], torch.float32, CPU, arena), Places(halves, torch.float32, CPU, arena)
+    records, filling = (
+        ArenaAllocator([record], torch.float32, CPU, arena),
+        ArenaAllocator(halves, torch.float32, CPU, arena),
+    )
     leaving: Any = Leaving()
     records.take(0)
     records.give(0, leaving)
@@ -116,9 +133,11 @@ def test_who_takes_a_part_of_the_bytes_leaves_the_transfer_to_who_takes_the_othe
 
 
 def test_gradients_that_find_another_kind_in_their_place_get_a_further_buffer_that_is_counted() -> None:
-    first, second = Stay("incoming", 0, 0, 0, 512), Stay("filling", 0, 1, 1, 512)
+    first, second = LiveRange("incoming", 0, 0, 0, 512), LiveRange("accumulating", 0, 1, 1, 512)
     arena = arena_of(first, second)
-    incoming, filling = (Places([one], torch.float32, CPU, arena, grows=True) for one in (first, second))
+    incoming, filling = (
+        ArenaAllocator([one], torch.float32, CPU, arena, grows=True) for one in (first, second)
+    )
     incoming.take_now(0).fill_(1.0)
     filling.take_now(0).fill_(2.0)
     assert filling.bytes == filling.most_bytes == 512 and incoming.bytes == 0
@@ -129,13 +148,13 @@ def test_gradients_that_find_another_kind_in_their_place_get_a_further_buffer_th
 
 
 def test_places_that_are_let_go_are_nowhere_until_they_join_another_arena() -> None:
-    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, FILLING)
+    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, ACCUMULATING)
     assert places.planned_bytes == 512
     places.join(None)
     with pytest.raises(AssertionError, match="let go"):
         places.take(0)
-    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, FILLING)
-    places.join(arena_of(*moments_of_step(places.stays, 2)))
+    places = slots(fill_intervals([0, 1], [64, 64]), torch.float32, CPU, ACCUMULATING)
+    places.join(arena_of(*moments_of_step(places.live_ranges, 2)))
     assert places.take_now(1).numel() == 64 and places.bytes == places.planned_bytes == 0
 
 
@@ -151,26 +170,28 @@ def test_a_step_keeps_to_the_plan_of_all_its_kinds_and_holds_as_much_as_that_say
     has come leaves; then records, weights and gradients visit."""
     numels = [64 * size for size, _ in shape]
     order = _order(shape, random)
-    fills = slots(fill_intervals(order, numels), torch.float32, CPU, FILLING)
+    fills = slots(fill_intervals(order, numels), torch.float32, CPU, ACCUMULATING)
     flights = slots(flight_intervals([numel // 2 for numel in numels]), torch.float32, CPU, INCOMING)
     sizes = {chunk: 2 * numel for chunk, numel in enumerate(numels) if is_away}
     records = {chunk: 6 * numel for chunk, numel in enumerate(numels)}
     visits = (
-        (VISITING[Kind.OPTIMIZER], records),
-        (VISITING[Kind.WEIGHTS], sizes),
-        (VISITING[Kind.GRADIENTS], sizes),
+        (VISITING[StateKind.OPTIMIZER], records),
+        (VISITING[StateKind.WEIGHTS], sizes),
+        (VISITING[StateKind.GRADIENTS], sizes),
     )
     arena = arena_of(
-        *moments_of_step([*fills.stays, *flights.stays], len(numels)), *LEAVING.in_step(sizes),
-        *(stay for slot, some in visits for stay in slot.in_step(some)),
+        *moments_of_step([*fills.live_ranges, *flights.live_ranges], len(numels)), *LEAVING.in_step(sizes),
+        *(live_range for slot, some in visits for live_range in slot.in_step(some)),
     )  # fmt: skip
     assert all(
-        stay.stop < UPDATES for stay in arena.plan.stays if stay.what in (FILLING, INCOMING, "leaving")
+        live_range.stop < UPDATES
+        for live_range in arena.plan.live_ranges
+        if live_range.what in (ACCUMULATING, INCOMING, "leaving")
     )
     fills.join(arena)
     flights.join(arena)
-    leaving = Places(LEAVING.stays(sizes), torch.float32, CPU, arena, grows=True)
-    visiting = [Places(slot.stays(some), torch.float32, CPU, arena) for slot, some in visits]
+    leaving = ArenaAllocator(LEAVING.live_ranges(sizes), torch.float32, CPU, arena, grows=True)
+    visiting = [ArenaAllocator(slot.live_ranges(some), torch.float32, CPU, arena) for slot, some in visits]
     for _ in range(2):
         _backward(order, len(numels), fills, flights, leaving if is_away else None)
         _update(visiting if is_away else visiting[:1], len(numels))
@@ -186,7 +207,13 @@ def _order(shape: Sequence[tuple[int, int]], random: Any) -> list[int]:
     return [rank[chunk] for chunk in order]
 
 
-def _backward(order: list[int], count: int, fills: Places, flights: Places, leaving: Places | None) -> None:
+def _backward(
+    order: list[int],
+    count: int,
+    fills: ArenaAllocator,
+    flights: ArenaAllocator,
+    leaving: ArenaAllocator | None,
+) -> None:
     missing, filling, flying, following = (
         [order.count(chunk) for chunk in range(count)],
         set[int](),
@@ -217,7 +244,7 @@ def _backward(order: list[int], count: int, fills: Places, flights: Places, leav
         finish()
 
 
-def _update(visiting: Sequence[Places], count: int) -> None:
+def _update(visiting: Sequence[ArenaAllocator], count: int) -> None:
     """Each comes a turn before its own; gradients are used up in it, the others leave behind it."""
     for turn in range(count + 1):
         for places in visiting:

@@ -22,19 +22,27 @@ from colossal_lite.offload.pieces import (
     LEAVING,
     WEIGHTS_BOTH,
     WEIGHTS_UP,
-    Kind,
+    LinkCrossing,
     Name,
-    Piece,
-    Way,
+    StateKind,
+    StatePiece,
     passing_bytes,
 )
-from colossal_lite.offload.placement import Placement, divide, place, sink, slot_bytes, sunk, visiting_bytes
+from colossal_lite.offload.placement import (
+    StatePlacement,
+    divide,
+    place,
+    slot_bytes,
+    spill_to_disk,
+    spilled,
+    visiting_bytes,
+)
 from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
-from colossal_lite.schedule.interval_packing import Stay, pack_stays
+from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.step_moments import (
-    FILLING,
+    ACCUMULATING,
     INCOMING,
-    Rest,
+    SharedInterval,
     fill_intervals,
     flight_intervals,
     moments_of_step,
@@ -46,65 +54,69 @@ RANDOM = range(20)
 
 def pieces_of(
     sizes: list[tuple[int, int, int]], accumulation: int = 1, own_master: bool = True
-) -> list[Piece]:
+) -> list[StatePiece]:
     """Of chunks whose weights, gradients and records are of these sizes."""
     k, out = accumulation, []
     for chunk, (weights, gradients, optimizer) in enumerate(sizes):
         out += [
-            Piece(Name(chunk, Kind.WEIGHTS), weights, 2 * k + own_master, 1),
-            Piece(Name(chunk, Kind.GRADIENTS), gradients, 1, k),
-            Piece(Name(chunk, Kind.OPTIMIZER), optimizer, 1, 1),
+            StatePiece(Name(chunk, StateKind.WEIGHTS), weights, 2 * k + own_master, 1),
+            StatePiece(Name(chunk, StateKind.GRADIENTS), gradients, 1, k),
+            StatePiece(Name(chunk, StateKind.OPTIMIZER), optimizer, 1, 1),
         ]
     return [piece for piece in out if piece.bytes]
 
 
-def link_bytes(piece: Piece) -> int:
+def link_bytes(piece: StatePiece) -> int:
     """Over the link in a step, both ways, if it rests on the host."""
     return (piece.ups + piece.downs) * piece.bytes
 
 
 def updated_on_host(
     sizes: list[tuple[int, int, int]], accumulation: int = 1, own_master: bool = True
-) -> list[Piece]:
+) -> list[StatePiece]:
     """As `pieces_of`, where a chunk whose record rests on the host is updated there."""
     k, weights_slot = accumulation, WEIGHTS_BOTH if own_master else WEIGHTS_UP
     beside = {
-        Kind.WEIGHTS: (Way(2 * k), Way(1, own_master, (weights_slot,))),
-        Kind.GRADIENTS: (Way(0, k, (LEAVING,)), Way(0, 1, (GRADIENT_DOWN,))),
-        Kind.OPTIMIZER: (Way(), Way()),
+        StateKind.WEIGHTS: (LinkCrossing(2 * k), LinkCrossing(1, own_master, (weights_slot,))),
+        StateKind.GRADIENTS: (LinkCrossing(0, k, (LEAVING,)), LinkCrossing(0, 1, (GRADIENT_DOWN,))),
+        StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
     }
     return [replace(piece, beside=beside[piece.name.kind]) for piece in pieces_of(sizes, k, own_master)]
 
 
-def phases_of(pieces: list[Piece], accumulation: int = 1, own_master: bool = True) -> list[Phase]:
+def phases_of(pieces: list[StatePiece], accumulation: int = 1, own_master: bool = True) -> list[Phase]:
     """Forward and backward of each micro-batch, which adds to the gradients of those before, then the update."""
 
-    def some(kinds: dict[Kind, tuple[bool, ...]]) -> Phase:
+    def some(kinds: dict[StateKind, tuple[bool, ...]]) -> Phase:
         return {p.name: Use(p.bytes, *kinds[p.name.kind]) for p in pieces if p.name.kind in kinds}
 
     read = (True, False)
     forward, first, later = (
-        some({Kind.WEIGHTS: read, **more})
-        for more in ({}, {Kind.GRADIENTS: (False, True)}, {Kind.GRADIENTS: (False, True, True)})
+        some({StateKind.WEIGHTS: read, **more})
+        for more in ({}, {StateKind.GRADIENTS: (False, True)}, {StateKind.GRADIENTS: (False, True, True)})
     )
-    update = {Kind.WEIGHTS: (own_master, True), Kind.GRADIENTS: read, Kind.OPTIMIZER: (True, True)}
+    update = {
+        StateKind.WEIGHTS: (own_master, True),
+        StateKind.GRADIENTS: read,
+        StateKind.OPTIMIZER: (True, True),
+    }
     return [forward, first, *[forward, later] * (accumulation - 1), some(update)]
 
 
-def by_turns(pieces: Sequence[Piece], accumulation: int) -> list[Piece]:
+def time_shared(pieces: Sequence[StatePiece], accumulation: int) -> list[StatePiece]:
     """As a device has them whose weights and gradients rest in one place by turns."""
-    out: list[Piece] = []
+    out: list[StatePiece] = []
     for piece in pieces:
-        if piece.name.kind is Kind.WEIGHTS:
-            out.append(replace(piece, rest=Rest.WEIGHTS))
-        elif piece.name.kind is Kind.GRADIENTS:
-            out += gradients_of(piece.name.chunk, piece.bytes, accumulation, by_turns=True)
+        if piece.name.kind is StateKind.WEIGHTS:
+            out.append(replace(piece, rest=SharedInterval.WEIGHTS))
+        elif piece.name.kind is StateKind.GRADIENTS:
+            out += gradients_of(piece.name.chunk, piece.bytes, accumulation, time_shared=True)
         else:
             out.append(piece)
     return out
 
 
-def anything(seed: int, chunks: int) -> tuple[list[Piece], dict[str, Any]]:
+def anything(seed: int, chunks: int) -> tuple[list[StatePiece], dict[str, Any]]:
     draw = random.Random(seed)
     how = dict(accumulation=draw.choice((1, 2, 3)), own_master=draw.choice((True, False)))
     sizes = [(draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 20)) for _ in range(chunks)]
@@ -194,7 +206,7 @@ def test_i7_what_is_placed_is_within_the_budget_or_nothing_is(seed: int) -> None
     assert moved[-1] == 0, "with room for everything, nothing moves"
 
 
-def shared(seed: int) -> tuple[list[Piece], tuple[Stay, ...], int]:
+def shared(seed: int) -> tuple[list[StatePiece], tuple[LiveRange, ...], int]:
     """Pieces of chunks, one of them larger than the others, what their gradients need in a backward beside visitors,
     and what that takes where no two kinds share."""
     draw = random.Random(seed)
@@ -203,11 +215,11 @@ def shared(seed: int) -> tuple[list[Piece], tuple[Stay, ...], int]:
     pieces = pieces_of([(2 * numel, 4 * numel, 12 * numel) for numel in numels])
     fills, flights = fill_intervals(range(12), numels), flight_intervals(numels)
     kinds = [
-        [Stay(what, i, one.start, one.stop, 4 * one.numel) for i, one in enumerate(some)]
-        for what, some in ((FILLING, fills), (INCOMING, flights))
+        [LiveRange(what, i, one.start, one.stop, 4 * one.numel) for i, one in enumerate(some)]
+        for what, some in ((ACCUMULATING, fills), (INCOMING, flights))
     ]
     beside = moments_of_step([stay for kind in kinds for stay in kind], 12)
-    return pieces, beside, sum(pack_stays(kind).bytes for kind in kinds)
+    return pieces, beside, sum(pack_live_ranges(kind).bytes for kind in kinds)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,7 +248,7 @@ def test_the_least_is_less_than_any_other_set_of_pieces_needs(seed: int) -> None
     pieces, _ = anything(seed, 3)
     names = [piece.name for piece in pieces]
     needs = [
-        Placement(tuple(pieces), frozenset(away), ()).device_bytes
+        StatePlacement(tuple(pieces), frozenset(away), ()).device_bytes
         for count in range(len(names) + 1)
         for away in itertools.combinations(names, count)
     ]
@@ -255,7 +267,7 @@ def test_no_other_set_of_pieces_that_fits_moves_much_less(seed: int) -> None:
                 sum(link_bytes(piece) for piece in away)
                 for count in range(len(pieces) + 1)
                 for away in itertools.combinations(pieces, count)
-                if Placement(tuple(pieces), frozenset(p.name for p in away), ()).device_bytes <= budget
+                if StatePlacement(tuple(pieces), frozenset(p.name for p in away), ()).device_bytes <= budget
             ),
             default=None,
         )
@@ -277,7 +289,7 @@ def test_p5_weights_that_stay_for_good_meet_the_best_policy_and_the_bound(
     chunks: int, accumulation: int
 ) -> None:
     """Belady's own case: equal pieces that are only read."""
-    pieces = [Piece(Name(c, Kind.WEIGHTS), 10, 2 * accumulation, 0) for c in range(chunks)]
+    pieces = [StatePiece(Name(c, StateKind.WEIGHTS), 10, 2 * accumulation, 0) for c in range(chunks)]
     read = {piece.name: Use(10, reads=True, writes=False) for piece in pieces}
     phases = [read] * (2 * accumulation)
     for stay in range(chunks + 1):
@@ -294,7 +306,7 @@ def test_p5_what_stays_for_good_meets_the_bound_with_several_micro_batches_too(
 ) -> None:
     """Where the weights are their own masters: to move something out of the way for a phase saves nothing. Here without
     slots, and with room for whole pieces."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
     pieces = pieces_of([sizes] * 6, accumulation)
     phases = phases_of(pieces, accumulation)
     for capacity in range(0, 6 * sum(sizes) + 1, 40):
@@ -308,7 +320,7 @@ def test_where_masters_are_apart_weights_that_stay_for_good_are_above_the_bound(
 ) -> None:
     """Nobody reads weights between a backward and their update: to leave them there costs what gradients in their room
     would save."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
     pieces = pieces_of([(5, 10, 30)] * 6, own_master=False)
     placed = place(pieces, {}, 30)
     moved, bound = placed.up_bytes + placed.down_bytes, link_bound(phases_of(pieces, own_master=False), 30)
@@ -321,11 +333,11 @@ def test_p5_weights_and_gradients_that_rest_by_turns_move_at_most_two_chunks_mor
     accumulation: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the others to be there at other times. Here without slots."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(Kind, ()))
+    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
     monkeypatch.setattr(pieces_module, "LEAVING", LEAVING._replace(tier="nowhere"))
     pieces = pieces_of([sizes] * 40, accumulation, own_master=False)
     phases = phases_of(pieces, accumulation, own_master=False)
-    turns = by_turns(pieces, accumulation)
+    turns = time_shared(pieces, accumulation)
     for capacity in range(sum(sizes), 40 * sum(sizes), 4 * sum(sizes) + 100):
         placed, for_good = place(turns, {}, capacity, ()), place(pieces, {}, capacity)
         moved = placed.up_bytes + placed.down_bytes
@@ -399,7 +411,7 @@ def test_p5_what_stays_for_good_misses_as_often_as_beladys_rule_and_no_more_than
     there = list(range(chunks))
     once = [*there, *reversed(there)]
     second = range(len(once), 2 * len(once))
-    pieces = [Piece(Name(c, Kind.WEIGHTS), 10, 2, 0) for c in there]
+    pieces = [StatePiece(Name(c, StateKind.WEIGHTS), 10, 2, 0) for c in there]
     read = {piece.name: Use(10, reads=True, writes=False) for piece in pieces}
     for capacity in range(1, chunks + 1):
         stays = sum(piece.ups for piece in pieces[capacity:])
@@ -425,15 +437,15 @@ def test_what_is_used_most_often_stays_first() -> None:
     slots = visiting_bytes(pieces, frozenset(p.name for p in pieces))
     placed = place(pieces, {}, slots + 3 * 4)
     kept = {piece.name for piece in pieces} - placed.on_host
-    assert kept == {Name(chunk, Kind.WEIGHTS) for chunk in range(3)}
+    assert kept == {Name(chunk, StateKind.WEIGHTS) for chunk in range(3)}
 
 
 def test_with_the_last_piece_of_a_kind_its_slots_go() -> None:
     """All weights fit without the slots in which they would visit, though not beside them."""
     pieces = pieces_of([(10, 1, 1)] * 4)
-    rest = visiting_bytes(pieces, frozenset(p.name for p in pieces if p.name.kind is not Kind.WEIGHTS))
+    rest = visiting_bytes(pieces, frozenset(p.name for p in pieces if p.name.kind is not StateKind.WEIGHTS))
     placed = place(pieces, {}, 40 + rest)
-    assert not any(name.kind is Kind.WEIGHTS for name in placed.on_host)
+    assert not any(name.kind is StateKind.WEIGHTS for name in placed.on_host)
 
 
 @pytest.mark.parametrize("seed", RANDOM)
@@ -442,7 +454,7 @@ def test_a_share_of_each_kind_rests_on_the_host_to_the_nearest_piece_at_any_poin
 ) -> None:
     pieces, _ = anything(seed, 9)
     draw = random.Random(seed)
-    shares = {kind: draw.choice((0.0, 1.0, 0.5, draw.random())) for kind in Kind}
+    shares = {kind: draw.choice((0.0, 1.0, 0.5, draw.random())) for kind in StateKind}
     placed = divide(pieces, {"staging": 11}, shares)
     assert (placed.pieces, placed.fixed, placed.budget) == (tuple(pieces), (("staging", 11),), None)
     for kind, share in shares.items():
@@ -455,10 +467,10 @@ def test_a_share_of_each_kind_rests_on_the_host_to_the_nearest_piece_at_any_poin
 
 def test_pieces_of_half_a_kind_are_every_second_one() -> None:
     pieces = pieces_of([(4, 4, 8)] * 6)
-    placed = divide(pieces, {}, {Kind.WEIGHTS: 0.5, Kind.GRADIENTS: 1.0, Kind.OPTIMIZER: 0.0})
+    placed = divide(pieces, {}, {StateKind.WEIGHTS: 0.5, StateKind.GRADIENTS: 1.0, StateKind.OPTIMIZER: 0.0})
     assert placed.on_host == {
-        *(Name(chunk, Kind.WEIGHTS) for chunk in (0, 2, 4)),
-        *(Name(chunk, Kind.GRADIENTS) for chunk in range(6)),
+        *(Name(chunk, StateKind.WEIGHTS) for chunk in (0, 2, 4)),
+        *(Name(chunk, StateKind.GRADIENTS) for chunk in range(6)),
     }
 
 
@@ -481,13 +493,15 @@ def test_where_updates_may_be_on_the_host_the_least_and_the_bytes_over_the_link_
     pieces = updated_on_host(sizes, draw.choice((1, 2, 3)), draw.choice((True, False)))
     names = [piece.name for piece in pieces]
     all_of_them = [
-        Placement(tuple(pieces), frozenset(away), ())
+        StatePlacement(tuple(pieces), frozenset(away), ())
         for count in range(len(names) + 1)
         for away in itertools.combinations(names, count)
     ]
     least = min(each.device_bytes for each in all_of_them)
     assert place(pieces, {}, 0).device_bytes == least
-    most = max(_moves(Placement(tuple(pieces), frozenset({*names} - {*some}), ())) for some in [names, []])
+    most = max(
+        _moves(StatePlacement(tuple(pieces), frozenset({*names} - {*some}), ())) for some in [names, []]
+    )
     for budget in range(least, sum(piece.bytes for piece in pieces) + 9, 6):
         placed = place(pieces, {}, budget)
         best = min(_moves(each) for each in all_of_them if each.device_bytes <= budget)
@@ -497,7 +511,7 @@ def test_where_updates_may_be_on_the_host_the_least_and_the_bytes_over_the_link_
         )
 
 
-def _moves(placed: Placement) -> int:
+def _moves(placed: StatePlacement) -> int:
     return placed.up_bytes + placed.down_bytes
 
 
@@ -506,7 +520,7 @@ def test_a_record_on_the_host_moves_what_is_beside_it_on_the_device() -> None:
     weights, gradient, record = (piece.name for piece in pieces)
 
     def moved(*on_host: Name) -> tuple[int, int]:
-        placed = Placement(tuple(pieces), frozenset(on_host), ())
+        placed = StatePlacement(tuple(pieces), frozenset(on_host), ())
         return placed.up_bytes, placed.down_bytes
 
     assert moved() == (0, 0)
@@ -545,7 +559,7 @@ def test_no_other_set_of_records_that_the_host_has_room_for_has_fewer_bytes_on_d
     tried = each_set(records)
     before = None
     for room in sorted(data.draw(st.lists(st.integers(-1, sum(sizes) + 1), min_size=4, max_size=4))):
-        down = sunk(records, room)
+        down = spilled(records, room)
         read = sum(records[chunk] for chunk in down)
         fitting = [sum(records[c] for c in some) for some in tried if held(records, some) <= room]
         if fitting:
@@ -564,7 +578,7 @@ def test_of_too_many_sums_to_follow_all_what_is_found_is_enough_and_hardly_more(
     records = dict(enumerate(sizes))
     room = round(share * sum(sizes))
     with patch.object(placement_module, "MOST_SUMS", 2**9):
-        down = sunk(records, room)
+        down = spilled(records, room)
     read, over = sum(records[c] for c in down), sum(sizes) - room
     if held(records, down) <= room and down:
         spare = room - held(records, down)
@@ -578,7 +592,7 @@ def test_of_too_many_sums_to_follow_all_what_is_found_is_enough_and_hardly_more(
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 5000])
 def test_records_on_disk_are_at_equal_distances_and_thousands_are_placed_at_once(count: int) -> None:
     records = dict.fromkeys(range(5000), 10 * PAGE_BYTES)
-    down = sorted(sunk(records, (5000 - count + 4 * (count >= 5)) * 10 * PAGE_BYTES))
+    down = sorted(spilled(records, (5000 - count + 4 * (count >= 5)) * 10 * PAGE_BYTES))
     assert len(down) == (count if count >= 5 else 4 + count)
     gaps = [b - a for a, b in zip(down, [*down[1:], 5000 + down[0]], strict=True)]
     assert max(gaps) - min(gaps) <= 1
@@ -594,17 +608,17 @@ def test_i7_neither_budget_is_exceeded_where_there_is_a_disk_or_the_host_holds_t
     sizes = [tuple(draw.randint(0, 9) * page + draw.choice((0, 100)) for _ in range(3)) for _ in range(7)]
     pieces = updates(sizes, draw.choice((1, 2)), draw.choice((True, False)))
     whole = place(pieces, {"staging": 11}, None).device_bytes
-    records = {p.name.chunk: p.bytes for p in pieces if p.name.kind is Kind.OPTIMIZER}
+    records = {p.name.chunk: p.bytes for p in pieces if p.name.kind is StateKind.OPTIMIZER}
     for device in (0, whole // 2):
         placed, beside = place(pieces, {"staging": 11}, device), draw.choice((0, 7 * page))
-        away = {c: b for c, b in records.items() if Name(c, Kind.OPTIMIZER) in placed.on_host}
+        away = {c: b for c, b in records.items() if Name(c, StateKind.OPTIMIZER) in placed.on_host}
         saved = max(sum(away.values()) - held(away, some) for some in each_set(away))
         least, read = placed.host_bytes - saved, list[int]()
         for share in (0.0, 0.3, 0.5, 0.8, 1.0):
             host = round(share * (placed.host_bytes + beside))
-            found = sink(placed, host, beside)
+            found = spill_to_disk(placed, host, beside)
             assert found.away == placed.on_host and not found.on_host & found.on_disk
-            assert {name.kind for name in found.on_disk} <= {Kind.OPTIMIZER}
+            assert {name.kind for name in found.on_disk} <= {StateKind.OPTIMIZER}
             assert (found.device_bytes, found.up_bytes, found.down_bytes) == (
                 placed.device_bytes, placed.up_bytes, placed.down_bytes,
             )  # fmt: skip
@@ -618,6 +632,6 @@ def test_i7_neither_budget_is_exceeded_where_there_is_a_disk_or_the_host_holds_t
 
 def test_a_placement_on_three_tiers_prints_what_is_read() -> None:
     pieces = pieces_of([(4, 4, 2 * PAGE_BYTES)] * 9)
-    text = str(sink(place(pieces, {"staging": 5}, 30_000), 60_000))
+    text = str(spill_to_disk(place(pieces, {"staging": 5}, 30_000), 60_000))
     said = ("optimizer    disk", "passing      host", "of 60,000", "optimizer on disk: ", "disk in a step: ")
     assert all(each in text for each in said), text

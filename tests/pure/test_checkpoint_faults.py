@@ -23,7 +23,7 @@ from colossal_lite.checkpoint import checkpointer
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed, read_manifest, verify
 from colossal_lite.checkpoint.manifest import CheckpointError, header
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
@@ -35,8 +35,8 @@ SHAPES = {
 }
 
 
-def held_of(fill: Callable[[tuple[int, ...]], torch.Tensor] = torch.rand) -> list[Held]:
-    return [Held(name, ShardSpec(name, dims_of(shape)), fill(shape)) for name, shape in SHAPES.items()]
+def held_of(fill: Callable[[tuple[int, ...]], torch.Tensor] = torch.rand) -> list[HeldTensor]:
+    return [HeldTensor(name, ShardSpec(name, dims_of(shape)), fill(shape)) for name, shape in SHAPES.items()]
 
 
 def disk() -> Checkpointer:
@@ -49,7 +49,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(checkpointer, "SLICE_BYTES", 60)
     monkeypatch.setattr(checkpointer, "FILE_BYTES", 140)
     torch.manual_seed(0)
-    facts = Facts(5, 50, 7, {"seed": 7}, None, {"a.weight": 5}, {})
+    facts = RunFacts(5, 50, 7, {"seed": 7}, None, {"a.weight": 5}, {})
     return disk().save(tmp_path / "run", held_of(), facts, asynchronous=False).wait()
 
 

@@ -16,7 +16,7 @@ from colossal_lite.checkpoint import checkpointer, files
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import LateError, listed, verify
 from colossal_lite.checkpoint.manifest import CheckpointError
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
@@ -29,12 +29,14 @@ def disk(world_size: int = 1) -> Checkpointer:
     return Checkpointer(layout, 0, HashStore(), keep=3, timeout_s=TIMEOUT_S, heard=str)
 
 
-def held_of(value: float) -> list[Held]:
-    return [Held("model/a.weight", ShardSpec("model/a.weight", dims_of(SHAPE)), torch.full(SHAPE, value))]
+def held_of(value: float) -> list[HeldTensor]:
+    return [
+        HeldTensor("model/a.weight", ShardSpec("model/a.weight", dims_of(SHAPE)), torch.full(SHAPE, value))
+    ]
 
 
-def facts(step: int) -> Facts:
-    return Facts(step, step, 7, {"seed": 7}, None, {"a.weight": step}, {})
+def facts(step: int) -> RunFacts:
+    return RunFacts(step, step, 7, {"seed": 7}, None, {"a.weight": step}, {})
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,7 @@ def test_doctor_prints_findings_as_json_and_fails_on_a_fault(
     code, out, _ = run(capsys, "doctor", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and {"versions", "kernels", "launch"} <= {row["group"] for row in rows}
-    monkeypatch.setattr(doctor, "report", lambda environment: (doctor.Row("g", "n", "v", "fault"),))
+    monkeypatch.setattr(doctor, "report", lambda environment: (doctor.DoctorRow("g", "n", "v", "fault"),))
     code, out, _ = run(capsys, "doctor")
     assert code == 1 and "fault" in out and "gloo" in out
 
@@ -139,8 +139,8 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["doctor", "--jsn"], "unknown: --jsn"),
         (["schedule", "--stages", "0", "--micro-batches", "3", "--name", "gpipe"], "0"),
         (
-            ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b", "--chunks", "2"],
-            "chunks=2",
+            ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b", "--stages-per-rank", "2"],
+            "stages_per_rank=2",
         ),
         (
             [*SCHEDULE, "--cost", "-1", "1", "1"],

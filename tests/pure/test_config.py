@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.config.config import Config, ConfigError, render
-from colossal_lite.config.errors import dig, walk
+from colossal_lite.config.errors import get_path, walk
 from colossal_lite.config.rules import NOT_BUILT
 from colossal_lite.config.schema import OPTIMIZER_READS, SCHEDULE_READS, OptimizerConfig
 
 DESIGN = dict(
     parallel=dict(
         data="auto",
-        pipeline=dict(size=2, schedule="1f1b", micro_batches=8, chunks=1, partition="balanced"),
+        pipeline=dict(size=2, schedule="1f1b", micro_batches=8, stages_per_rank=1, partition="balanced"),
         tensor=dict(size=4, mode="2d"),
         sequence=dict(size=1, mode="ring"),
     ),
-    zero=dict(stage=1, reduction="fast", reduce="step", reshard_after_forward=True),
+    zero=dict(stage=1, sum_order="fast", reduce_every="step", reshard_after_forward=True),
     memory=dict(placement="device", device_budget=None, host_budget=None, disk_dir=None),
     precision="bf16",
     optimizer=dict(
@@ -81,7 +81,7 @@ tensor = st.integers(1, 64) | section(
     size=st.integers(1, 64),
     mode=st.sampled_from(["1d", "2d", "2.5d", "3d"]),
     sequence_parallel=st.booleans(),
-    regather=st.booleans(),
+    regather_inputs=st.booleans(),
     depth=st.integers(1, 4),
 )
 sequence = st.integers(1, 64) | section(
@@ -143,7 +143,7 @@ def test_a_valid_configuration_is_accepted_and_keeps_every_value(raw: dict[str, 
         path for path in resolved if not path.startswith("optimizer.groups")
     ]
     for path in resolved:
-        given_value = dig(json.loads(json.dumps(raw), object_hook=dict), path)
+        given_value = get_path(json.loads(json.dumps(raw), object_hook=dict), path)
         if isinstance(given_value, (str, int, float)) and "budget" not in path:
             assert resolved[path] == given_value, path
 
@@ -394,7 +394,7 @@ FLAGS = {
     "--parallel.tensor.size": ["2"],
     "--parallel.tensor.mode": ["2d"],
     "--parallel.tensor.sequence_parallel": ["True", "False"],
-    "--parallel.tensor.regather": ["True", "False"],
+    "--parallel.tensor.regather_inputs": ["True", "False"],
     "--optimizer.betas": ["0.5 0.75"],
     "--optimizer.lr": ["1", "1e-3"],
     "--clip_grad_norm": ["None", "2.5"],
@@ -453,10 +453,14 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ),
         ({"parallel": {"sequence": {"mode": "ulysses"}}}, "parallel.sequence.mode", "sequence.size is 1"),
         ({"parallel": {"sequence": {"size": 4, "ulysses": 2}}}, "parallel.sequence.ulysses", "usp"),
-        ({"zero": {"reduce": "micro_batch"}}, "zero.reduce", "stage is 0"),
-        ({"zero": {"stage": 3, "reduce": "micro_batch"}}, "zero.reduce", "stage 3 reduces after each"),
-        ({"zero": {"stage": 2, "reduce": "micro_batch"}}, "zero.reduce", "one micro-batch"),
-        ({"zero": {"shard": 2}}, "zero.shard", "stage 0"),
+        ({"zero": {"reduce_every": "micro_batch"}}, "zero.reduce_every", "stage is 0"),
+        (
+            {"zero": {"stage": 3, "reduce_every": "micro_batch"}},
+            "zero.reduce_every",
+            "stage 3 reduces after each",
+        ),
+        ({"zero": {"stage": 2, "reduce_every": "micro_batch"}}, "zero.reduce_every", "one micro-batch"),
+        ({"zero": {"shard_size": 2}}, "zero.shard_size", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
         ({"memory": {"disk_bandwidth": 9}}, "memory.disk_bandwidth", "'device'"),
@@ -473,13 +477,13 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ),
         ({"memory": {"link_latency_s": 0.1}}, "memory.link_latency_s", "nothing moves"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
-        ({"memory": {"update": "host"}}, "memory.update", "updated there"),
+        ({"memory": {"update_on": "host"}}, "memory.update_on", "updated there"),
         (
             {
-                "memory": {"placement": "static", "host_fraction": {"weights": 0.5}, "update": "host"},
+                "memory": {"placement": "static", "host_fraction": {"weights": 0.5}, "update_on": "host"},
                 "zero": {"stage": 3},
             },
-            "memory.update",
+            "memory.update_on",
             "host_fraction.optimizer=0",
         ),
         ({"memory": {"host_fraction": {"weights": 0.5}}}, "memory.host_fraction.weights", "'device'"),
@@ -533,7 +537,7 @@ def test_what_auto_reads_beside_a_device_budget_only_is_named_without_one(name: 
 
 @pytest.mark.parametrize("parts", [{"gradient_accumulation": 2}, {"parallel": {"pipeline": 2}}])
 def test_when_to_reduce_has_an_effect_where_a_step_has_several_micro_batches(parts: dict[str, Any]) -> None:
-    assert Config.load({"zero": {"stage": 2, "reduce": "micro_batch"}, **parts}).warnings() == ()
+    assert Config.load({"zero": {"stage": 2, "reduce_every": "micro_batch"}, **parts}).warnings() == ()
 
 
 @given(valid)
@@ -603,7 +607,7 @@ def test_all_that_is_not_built_is_told_at_once() -> None:
         ({"zero": {"model_config": {"bf16": True, "shard_strategy": object()}}}, {"zero": {"stage": 3}}),
         (
             {"model": {"num_chunks": 2}, "parallel": {"pipeline": 2}},
-            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved", "chunks": 2}}},
+            {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved", "stages_per_rank": 2}}},
         ),
         ({"TENSOR_SHAPE": (8, 16), "gradient_handler": [], "torch_ddp": {}, "cudnn_benchmark": True}, {}),
     ],

@@ -46,28 +46,28 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "parallel.pipeline.size": COUNT,
     "parallel.pipeline.schedule": choice("1f2b", "zb-h2", "gpipes"),
     "parallel.pipeline.micro_batches": COUNT_OR_NONE,
-    "parallel.pipeline.chunks": COUNT,
+    "parallel.pipeline.stages_per_rank": COUNT,
     "parallel.pipeline.activation_cap": COUNT_OR_NONE,
     "parallel.pipeline.partition": ("even", (1, "2"), (0,), (1, 2, 3), 2, None),
     "parallel.tensor.size": COUNT,
     "parallel.tensor.mode": ("4d", "2D", "2.5", "column", 7, True),  # None was Colossal-AI's for no mode
     "parallel.tensor.sequence_parallel": FLAG,
-    "parallel.tensor.regather": FLAG,
+    "parallel.tensor.regather_inputs": FLAG,
     "parallel.tensor.depth": COUNT,
     "parallel.sequence.size": COUNT,
     "parallel.sequence.mode": choice("rings", "megatron", "Ulysses"),
     "parallel.sequence.ulysses": COUNT,
     "zero.stage": ("1", -1, 4, 1.0, True, None),
-    "zero.reduction": choice("fastest", "order"),
-    "zero.reduce": choice("steps", "micro_batches"),
+    "zero.sum_order": choice("fastest", "order"),
+    "zero.reduce_every": choice("steps", "micro_batches"),
     "zero.reshard_after_forward": (*FLAG, -2, 2.0, (2,)),
-    "zero.shard": COUNT_OR_NONE,
+    "zero.shard_size": COUNT_OR_NONE,
     "zero.prefetch": ("1", -1, 1.0, True, None),
     "memory.placement": choice("cpu", "cuda", "nvme"),
     "memory.device_budget": BUDGET,
     "memory.host_budget": BUDGET,
     "memory.link_bandwidth": BUDGET,
-    "memory.update": choice("cpu", "disk", "gpu"),
+    "memory.update_on": choice("cpu", "disk", "gpu"),
     "memory.link_latency_s": NOT_NEGATIVE,
     "memory.disk_bandwidth": BUDGET,
     "memory.disk_dir": (1, True, ("/tmp",), {}),
@@ -86,7 +86,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer.momentum": BETA,
     "optimizer.nesterov": FLAG,
     "optimizer.moments": choice("fp32", "bfloat16"),
-    "optimizer.update": choice("backwards", "host"),
+    "optimizer.update_when": choice("backwards", "host"),
     "optimizer.groups": ({"match": "*.bias"}, "*.bias", None, 3),
     "lr_scheduler.type": choice("cosin", "step", "onecycle"),
     "lr_scheduler.warmup_steps": STEPS,
@@ -245,8 +245,8 @@ def contradictions() -> Iterator[Bad]:
         ({"precision": {"dtype": "fp32", "gradient": "bf16"}}, "precision.gradient", "auto"),
         *(
             (
-                {**more, "optimizer": {"update": "backward", **more.get("optimizer", {})}},
-                "optimizer.update",
+                {**more, "optimizer": {"update_when": "backward", **more.get("optimizer", {})}},
+                "optimizer.update_when",
                 legal,
             )
             for more, legal in (
@@ -260,7 +260,7 @@ def contradictions() -> Iterator[Bad]:
                     "optimizer.groups.0.type='adamw'",
                 ),
                 ({"memory": {"placement": "auto", "device_budget": 10**9}}, "memory.device_budget=None"),
-                ({"memory": {"placement": "host", "update": "host"}}, "memory.update='device'"),
+                ({"memory": {"placement": "host", "update_on": "host"}}, "memory.update_on='device'"),
             )
         ),
         (
@@ -276,16 +276,20 @@ def contradictions() -> Iterator[Bad]:
         ({"memory": {"placement": "disk"}}, "memory.disk_dir", "directory"),
         ({"memory": {"placement": "static"}}, "memory.placement", "host_fraction"),
         (
-            {"parallel": {"pipeline": {"size": 2, "schedule": "1f1b", "chunks": 2}}},
-            "parallel.pipeline.chunks",
+            {"parallel": {"pipeline": {"size": 2, "schedule": "1f1b", "stages_per_rank": 2}}},
+            "parallel.pipeline.stages_per_rank",
             "1",
         ),
         (
-            {"parallel": {"pipeline": {"schedule": "interleaved", "chunks": 1}}},
-            "parallel.pipeline.chunks",
+            {"parallel": {"pipeline": {"schedule": "interleaved", "stages_per_rank": 1}}},
+            "parallel.pipeline.stages_per_rank",
             "at least 2",
         ),
-        ({"parallel": {"pipeline": {"schedule": "zb-v", "chunks": 3}}}, "parallel.pipeline.chunks", "2"),
+        (
+            {"parallel": {"pipeline": {"schedule": "zb-v", "stages_per_rank": 3}}},
+            "parallel.pipeline.stages_per_rank",
+            "2",
+        ),
         (
             {"parallel": {"pipeline": {"size": 2, "partition": [3]}}},
             "parallel.pipeline.partition",
@@ -326,8 +330,8 @@ def impossible_worlds() -> Iterator[Bad]:
             "1, 2, 4",
         ),
         ({"sequence": {"size": 2, "mode": "usp", "ulysses": 4}}, 2, "parallel.sequence.ulysses", 4, "1, 2"),
-        ({"data": 6}, 6, "zero.shard", 4, "1, 2, 3, 6"),
-        ({"tensor": 2}, 6, "zero.shard", 4, "1, 3"),
+        ({"data": 6}, 6, "zero.shard_size", 4, "1, 2, 3, 6"),
+        ({"tensor": 2}, 6, "zero.shard_size", 4, "1, 3"),
         ({}, 12, "zero.reshard_after_forward", 5, "True, False, 2, 3, 4, 6"),
         ({}, 4, "zero.reshard_after_forward", 4, "True, False, 2"),
         ({"tensor": 2}, 4, "zero.reshard_after_forward", 2, "True, False"),
@@ -391,7 +395,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "memory.placement": ("host", "auto"),
     "memory.device_budget": (10**9,),
     "memory.host_budget": (10**9,),
-    "memory.update": ("host",),
+    "memory.update_on": ("host",),
     "activation_checkpoint": ("selective",),
     "kernels": ("triton",),
     "compile": ("block",),
@@ -416,7 +420,7 @@ def unbuilt_values() -> Iterator[Bad]:
             if row.path == "zero.reshard_after_forward":
                 config["zero"]["stage"] = 3
                 config["memory"] = {"placement": "auto", "device_budget": 10**9}
-            if row.path == "memory.update":
+            if row.path == "memory.update_on":
                 config["memory"] |= {"placement": "auto", "device_budget": 10**9}
             if row.path == "parallel.sequence.mode":
                 config["parallel"]["sequence"]["size"] = 2
@@ -558,24 +562,24 @@ def test_faults_of_types_rules_options_and_old_keys_are_told_together() -> None:
     config = {
         "zero": {"stage": 9},
         "lr_scheduler": {"type": "cosine"},
-        "parallel": {"pipeline": {"chunks": 3}},
+        "parallel": {"pipeline": {"stages_per_rank": 3}},
         "BATCH_SIZE": 8,
     }
     with pytest.raises(ConfigError) as caught:
         Config.load(config, ["--seed", "x", "--seeds", "1"])
     paths = {problem.path for problem in caught.value.problems}
     assert paths == {
-        *("zero.stage", "lr_scheduler.total_steps", "parallel.pipeline.chunks"),
+        *("zero.stage", "lr_scheduler.total_steps", "parallel.pipeline.stages_per_rank"),
         *("BATCH_SIZE", "seed", "seeds"),
     }
 
 
 def test_a_faulty_setting_does_not_make_its_neighbours_faulty() -> None:
-    """chunks=2 is right for the schedule that was meant, nesterov for the momentum that was meant."""
+    """stages_per_rank=2 is right for the schedule that was meant, nesterov for the momentum that was meant."""
     with pytest.raises(ConfigError) as caught:
         Config.load(
             {
-                "parallel": {"pipeline": {"size": 2, "schedule": "interleavd", "chunks": 2}},
+                "parallel": {"pipeline": {"size": 2, "schedule": "interleavd", "stages_per_rank": 2}},
                 "optimizer": {"type": "sgd", "momentum": "0.9", "nesterov": True},
             }
         )

@@ -124,16 +124,18 @@ def test_all_faults_of_a_world_are_told_at_once() -> None:
 
 
 def test_a_copy_is_cut_into_neighbours_that_keep_weights() -> None:
-    zero = dict(stage=3, shard=4, reshard_after_forward=2)
+    zero = dict(stage=3, shard_size=4, reshard_after_forward=2)
     layout = Config.load({"zero": zero}).check_world(8).layout()
     assert layout.describe() == ("pipeline 1 x data 8 (replicate 2 x far 2 x near 2) x sequence 1 x tensor 1")
     assert layout.group(5, "data.near") == (4, 5) and layout.group(5, "data.far", "data.near") == (4, 5, 6, 7)
 
 
-@pytest.mark.parametrize("zero", [dict(stage=1, shard=2), dict(stage=1, shard=4), dict(shard=2), {}])
+@pytest.mark.parametrize(
+    "zero", [dict(stage=1, shard_size=2), dict(stage=1, shard_size=4), dict(shard_size=2), {}]
+)
 def test_the_data_axis_is_cut_where_there_are_several_copies(zero: dict[str, int]) -> None:
     layout = Config.load({"zero": zero}).check_world(4).layout()
-    copies = " (replicate 2 x shard 2)" if zero == dict(stage=1, shard=2) else ""
+    copies = " (replicate 2 x shard 2)" if zero == dict(stage=1, shard_size=2) else ""
     assert layout.describe() == f"pipeline 1 x data 4{copies} x sequence 1 x tensor 1"
     assert not copies or layout.group(0, "data.shard") == (0, 1), "a copy lies on neighbours"
 
@@ -177,7 +179,7 @@ GPT2 = ModelFacts(
         {"tensor": 2, "sequence": {"size": 2, "mode": "ulysses"}},
         {"sequence": {"size": 8, "mode": "ring"}},
         {"sequence": {"size": 8, "mode": "usp", "ulysses": 4}},
-        {"pipeline": {"size": 4, "schedule": "interleaved", "chunks": 3}},
+        {"pipeline": {"size": 4, "schedule": "interleaved", "stages_per_rank": 3}},
         {"pipeline": {"size": 6, "schedule": "zb-v"}},
         {"tensor": {"size": 3, "sequence_parallel": False}},
     ],
@@ -274,7 +276,7 @@ def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:
 
     for placement in ("device", "host", "auto"):
         assert refused(placement=placement) == []
-    hybrid = {"stage": 3, "shard": 2}
+    hybrid = {"stage": 3, "shard_size": 2}
     assert refused(hybrid, placement="host") == [] and refused(hybrid, placement="disk", disk_dir="x") == []
     assert refused(hybrid, placement="auto", device_budget=9) == ["memory.placement"]
     assert refused({"stage": 3}, placement="auto", device_budget=9) == []

@@ -16,15 +16,15 @@ import torch
 from rich.console import Console
 
 from colossal_lite import kernels
-from colossal_lite.distributed import host_meeting
+from colossal_lite.distributed import host_handshake
 from colossal_lite.launcher import doctor, start
-from colossal_lite.launcher.doctor import Row, report
+from colossal_lite.launcher.doctor import DoctorRow, report
 from colossal_lite.memory import disk_file
 
 ROOT = Path(__file__).parents[2]
 
 
-def find(rows: tuple[Row, ...], group: str, name: str) -> Row:
+def find(rows: tuple[DoctorRow, ...], group: str, name: str) -> DoctorRow:
     [row] = [row for row in rows if (row.group, row.name) == (group, name)]
     return row
 
@@ -69,10 +69,10 @@ def test_old_and_absent_packages_are_told_apart(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(metadata, "version", version)
     rows = report()
-    assert find(rows, "versions", "triton") == Row(
+    assert find(rows, "versions", "triton") == DoctorRow(
         "versions", "triton", "3.5.9", "fault", "3.6 or newer is needed"
     )
-    assert find(rows, "versions", "tyro") == Row("versions", "tyro", "absent", "fault", "required")
+    assert find(rows, "versions", "tyro") == DoctorRow("versions", "tyro", "absent", "fault", "required")
     installed["triton"] = None
     row = find(report(), "versions", "triton")
     assert (row.value, row.status, row.why) == ("absent", "note", "every kernel takes its torch path")
@@ -112,13 +112,13 @@ def test_a_probe_that_breaks_is_a_row_and_the_others_still_speak(
 ) -> None:
     monkeypatch.setattr(target, name, raises)
     rows = report()
-    assert find(rows, group, "probe") == Row(group, "probe", "failed", "fault", "OSError: broken")
+    assert find(rows, group, "probe") == DoctorRow(group, "probe", "failed", "fault", "OSError: broken")
     assert {"versions", "devices", "kernels", "data", "host", "limits"} <= {row.group for row in rows}
 
 
 def test_rows_before_the_break_are_kept() -> None:
-    def probe() -> Iterator[Row]:
-        yield Row("g", "first", "1")
+    def probe() -> Iterator[DoctorRow]:
+        yield DoctorRow("g", "first", "1")
         raises()
 
     assert [row.name for row in doctor.attempt("g", probe)] == ["first", "probe"]
@@ -132,7 +132,7 @@ def test_absent_corpus_and_absent_shared_memory_are_notes(monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "is_dir", lambda self: str(self) != "/dev/shm")
     monkeypatch.delattr(os, "memfd_create")
     rows = report()
-    assert find(rows, "data", "default corpus") == Row(
+    assert find(rows, "data", "default corpus") == DoctorRow(
         "data", "default corpus", "absent", "note", "data: nothing there"
     )
     assert (find(rows, "host", "/dev/shm").value, find(rows, "host", "/dev/shm").status) == ("absent", "note")
@@ -184,7 +184,10 @@ def test_only_known_variables_are_shown() -> None:
 
 
 def test_the_table_shows_every_row_and_takes_no_text_for_markup() -> None:
-    rows = [Row("g", "name", "[red]value", "note", "because [of] this"), Row("h", "other", "2", "fault")]
+    rows = [
+        DoctorRow("g", "name", "[red]value", "note", "because [of] this"),
+        DoctorRow("h", "other", "2", "fault"),
+    ]
     console = Console(width=100, record=True, file=open(os.devnull, "w"))
     console.print(doctor.table(rows))
     text = console.export_text()
@@ -195,9 +198,9 @@ def test_the_table_shows_every_row_and_takes_no_text_for_markup() -> None:
 def test_the_launcher_says_what_started_it_and_that_gloo_works(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tuple(start.findings())
     assert find(rows, "launch", "launcher").value == "none: a world of one"
-    assert find(rows, "launch", "gloo") == Row("launch", "gloo", "works")
+    assert find(rows, "launch", "gloo") == DoctorRow("launch", "gloo", "works")
     assert find(rows, "launch", "shared memory").value == "works between ranks of one host"
-    monkeypatch.setattr(host_meeting.sys, "platform", "darwin")
+    monkeypatch.setattr(host_handshake.sys, "platform", "darwin")
     row = find(tuple(start.findings()), "launch", "shared memory")
     assert (row.value, row.status) == ("not used", "note") and "this is darwin" in row.why
     monkeypatch.undo()
@@ -209,4 +212,4 @@ def test_the_launcher_says_what_started_it_and_that_gloo_works(monkeypatch: pyte
         start, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no socket\nmore"))
     )
     row = find(tuple(start.findings()), "launch", "gloo")
-    assert row == Row("launch", "gloo", "fails", "fault", "no socket")
+    assert row == DoctorRow("launch", "gloo", "fails", "fault", "no socket")

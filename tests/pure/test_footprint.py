@@ -6,10 +6,10 @@ import pytest
 
 from colossal_lite.schedule.footprint import IN_FLIGHT, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.pipeline_schedules import generate
-from colossal_lite.schedule.plan import SENDS, Action, Kind, Plan
+from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
 from colossal_lite.schedule.step_passes import add_messages
 
-PEAKS = {Kind.F: 70, Kind.B: 90, Kind.I: 80, Kind.W: 65}
+PEAKS = {ActionKind.F: 70, ActionKind.B: 90, ActionKind.I: 80, ActionKind.W: 65}
 COST = StageCost(ended=60, kept=50, waiting=40, peaks=PEAKS, logits=0, sent=10)
 
 
@@ -44,7 +44,7 @@ def test_what_no_answer_has_come_for_may_be_unread(
 
 def test_a_tied_chunk_lies_beside_what_may_be_unread() -> None:
     plan = Plan.parse("0F0 0SEND_F0 0RECV_B0 0B0 0TIED_REDUCE#0\n1RECV_F0 1F0 1B0 1SEND_B0 1TIED_REDUCE#0")
-    sizes = {Kind.SEND_F: 1, Kind.SEND_B: 10, Kind.TIED_REDUCE: 100}
+    sizes = {ActionKind.SEND_F: 1, ActionKind.SEND_B: 10, ActionKind.TIED_REDUCE: 100}
     found = [most_unread(plan, rank, lambda a: sizes[a.kind], blocks=False) for rank in range(2)]
     assert found == [100, 110]
 
@@ -73,7 +73,9 @@ def test_between_i_and_w_less_is_alive_and_at_most_so_many_sends_hold_theirs() -
     mine = str(plan).split("\n")[1]
     assert mine.count("SEND_B") == count and "1I5" in mine
     kept, most = walked(str(plan), 1)
-    assert most == kept - COST.ended + PEAKS[Kind.I] == 10 * IN_FLIGHT + COST.waiting + PEAKS[Kind.I]
+    assert (
+        most == kept - COST.ended + PEAKS[ActionKind.I] == 10 * IN_FLIGHT + COST.waiting + PEAKS[ActionKind.I]
+    )
 
 
 def test_a_stage_on_the_same_rank_keeps_what_it_was_given_until_its_backward_is_done() -> None:
@@ -82,10 +84,10 @@ def test_a_stage_on_the_same_rank_keeps_what_it_was_given_until_its_backward_is_
     made = Walk(plan[0], {0: 0, 1: 0}, lambda stage, i: COST, {})
     # 0F0 leaves 50 and gives 10, which lasts to 1W0; 1I0 leaves 40 and a gradient of 10 until 0I0.
     assert (made.kept, made.most) == (50 + 10 + 60, 10 + 40 + 10 + 80)
-    assert made.most == max(50 + 10 + PEAKS[Kind.I], 10 + 40 + 10 + PEAKS[Kind.I])
+    assert made.most == max(50 + 10 + PEAKS[ActionKind.I], 10 + 40 + 10 + PEAKS[ActionKind.I])
 
 
 def test_a_tied_sum_counts_where_it_is_the_worst_moment() -> None:
     lists = "0F0 0SEND_F0 0RECV_B0 0B0 0TIED_REDUCE#0\n1RECV_F0 1F0 1B0 1SEND_B0 1TIED_REDUCE#0"
     assert walked(lists, 0, tied=500)[1] == 510 and walked(lists, 0, tied=5)[1] == 100
-    assert set(SENDS) == {Kind.SEND_F, Kind.SEND_B}
+    assert set(SENDS) == {ActionKind.SEND_F, ActionKind.SEND_B}

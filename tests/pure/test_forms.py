@@ -1,4 +1,4 @@
-"""Forms of operations without tensors: remembered where nothing else can come, and no plan differs by it."""
+"""Shapes of operations without tensors: remembered where nothing else can come, and no plan differs by it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.observe.shape_cache import ShapeCache
 from colossal_lite.observe.shape_rules import IN_PLACE, RULES
 from colossal_lite.planner.planner import plan
 from tests.covering import covering_array, name_of
@@ -57,7 +57,7 @@ def test_an_operation_is_asked_once_and_what_is_remembered_is_new_and_of_the_sam
     func, args = PURE[name]
     kwargs = args[-1] if isinstance(args[-1], dict) else {}
     args = args[: len(args) - bool(kwargs)]
-    forms, asked = Forms(), Asked(func)
+    forms, asked = ShapeCache(), Asked(func)
     outs = [forms.run(asked, args, kwargs) for _ in range(3)]
     assert asked.times == 1
     first, *others = [out if isinstance(out, tuple) else (out,) for out in outs]
@@ -83,7 +83,7 @@ NOT_REMEMBERED = {
 @pytest.mark.parametrize("name", NOT_REMEMBERED)
 def test_what_gives_no_new_tensors_without_values_is_asked_each_time(name: str) -> None:
     func, args = NOT_REMEMBERED[name]
-    forms, asked = Forms(), Asked(func)
+    forms, asked = ShapeCache(), Asked(func)
     for _ in range(3):
         forms.run(asked, args, {})
     assert asked.times == 3
@@ -101,7 +101,7 @@ def test_what_gives_no_new_tensors_without_values_is_asked_each_time(name: str) 
     ],
 )
 def test_arguments_of_another_form_or_type_are_asked_anew(one: Any, other: Any) -> None:
-    forms, asked = Forms(), Asked(aten.mul.Tensor)
+    forms, asked = ShapeCache(), Asked(aten.mul.Tensor)
     for args in (one, other, one, other):
         found, truth = forms.run(asked, args, {}), aten.mul.Tensor(*args)
         assert (found.shape, found.stride(), found.dtype) == (truth.shape, truth.stride(), truth.dtype)
@@ -136,7 +136,7 @@ FAMILIES: dict[str, Any] = dict(
 )
 
 
-def asked_too(forms: Forms, func: Any, args: Any, kwargs: Any) -> Any:
+def asked_too(forms: ShapeCache, func: Any, args: Any, kwargs: Any) -> Any:
     """What torch says, which our rule must say too."""
     told = RULES[func](*args, **kwargs) if func in RULES else None
     out = func(*args, **kwargs)
@@ -165,7 +165,7 @@ def test_a_plan_is_the_same_where_every_operation_is_asked(row: dict[str, Any]) 
         world_size=world_size, trains=row["trains"],
     )  # fmt: skip
     found = made()
-    with patch.object(Forms, "run", asked_too):
+    with patch.object(ShapeCache, "run", asked_too):
         assert made() == found
 
 

@@ -16,7 +16,7 @@ from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.rendezvous import LocalStore
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.checkpoint.tools import export, import_
 from colossal_lite.launcher import command
 from colossal_lite.models import GPT, GPTConfig
@@ -49,10 +49,11 @@ def model_of(config: GPTConfig) -> GPT:
 def saved(folder: Path, model: GPT, step: int = 3) -> Path:
     """A checkpoint of the model, as a run would leave it."""
     held = [
-        Held(f"model/{n}", ShardSpec(n, dims_of(p.shape)), p.detach()) for n, p in model.named_parameters()
+        HeldTensor(f"model/{n}", ShardSpec(n, dims_of(p.shape)), p.detach())
+        for n, p in model.named_parameters()
     ]
     disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=3, timeout_s=5, heard=str)
-    facts = Facts(step, 0, 0, {"seed": 0}, vars(model.config), {}, {})
+    facts = RunFacts(step, 0, 0, {"seed": 0}, vars(model.config), {}, {})
     return disk.save(folder, held, facts, asynchronous=False).wait()
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import Crossing, Part, memory_of, update_plan
-from colossal_lite.schedule.plan import CPU, D2H, DISK, H2D, Action, Kind, Memory, Plan, PlanError
+from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
+from colossal_lite.schedule.plan import CPU, D2H, DISK, H2D, Action, ActionKind, Memory, Plan, PlanError
 from colossal_lite.schedule.simulator import simulate
 
 
@@ -40,7 +40,7 @@ def test_p3_every_chunk_is_updated_once_flushed_once_and_alone_in_its_slot(slots
     """For all numbers of chunks, multiples of the number of slots among them."""
     for num_chunks in range(1, 13):
         plan = update_plan(num_chunks, ahead=slots - 2)
-        for kind in (Kind.FETCH, Kind.UPDATE, Kind.EVICT):
+        for kind in (ActionKind.FETCH, ActionKind.UPDATE, ActionKind.EVICT):
             assert [a.chunk for a in plan[0] if a.kind is kind] == list(range(num_chunks))
         found = check(plan, memory=memory(num_chunks, slots))
         assert found.bytes[0]["device"] == min(num_chunks, slots - 1)
@@ -52,17 +52,17 @@ def test_p3_goes_red_where_a_slot_is_not_waited_for() -> None:
     assert not _is_alone(update_plan(12, ahead=2), COPIES_ARE_SLOW, memory(12, 12), 3)
 
 
-def _is_alone(plan: Plan, seconds: Mapping[Kind, float], memory: Memory, slots: int) -> bool:
+def _is_alone(plan: Plan, seconds: Mapping[ActionKind, float], memory: Memory, slots: int) -> bool:
     """Whether each chunk has left its slot when the next one comes there: slots are taken in turn, so the one of a
     chunk is then that of the chunk `slots` further on."""
     spans = simulate(plan, lambda action: seconds[action.kind], memory=memory).spans
-    begins = {s.action.chunk: s.start_s for s in spans if s.action.kind is Kind.FETCH}
-    ends = {s.action.chunk: s.end_s for s in spans if s.action.kind is Kind.EVICT}
+    begins = {s.action.chunk: s.start_s for s in spans if s.action.kind is ActionKind.FETCH}
+    ends = {s.action.chunk: s.end_s for s in spans if s.action.kind is ActionKind.EVICT}
     return all(ends[c] <= begins[c + slots] for c in range(len(ends) - slots))
 
 
-COPIES_ARE_SLOW = {Kind.FETCH: 3.0, Kind.UPDATE: 1.0, Kind.EVICT: 4.0}
-UPDATES_ARE_SLOW = {Kind.FETCH: 1.0, Kind.UPDATE: 3.0, Kind.EVICT: 0.5}
+COPIES_ARE_SLOW = {ActionKind.FETCH: 3.0, ActionKind.UPDATE: 1.0, ActionKind.EVICT: 4.0}
+UPDATES_ARE_SLOW = {ActionKind.FETCH: 1.0, ActionKind.UPDATE: 3.0, ActionKind.EVICT: 0.5}
 
 
 @pytest.mark.parametrize("stride", range(1, 13))
@@ -71,8 +71,8 @@ def test_p3_where_only_some_chunks_move_these_alone_are_fetched_and_all_are_flus
     for num_chunks in range(1, 13):
         moving = set(range(stride - 1, num_chunks, stride))
         plan = update_plan(num_chunks, ahead=1, moving=moving)
-        assert [a.chunk for a in plan[0] if a.kind is Kind.UPDATE] == list(range(num_chunks))
-        assert {a.chunk for a in plan[0] if a.kind is not Kind.UPDATE} == moving
+        assert [a.chunk for a in plan[0] if a.kind is ActionKind.UPDATE] == list(range(num_chunks))
+        assert {a.chunk for a in plan[0] if a.kind is not ActionKind.UPDATE} == moving
         some = {(0, c): 1 for c in range(num_chunks)}
         homes = {key: "host" if key[1] in moving else "device" for key in some}
         stay = num_chunks - len(moving)
@@ -83,7 +83,7 @@ def test_p3_where_only_some_chunks_move_these_alone_are_fetched_and_all_are_flus
 
 CROSSINGS = {
     "weights beside whole masters": Crossing(),
-    "weights that are masters": Crossing((Part.GRADIENT, Part.WEIGHTS)),
+    "weights that are masters": Crossing((ChunkPart.GRADIENT, ChunkPart.WEIGHTS)),
     "a gradient on the host": Crossing(()),
     "all on the host": Crossing((), up=False),
 }
@@ -116,16 +116,18 @@ def test_p3_every_kth_chunk_on_the_device_and_the_others_on_the_host_within_thei
         for ahead in (0, 1, 2):
             on_host = {c: CROSSINGS[crossing] for c in range(num_chunks) if c % stride != stride - 1}
             plan = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
-            assert [a.chunk for a in plan[0] if a.kind is Kind.UPDATE] == list(range(num_chunks))
-            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.UPDATE, CPU)} == {*on_host}
-            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, H2D)} == {
+            assert [a.chunk for a in plan[0] if a.kind is ActionKind.UPDATE] == list(range(num_chunks))
+            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.UPDATE, CPU)} == {
+                *on_host
+            }
+            assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.FETCH, H2D)} == {
                 *(c for c in range(num_chunks) if c not in on_host),
-                *(Part.WEIGHTS.of(c, num_chunks) for c in on_host if on_host[c].up),
+                *(ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host if on_host[c].up),
             }
             memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
             check(plan, memory=memory)
             for number, action in enumerate(plan[0]):
-                if action.kind is not Kind.UPDATE:
+                if action.kind is not ActionKind.UPDATE:
                     fewer = (*plan[0][:number], *plan[0][number + 1 :])
                     with pytest.raises(PlanError):
                         check(Plan((fewer,)), memory=memory)
@@ -134,7 +136,7 @@ def test_p3_every_kth_chunk_on_the_device_and_the_others_on_the_host_within_thei
 def test_updates_on_the_host_take_what_the_slowest_lane_takes_and_one_fill_and_drain() -> None:
     n, on_host = 10, dict.fromkeys(range(10), Crossing())
     for down_s, update_s, up_s in [(3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (1.0, 1.0, 3.0)]:
-        seconds = {Kind.EVICT: down_s, Kind.UPDATE: update_s, Kind.FETCH: up_s}
+        seconds = {ActionKind.EVICT: down_s, ActionKind.UPDATE: update_s, ActionKind.FETCH: up_s}
         made = simulate(
             update_plan(n, ahead=1, on_host=on_host), lambda a, s=seconds: s[a.kind],
             memory=memory_of(n, ahead=1, on_host=on_host),
@@ -153,15 +155,16 @@ def test_state_on_disk_is_there_again_in_its_newest_version(num_chunks: int, ahe
         "host": min(num_chunks, below + 1),
         "device": min(num_chunks, ahead + 1),
     }
-    reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, DISK)]
-    writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.EVICT, DISK)]
+    reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.FETCH, DISK)]
+    writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.EVICT, DISK)]
     assert reads == writes == list(range(num_chunks))
 
 
 @pytest.mark.parametrize(
-    "without", [(Kind.FETCH, DISK), (Kind.EVICT, DISK), (Kind.FETCH, H2D), (Kind.EVICT, D2H)]
+    "without",
+    [(ActionKind.FETCH, DISK), (ActionKind.EVICT, DISK), (ActionKind.FETCH, H2D), (ActionKind.EVICT, D2H)],
 )
-def test_a_plan_that_leaves_out_one_way_of_a_record_is_refused(without: tuple[Kind, str]) -> None:
+def test_a_plan_that_leaves_out_one_way_of_a_record_is_refused(without: tuple[ActionKind, str]) -> None:
     (actions,) = update_plan(4, ahead=1, below=1)
     fewer = tuple(a for a in actions if a.chunk != 2 or (a.kind, a.resource) != without)
     with pytest.raises(PlanError):
@@ -176,7 +179,7 @@ def test_a_plan_that_forgets_to_take_the_last_chunk_back_is_refused() -> None:
 
 def test_a_plan_that_updates_before_the_state_is_there_is_refused() -> None:
     (actions,) = update_plan(4, ahead=1)
-    without = tuple(a for a in actions if (a.kind, a.chunk) != (Kind.FETCH, 2))
+    without = tuple(a for a in actions if (a.kind, a.chunk) != (ActionKind.FETCH, 2))
     with pytest.raises(PlanError):
         check(Plan((without,)), memory=memory(4, 3))
 
@@ -188,7 +191,7 @@ def test_a_step_takes_what_the_slower_of_link_and_update_takes_and_one_fill_and_
     """Both directions of the link at once: the bound is max(n copies, n updates), plus the first copy and the last."""
 
     def seconds(action: Action) -> float:
-        return update_s if action.kind is Kind.UPDATE else copy_s
+        return update_s if action.kind is ActionKind.UPDATE else copy_s
 
     n = 10
     makespan_s = simulate(update_plan(n, ahead=1), seconds, memory=memory(n, 3)).makespan_s
@@ -207,7 +210,7 @@ def test_with_the_disk_a_step_takes_what_the_slowest_takes_and_one_fill_and_drai
     """A disk that reads and writes by turns is one resource, so its share is both."""
 
     def seconds(action: Action) -> float:
-        return {Kind.UPDATE: update_s}.get(action.kind, disk_s if action.resource == DISK else copy_s)
+        return {ActionKind.UPDATE: update_s}.get(action.kind, disk_s if action.resource == DISK else copy_s)
 
     n = 12
     made = simulate(update_plan(n, ahead=1, below=1), seconds, memory=memory(n, 3, 4))
@@ -223,7 +226,7 @@ def test_updates_within_backward_go_the_way_of_gradients_and_their_records_too()
         (a.kind, a.resource, a.chunk) for a in forward
     ]
     (some,) = update_plan(3, ahead=1, moving={0}, backward=True)
-    assert {a.chunk for a in some if a.kind is not Kind.UPDATE} == {0}
+    assert {a.chunk for a in some if a.kind is not ActionKind.UPDATE} == {0}
 
 
 SOME = [set[int](), {0}, {3}, {8}, {0, 8}, {1, 2}, {0, 4, 8}, {1, 4, 7}, {0, 1, 2, 5, 6, 8}, set(range(9))]
@@ -239,8 +242,8 @@ def test_p3_where_some_records_rest_on_disk_these_alone_pass_and_all_are_there_a
     for ahead in (0, 1, 2):
         for below in (0, 1, 2):
             plan = update_plan(9, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
-            reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.FETCH, DISK)]
-            writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (Kind.EVICT, DISK)]
+            reads = [a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.FETCH, DISK)]
+            writes = [a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.EVICT, DISK)]
             assert reads == writes == sorted(on_disk)
             memory = memory_of(9, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
             check(plan, memory=memory)
@@ -258,7 +261,7 @@ def test_records_on_disk_are_read_when_those_before_them_have_their_turn() -> No
         "0FETCH#4 0UPDATE#3 0EVICT#3 0FETCH#5 0UPDATE#4 0EVICT#4 0EVICT#4@disk "
         "0FETCH#6 0UPDATE#5 0EVICT#5 0UPDATE#6 0EVICT#6 0EVICT#6@disk"
     )
-    seconds = {Kind.FETCH: 0.1, Kind.EVICT: 0.1, Kind.UPDATE: 1.0}
+    seconds = {ActionKind.FETCH: 0.1, ActionKind.EVICT: 0.1, ActionKind.UPDATE: 1.0}
     for stride, hides in ((1, False), (2, False), (5, True)):
         some = set(range(0, 20, stride))
         made = simulate(

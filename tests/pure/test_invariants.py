@@ -19,7 +19,7 @@ from torch import nn
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import LinkSpeed, ThreadLane
+from colossal_lite.memory.copy_streams import LinkSpeed, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 from colossal_lite.memory.host_store import TaskRecords
@@ -30,7 +30,7 @@ from colossal_lite.numerics.precision import ChunkTypes
 from colossal_lite.offload import optimizer_states, state_storage
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.schedule.optimizer_updates import update_plan
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero import build_chunks as build
 
 # ---- I1: every element of a parameter is in one shard of one chunk, and what lies between adds to no norm ----
@@ -84,9 +84,11 @@ models = st.lists(drawn_parameters, min_size=1, max_size=10).filter(lambda ps: n
 
 def chunks_of(module: nn.Module, cut: Cut, rank: int) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:
     """This rank's chunks of a model, as `initialize` makes them: those that train, and those that do not."""
-    zero = dict(stage=cut.stage, reduce="micro_batch") | ({} if cut.shard is None else dict(shard=cut.shard))
+    zero = dict(stage=cut.stage, reduce_every="micro_batch") | (
+        {} if cut.shard is None else dict(shard_size=cut.shard)
+    )
     if cut.stage != 2:
-        zero.pop("reduce")
+        zero.pop("reduce_every")
     config = Config.load(dict(zero=zero, precision="fp32", parallel={cut.by: cut.ranks}))
     mesh = Mesh.recording(config.check_world(cut.ranks).layout(), rank)
     specs = parallelize(module, Mesh.serial()).specs
@@ -212,8 +214,8 @@ def assert_newest_versions(
 
     def delayed(self: Link, work: Callable[[], object], size_bytes: int, **more: Any) -> Any:
         if seconds := delays(self.name):
-            assert isinstance(self.lane, ThreadLane)
-            self._thread.submit(self.lane._hurries.wait, seconds)
+            assert isinstance(self.executor, ThreadExecutor)
+            self._thread.submit(self.executor._hurries.wait, seconds)
         return run(self, work, size_bytes, **more)
 
     chunks, states = records(count), [{"moment": torch.float32}] * count
@@ -226,7 +228,7 @@ def assert_newest_versions(
         patch.object(state_storage, "HOST_SLOTS", (below or 0) + 3),
         patch.object(Link, "run", delayed),
     ):
-        made = optimizer_states.States(
+        made = optimizer_states.OffloadedOptimizerStates(
             chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")),
             on_disk=None if below is None else on_disk(count), open_file=opened,
         )  # fmt: skip
@@ -238,7 +240,7 @@ def assert_newest_versions(
             made.settle()
             for version in range(STEPS):
                 for action in plan:
-                    if action.kind is not Kind.UPDATE:
+                    if action.kind is not ActionKind.UPDATE:
                         made.moves[action.kind](action)
                         continue
                     index = action.chunk or 0
@@ -296,7 +298,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
 
     sizes = [draw.choice((CHUNK, 3 * CHUNK)) for _ in range(9)]
     chunks, records_of_task = records(9, sizes), TaskRecords("", torch.device("cpu"))
-    made = optimizer_states.States(
+    made = optimizer_states.OffloadedOptimizerStates(
         chunks, [{"moment": torch.float32}] * 9, 20.0, LinkSpeed(), records_of_task,
         on_disk=some(range(9)) if seed else (), open_file=opened,
     )  # fmt: skip
@@ -319,7 +321,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
     assert made.host_bytes == room_bytes + min(4, len(there)) * max(8 * sizes[i] for i in there)
     (plan,) = update_plan(9, ahead=1, below=1, on_disk=made.on_disk, moving=left)
     for action in plan:
-        if action.kind is not Kind.UPDATE:
+        if action.kind is not ActionKind.UPDATE:
             made.moves[action.kind](action)
         elif (index := action.chunk or 0) in left:
             made.here(index)["moment"].add_(1)
@@ -339,7 +341,7 @@ def test_i5_no_record_is_read_before_it_has_come_however_long_copies_take(
     assert_newest_versions(5, 1, below, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)))
 
 
-def _not_taken_back(original: Any, self: optimizer_states.States, index: int) -> None:
+def _not_taken_back(original: Any, self: optimizer_states.OffloadedOptimizerStates, index: int) -> None:
     """The hole of a plan that empties a slot only when another record needs it."""
     if index < len(self._records) - 1:
         original(self, index)
@@ -360,7 +362,12 @@ def _refilled_before_it_is_empty(
 
 
 FAULTS_TIERS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "the last record is not taken back": ("", optimizer_states.States, "evict", _not_taken_back),
+    "the last record is not taken back": (
+        "",
+        optimizer_states.OffloadedOptimizerStates,
+        "evict",
+        _not_taken_back,
+    ),
     "a record is read before it has come": ("h2d", Transfer, "wait", _not_awaited),
     "a slot is refilled before it is empty": ("d2h", Link, "copy", _refilled_before_it_is_empty),
 }

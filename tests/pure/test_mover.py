@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.memory import link as link_module
-from colossal_lite.memory.arena import Places
-from colossal_lite.memory.copy_streams import LinkSpeed, StreamLane, ThreadLane
+from colossal_lite.memory.arena import ArenaAllocator
+from colossal_lite.memory.copy_streams import LinkSpeed, StreamExecutor, ThreadExecutor
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.schedule.interval_packing import visits
 from tests.streams import Recorder
@@ -36,7 +36,7 @@ def links() -> Iterator[list[Link]]:
 
 
 def test_copies_arrive_in_order_and_are_counted(links: list[Link]) -> None:
-    link = Link("up", ThreadLane(LinkSpeed(latency_s=0.002)))
+    link = Link("up", ThreadExecutor(LinkSpeed(latency_s=0.002)))
     links.append(link)
     slot, sources = torch.zeros(8), [torch.full((8,), float(i)) for i in range(5)]
     seen = []
@@ -48,7 +48,7 @@ def test_copies_arrive_in_order_and_are_counted(links: list[Link]) -> None:
 
 
 def test_a_copy_takes_as_long_as_the_link_needs(links: list[Link]) -> None:
-    link = Link("up", ThreadLane(LinkSpeed(bandwidth_bytes_s=4e5, latency_s=0.01)))
+    link = Link("up", ThreadExecutor(LinkSpeed(bandwidth_bytes_s=4e5, latency_s=0.01)))
     links.append(link)
     start = time.perf_counter()
     for transfer in [link.copy(torch.zeros(1000), torch.ones(1000)) for _ in range(3)]:
@@ -58,7 +58,7 @@ def test_a_copy_takes_as_long_as_the_link_needs(links: list[Link]) -> None:
 
 def test_a_copy_waits_for_the_one_it_comes_after_on_another_link(links: list[Link]) -> None:
     """Else a slot is refilled while it is still emptied."""
-    up, down = Link("up", ThreadLane()), Link("down", ThreadLane(LinkSpeed(latency_s=0.05)))
+    up, down = Link("up", ThreadExecutor()), Link("down", ThreadExecutor(LinkSpeed(latency_s=0.05)))
     links.extend((up, down))
     slot, host = torch.full((4,), 1.0), torch.zeros(4)
     gate = threading.Event()
@@ -72,7 +72,7 @@ def test_a_copy_waits_for_the_one_it_comes_after_on_another_link(links: list[Lin
 
 
 def test_a_failed_copy_is_told_to_whoever_waits(links: list[Link]) -> None:
-    link = Link("up", ThreadLane())
+    link = Link("up", ThreadExecutor())
     links.append(link)
     transfer = link.copy(torch.zeros(4), torch.zeros(4))
     transfer.wait()
@@ -84,7 +84,7 @@ def test_a_failed_copy_is_told_to_whoever_waits(links: list[Link]) -> None:
 
 
 def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
-    link = Link("up", ThreadLane(LinkSpeed(latency_s=60.0)))
+    link = Link("up", ThreadExecutor(LinkSpeed(latency_s=60.0)))
     target = torch.zeros(4)
     transfer = link.copy(target, torch.ones(4))
     link.close()
@@ -93,7 +93,7 @@ def test_a_link_that_is_closed_keeps_nobody_waiting(links: list[Link]) -> None:
 
 
 def test_a_link_whose_copy_does_not_end_is_closed_and_says_so() -> None:
-    gate, link = threading.Event(), Link("up", ThreadLane(), timeout_s=0.1)
+    gate, link = threading.Event(), Link("up", ThreadExecutor(), timeout_s=0.1)
     link.run(lambda: gate.wait(60), 8)
     queued = link.run(lambda: None, 8)
     with pytest.warns(UserWarning, match="over the link up has not ended in 0.1 s.* is left behind"):
@@ -107,7 +107,7 @@ def test_a_copy_that_was_interrupted_is_over_for_whoever_waits_or_closes() -> No
     def interrupted() -> None:
         raise KeyboardInterrupt("planted")
 
-    link = Link("up", ThreadLane(), timeout_s=60.0)
+    link = Link("up", ThreadExecutor(), timeout_s=60.0)
     transfer = link.run(interrupted, 8)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="planted"):
@@ -125,7 +125,7 @@ class Held:
     def __init__(self, *names: str) -> None:
         self.ran: list[object] = []
         self._gate = threading.Event()
-        self.links = {name: Link(name, ThreadLane(), timeout_s=10.0) for name in names}
+        self.links = {name: Link(name, ThreadExecutor(), timeout_s=10.0) for name in names}
         for link in self.links.values():
             link._thread.submit(self._gate.wait, 10)
 
@@ -212,11 +212,11 @@ def test_a_copy_that_has_begun_cannot_be_revoked() -> None:
 def test_what_a_stream_was_handed_cannot_be_revoked() -> None:
     recorder = Recorder()
     with recorder.active():
-        link = Link("up", StreamLane(torch.device("cpu"), recorder))
+        link = Link("up", StreamExecutor(torch.device("cpu"), recorder))
         at_once = link.copy(torch.zeros(4), torch.ones(4), **AHEAD)
         assert at_once.is_handed and not at_once.revoke()
         gate = threading.Event()
-        other = Link("read", ThreadLane())
+        other = Link("read", ThreadExecutor())
         read = other.run(lambda: gate.wait(10), 0)
         waits = link.copy(torch.zeros(4), torch.ones(4), after=(read,), **AHEAD)
         assert waits.revoke() and link.moved_bytes == 16
@@ -228,7 +228,7 @@ def test_what_a_stream_was_handed_cannot_be_revoked() -> None:
 def test_who_waits_for_too_long_for_another_link_is_told_which() -> None:
     held = Held("down")
     out = held.ask("down", "out")
-    up = Link("up", ThreadLane(), timeout_s=0.1)
+    up = Link("up", ThreadExecutor(), timeout_s=0.1)
     into = up.run(lambda: None, 0, after=(out,))
     with pytest.raises(TimeoutError, match="link (down has not ended in 10|up has not ended in 0.1) s"):
         into.finish()
@@ -237,7 +237,7 @@ def test_who_waits_for_too_long_for_another_link_is_told_which() -> None:
 
 
 def test_a_copy_that_was_made_keeps_neither_its_tensors_nor_the_copies_before_it() -> None:
-    link, source = Link("up", ThreadLane()), torch.ones(4)
+    link, source = Link("up", ThreadExecutor()), torch.ones(4)
     first = link.copy(torch.zeros(4), source)
     last = link.copy(torch.zeros(4), source, after=(first,))
     last.finish()
@@ -273,7 +273,7 @@ def graphs(draw: st.DrawFn) -> list[Asked]:
 
 def assert_runs_by_the_rules(graph: list[Asked], timeout_s: float) -> None:
     """Ask for all copies of a graph, act on them by other threads meanwhile, and hold what ran against the rules."""
-    links = [Link(str(number), ThreadLane(), timeout_s=timeout_s) for number in range(3)]
+    links = [Link(str(number), ThreadExecutor(), timeout_s=timeout_s) for number in range(3)]
     lock, began, ended_ = threading.Lock(), list[int](), set[int]()
     transfers: list[Transfer] = []
     revoked: set[int] = set()
@@ -338,7 +338,7 @@ def test_random_graphs_of_copies_over_three_links_come_to_their_end_by_the_rules
 
 @pytest.mark.parametrize("is_planted", [False, True])
 def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not(is_planted: bool) -> None:
-    up, down, ends = Held("up"), Link("down", ThreadLane()), threading.Event()
+    up, down, ends = Held("up"), Link("down", ThreadExecutor()), threading.Event()
 
     def waits(self: Link, work: Any, size_bytes: int, after: Any, *more: Any) -> None:
         while not ends.is_set() and not all(transfer.is_handed for transfer in after):
@@ -384,10 +384,10 @@ class Leaving:
         self.before = waited
 
 
-def places_of(sizes: dict[int, int], width: int) -> Places:
+def places_of(sizes: dict[int, int], width: int) -> ArenaAllocator:
     """For visitors of so many elements."""
     stays = visits({number: 4 * size for number, size in sizes.items()}, width)
-    return Places(stays, torch.float32, torch.device("cpu"))
+    return ArenaAllocator(stays, torch.float32, torch.device("cpu"))
 
 
 visitors = st.dictionaries(st.integers(0, 14), st.integers(1, 60), min_size=1)

@@ -32,7 +32,7 @@ from colossal_lite.observe.run_log import (
     progress_line,
 )
 from colossal_lite.observe.sinks import run_sinks
-from colossal_lite.observe.timeline import Timeline, memory_bytes
+from colossal_lite.observe.timeline import LogTimeline, memory_bytes
 
 CPU = torch.device("cpu")
 SCALE = Scale(yardsticks="zlib 1.91, lzma 1.61")
@@ -199,7 +199,7 @@ def test_model_flops_are_those_of_the_matrix_products() -> None:
 
 def test_a_timeline_is_a_chrome_trace_with_a_thread_per_track(tmp_path: Path) -> None:
     ticks = itertools.count(0, 1000)
-    timeline = Timeline(clock=lambda: next(ticks))
+    timeline = LogTimeline(clock=lambda: next(ticks))
     with timeline.span("outer"), timeline.span("inner", track="comm"):
         pass
     with pytest.raises(KeyError), timeline.span("failed"):
@@ -216,7 +216,7 @@ def test_a_timeline_is_a_chrome_trace_with_a_thread_per_track(tmp_path: Path) ->
 
 
 def test_a_timeline_keeps_the_newest_spans_of_a_long_run() -> None:
-    timeline = Timeline(limit=3)
+    timeline = LogTimeline(limit=3)
     for i in range(10):
         with timeline.span(str(i)):
             pass

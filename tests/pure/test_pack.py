@@ -197,7 +197,7 @@ def test_parameters_become_views_of_the_chunk_and_keep_their_identity() -> None:
             "the master keeps every bit"
         )
         assert torch.equal(parameter.detach(), value.bfloat16())
-        assert parameter.data_ptr() == chunk.value[entry.start :].data_ptr()
+        assert parameter.data_ptr() == chunk.full_weight[entry.start :].data_ptr()
 
 
 @given(st.lists(st.sampled_from(list(GradientState)), max_size=12))

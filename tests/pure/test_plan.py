@@ -23,7 +23,7 @@ from colossal_lite.schedule.plan import (
     MESSAGES,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     Memory,
     Plan,
     PlanError,
@@ -37,17 +37,17 @@ from colossal_lite.schedule.step_passes import add_messages, add_step, add_unsha
 
 @st.composite
 def actions(draw: st.DrawFn) -> Action:
-    kind = draw(st.sampled_from(list(Kind)))
+    kind = draw(st.sampled_from(list(ActionKind)))
     index = st.integers(0, 300)
     optional = st.none() | index
     needs_both = kind in COMPUTE_KINDS | MESSAGES
     stage = draw(index if needs_both else optional)
     chunk = draw(index if stage is None else optional)
     lane = {
-        Kind.FETCH: [H2D, DISK],
-        Kind.EVICT: [D2H, DISK],
-        Kind.UPDATE: [COMPUTE, CPU],
-        Kind.REDUCE: ["net:x"],
+        ActionKind.FETCH: [H2D, DISK],
+        ActionKind.EVICT: [D2H, DISK],
+        ActionKind.UPDATE: [COMPUTE, CPU],
+        ActionKind.REDUCE: ["net:x"],
     }
     return Action(
         kind,
@@ -67,9 +67,9 @@ def test_a_plan_parses_as_it_prints(lists: list[list[Action]]) -> None:
 
 
 def test_words_read_as_their_grammar_says() -> None:
-    assert Action.parse("2F0") == Action(Kind.F, stage=2, micro_batch=0)
-    assert Action.parse("t1:0UPDATE#7@cpu") == Action(Kind.UPDATE, 1, 0, chunk=7, resource=CPU)
-    assert Action.parse("12SEND_B3.4") == Action(Kind.SEND_B, stage=12, micro_batch=3, slice=4)
+    assert Action.parse("2F0") == Action(ActionKind.F, stage=2, micro_batch=0)
+    assert Action.parse("t1:0UPDATE#7@cpu") == Action(ActionKind.UPDATE, 1, 0, chunk=7, resource=CPU)
+    assert Action.parse("12SEND_B3.4") == Action(ActionKind.SEND_B, stage=12, micro_batch=3, slice=4)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_word_outside_the_grammar_is_refused(word: str) -> None:
 def test_torch_csv_goes_both_ways() -> None:
     text = "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1I0,1SEND_B0,1W0,1REDUCE_GRAD"
     plan = Plan.from_csv(text)
-    assert plan[0][-1] == Action(Kind.REDUCE, stage=0)
+    assert plan[0][-1] == Action(ActionKind.REDUCE, stage=0)
     assert plan.csv() == text
     assert Plan.from_csv("0F0,,(0F1;3B0)OVERLAP_F_B,\n").ranks[0] == Plan.parse("0F0 0F1 3B0")[0]
     for word in ("t1:0F0", "0F0.1", "0FETCH#1", "0UPDATE#1"):
@@ -134,7 +134,7 @@ class Machine:
 
     def _message(self, rank: int, action: Action) -> bool:
         assert action.stage is not None
-        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
         other = self.place.get(action.stage + step)
         if other is None or other == rank:
             raise StuckError
@@ -144,14 +144,14 @@ class Machine:
         if not self.posted[rank, other]:
             return False
         value = self._take(
-            rank, ("out" if action.kind is Kind.SEND_F else "grad", action.stage, action.micro_batch)
+            rank, ("out" if action.kind is ActionKind.SEND_F else "grad", action.stage, action.micro_batch)
         )
         receive = self.posted[rank, other].popleft()
         if replace(action, kind=SENDS[action.kind], stage=action.stage + step) != receive:
             raise StuckError
         self._put(
             other,
-            ("in" if action.kind is Kind.SEND_F else "grad_in", receive.stage, action.micro_batch),
+            ("in" if action.kind is ActionKind.SEND_F else "grad_in", receive.stage, action.micro_batch),
             value,
         )
         return True
@@ -180,7 +180,7 @@ class Machine:
         assert stage is not None and i is not None
         if self.place[stage] != rank:
             raise StuckError
-        source = {Kind.F: ("in", stage > 0), Kind.W: ("", False)}.get(
+        source = {ActionKind.F: ("in", stage > 0), ActionKind.W: ("", False)}.get(
             action.kind, ("grad_in", stage < self.shape.stages - 1)
         )
         key = (source[0], stage, i)
@@ -191,15 +191,15 @@ class Machine:
             return False
         if source[1]:
             self._take(rank, key)
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             self._put(rank, ("saved", stage, i), i)
             self._pass_on(rank, "out", stage, i, i)
-        if action.kind in (Kind.I, Kind.B):
+        if action.kind in (ActionKind.I, ActionKind.B):
             if ("saved", stage, i) not in self.values[rank] or ("done", stage, i) in self.values[rank]:
                 raise StuckError
             self._put(rank, ("done", stage, i), i)
             self._pass_on(rank, "grad", stage, i, i)
-        if action.kind in (Kind.W, Kind.B):
+        if action.kind in (ActionKind.W, ActionKind.B):
             self._take(rank, ("done", stage, i))
             self._take(rank, ("saved", stage, i))
             self.sums[stage].append(i)
@@ -364,7 +364,7 @@ def test_a_frozen_stage_owes_no_weight_gradient_and_nothing_before_the_first_tra
 
 def test_a_long_plan_is_drawn_around_the_fault() -> None:
     error = assert_refused(
-        Plan((*generate("gpipe", 1, 40).only(Kind.F), ())), "is never done", shapes={0: Shape(1, 41)}
+        Plan((*generate("gpipe", 1, 40).only(ActionKind.F), ())), "is never done", shapes={0: Shape(1, 41)}
     )
     assert "actions 0 to 15 of at most 40" in str(error)
     late = [a for a in generate("gpipe", 1, 40)[0] if str(a) != "0B38"]

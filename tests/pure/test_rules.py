@@ -1,4 +1,4 @@
-"""Forms by our own rules: what torch says, or nothing."""
+"""Shapes by our own rules: what torch says, or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossal_lite.observe.shape_cache import Forms
+from colossal_lite.observe.shape_cache import ShapeCache
 from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, strides_of
 
 aten = torch.ops.aten
@@ -306,7 +306,7 @@ def test_what_changes_a_tensor_in_place_gives_it(func: Any) -> None:
     assert first.alias_info.is_write and returned.alias_info.is_write
     assert first.alias_info.before_set == returned.alias_info.before_set
     y = x(2, 3)
-    assert Forms().run(func, (y, 1.0), {}) is y
+    assert ShapeCache().run(func, (y, 1.0), {}) is y
 
 
 @pytest.mark.parametrize(
@@ -327,11 +327,11 @@ def test_what_is_written_into_out_is_that_if_it_fits(
     told = GIVEN_OUT[func](*given)
     assert (told is not None and told[0] is not None and told[0][0::2] == before[0::2]) is is_told
     if is_told:
-        assert Forms().run(func, given, dict(out=out)) is out and form(out) == before
+        assert ShapeCache().run(func, given, dict(out=out)) is out and form(out) == before
 
 
 def test_what_has_values_is_left_to_torch() -> None:
-    forms, real = Forms(), torch.ones(3)
+    forms, real = ShapeCache(), torch.ones(3)
     assert forms.run(aten.add_.Tensor, (real, real), {}) is real and real.tolist() == [2.0, 2.0, 2.0]
     assert forms.run(aten.add.Tensor, (real, 1), {}).tolist() == [3.0, 3.0, 3.0]
     assert forms.run(aten.arange.default, (3,), {}).tolist() == [0, 1, 2]

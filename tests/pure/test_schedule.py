@@ -17,7 +17,7 @@ from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement, step_plan
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, ranks_of
-from colossal_lite.schedule.plan import COMPUTE_KINDS, Action, Kind, Plan, PlanError, Shape
+from colossal_lite.schedule.plan import COMPUTE_KINDS, Action, ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.schedule_drawing import draw
 from colossal_lite.schedule.simulator import StageCosts, simulate
 from colossal_lite.schedule.step_passes import add_messages, add_step, add_unshard, freeze, one_stage, repeat
@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int]:
     """A schedule, ranks, micro-batches and chunks: 8 stages or more on few ranks are covered by the
     chunks."""
     name = draw(st.sampled_from(STATIC))
-    least, most = SCHEDULES[name].chunks
+    least, most = SCHEDULES[name].stages_per_rank
     chunks = draw(st.integers(least, min(4, most or 4)))
     return name, draw(st.integers(1, 8)), draw(st.integers(1, 24)), chunks
 
@@ -187,7 +187,9 @@ def test_the_lists_are_torchs_where_torchs_are_right(p: int, m: int) -> None:
     for v in (2, 3):
         assert from_torch("ScheduleInterleaved1F1B", p, m, v) == generate("interleaved", p, m, v)
         # Torch's breadth first runs the backwards of a chunk from the last micro-batch: other sums.
-        assert from_torch("ScheduleLoopedBFS", p, m, v).only(Kind.F) == generate("bfs", p, m, v).only(Kind.F)
+        assert from_torch("ScheduleLoopedBFS", p, m, v).only(ActionKind.F) == generate("bfs", p, m, v).only(
+            ActionKind.F
+        )
 
 
 def test_torchs_1f1b_list_is_refused() -> None:
@@ -222,7 +224,7 @@ def test_auto_is_no_slower_than_any_schedule_within_its_cap(data: st.DataObject)
     check(add_messages(plan, costs, ahead=False), strict=True)
     best = simulate(plan, costs, latency_s=latency_s).makespan_s
     for name in STATIC:
-        least, most = SCHEDULES[name].chunks
+        least, most = SCHEDULES[name].stages_per_rank
         if least <= v <= (most or v):
             other = generate(name, p, m, v)
             if max(check(other).live) <= cap:
@@ -236,7 +238,7 @@ def test_auto_beats_every_formula_where_stages_differ_or_memory_allows() -> None
         fits = [
             plan
             for n in STATIC
-            if SCHEDULES[n].chunks[0] == 1 and max(check(plan := generate(n, 4, 8)).live) <= cap
+            if SCHEDULES[n].stages_per_rank[0] == 1 and max(check(plan := generate(n, 4, 8)).live) <= cap
         ]
         best = min(simulate(plan, costs).makespan_s for plan in fits)
         assert simulate(auto(4, 8, 1, costs=costs, cap=cap), costs).makespan_s < best - 0.1
@@ -252,7 +254,9 @@ def test_auto_says_which_cap_would_do() -> None:
 def test_every_plan_of_a_run_has_the_placement_that_its_modules_were_laid_out_by(data: st.DataObject) -> None:
     """Whatever the cut made of the costs, however many micro-batches an evaluation has."""
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
-    config = PipelineConfig(size=p, schedule="auto", chunks=v, micro_batches=data.draw(st.integers(1, 6)))
+    config = PipelineConfig(
+        size=p, schedule="auto", stages_per_rank=v, micro_batches=data.draw(st.integers(1, 6))
+    )
     laid = ranks_of(compute_plan(config, StepShape(config.micro_batches or 0)))
     cost = st.lists(st.floats(0.0, 3.0), min_size=p * v, max_size=p * v)
     shape = StepShape(
@@ -287,12 +291,14 @@ def test_a_cap_of_the_config_is_what_auto_searches_within_and_what_the_others_ar
 
 
 def test_only_auto_has_a_choice_of_where_several_stages_lie() -> None:
-    several = PipelineConfig(size=2, schedule="auto", chunks=2)
+    several = PipelineConfig(size=2, schedule="auto", stages_per_rank=2)
     assert [ranks_of(p) for p in plans_by_placement(several, StepShape(3))] == [(0, 1, 0, 1), (0, 1, 1, 0)]
     for config in (PipelineConfig(size=2, schedule="auto"), PipelineConfig(size=2, schedule="zb-v")):
         assert plans_by_placement(config, StepShape(3)) == (compute_plan(config, StepShape(3)),)
     with pytest.raises(ValueError, match="at most 1 activations on each rank"):
-        plans_by_placement(PipelineConfig(size=2, schedule="auto", chunks=2, activation_cap=1), StepShape(3))
+        plans_by_placement(
+            PipelineConfig(size=2, schedule="auto", stages_per_rank=2, activation_cap=1), StepShape(3)
+        )
 
 
 # Passes -------------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ def test_all_passes_together_leave_a_plan_that_runs(
 def test_gathers_of_zero_3_are_fewest_breadth_first() -> None:
     def gathers(name: str, m: int, v: int | None = None) -> int:
         plan = add_unshard(generate(name, 4, m, v), prefetch=0)
-        counts = Counter(rank for rank, mine in enumerate(plan) for a in mine if a.kind is Kind.UNSHARD)
+        counts = Counter(rank for rank, mine in enumerate(plan) for a in mine if a.kind is ActionKind.UNSHARD)
         return max(counts.values())
 
     assert gathers("1f1b", 16) == gathers("gpipe", 16) == 1
@@ -328,7 +334,7 @@ def test_gathers_of_zero_3_are_fewest_breadth_first() -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_at_most_one_more_stage_than_the_prefetch_is_gathered(prefetch: int) -> None:
     for mine in add_unshard(generate("bfs", 2, 3, 4), prefetch):
-        change = {Kind.UNSHARD: 1, Kind.RESHARD: -1}
+        change = {ActionKind.UNSHARD: 1, ActionKind.RESHARD: -1}
         held = [sum(change.get(a.kind, 0) for a in mine[: i + 1]) for i in range(len(mine))]
         assert max(held) == prefetch + 1 and held[-1] == 0
 
@@ -364,16 +370,20 @@ def test_frozen_stages_do_only_what_others_need(name: str, pattern: str) -> None
     cut = freeze(add_messages(plan), trainable)
     shape = {0: Shape(n, 4, trainable=trainable)}
     check(cut, shapes=shape)
-    weights = {a.stage for mine in cut for a in mine if a.kind in (Kind.W, Kind.B)}
+    weights = {a.stage for mine in cut for a in mine if a.kind in (ActionKind.W, ActionKind.B)}
     assert weights == {stage for stage in range(n) if trainable[stage]}
     first = trainable.index(True)
-    assert not any(a.kind in (Kind.I, Kind.B, Kind.RECV_B) and a.stage < first for mine in cut for a in mine)
+    assert not any(
+        a.kind in (ActionKind.I, ActionKind.B, ActionKind.RECV_B) and a.stage < first
+        for mine in cut
+        for a in mine
+    )
     check(add_step(cut), shapes=shape)
 
 
 @pytest.mark.parametrize("name", STATIC)
 def test_evaluation_is_the_forwards_and_holds_nothing(name: str) -> None:
-    plan = add_messages(generate(name, 3, 5).only(Kind.F))
+    plan = add_messages(generate(name, 3, 5).only(ActionKind.F))
     footprint = check(plan, shapes={0: Shape(len(plan.placement()), 5, backward=False)})
     assert footprint.live == (0, 0, 0)
     with pytest.raises(PlanError, match="never done"):
@@ -400,9 +410,9 @@ def test_a_stage_that_is_alone_needs_no_messages() -> None:
 
 
 def test_the_schedules_chunks_are_the_default() -> None:
-    assert {name: PipelineConfig.model_validate({"schedule": name}).chunks for name in SCHEDULES} == {
-        name: s.chunks[0] for name, s in SCHEDULES.items()
-    }
+    assert {
+        name: PipelineConfig.model_validate({"schedule": name}).stages_per_rank for name in SCHEDULES
+    } == {name: s.stages_per_rank[0] for name, s in SCHEDULES.items()}
     assert PipelineConfig.model_validate(4) == PipelineConfig(size=4)
     assert PipelineConfig(size=4, schedule="zb-v").stages == 8
 
@@ -410,9 +420,12 @@ def test_the_schedules_chunks_are_the_default() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"schedule": "zb-v", "chunks": 3}, "chunks=3: schedule 'zb-v' takes 2 on each rank"),
-        ({"schedule": "interleaved", "chunks": 1}, "takes at least 2 on each rank"),
-        ({"schedule": "1f1b", "chunks": 2}, "takes 1 on each rank"),
+        (
+            {"schedule": "zb-v", "stages_per_rank": 3},
+            "stages_per_rank=3: schedule 'zb-v' takes 2 on each rank",
+        ),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, "takes at least 2 on each rank"),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, "takes 1 on each rank"),
         ({"size": 2, "partition": (1, 2, 3)}, "3 counts for 2 stages"),
         ({"size": 0}, "greater than or equal to 1"),
         ({"micro_batches": 0}, "greater than or equal to 1"),
@@ -486,11 +499,11 @@ def test_every_schedule_of_the_table_runs_every_stage_in_order(name: str) -> Non
 
 
 def test_the_words_of_a_plan_are_the_actions() -> None:
-    assert generate("1f1b", 1, 1)[0] == (Action(Kind.F, 0, 0, 0), Action(Kind.B, 0, 0, 0))
+    assert generate("1f1b", 1, 1)[0] == (Action(ActionKind.F, 0, 0, 0), Action(ActionKind.B, 0, 0, 0))
 
 
 def test_an_update_within_backward_stands_right_behind_its_sum() -> None:
-    step = StepShape(1, chunks=((0, 1, 2),), reduce="micro_batch", update="backward")
+    step = StepShape(1, stages_per_rank=((0, 1, 2),), reduce="micro_batch", update="backward")
     (actions,) = step_plan(PipelineConfig(), step)
     ends = [(a.kind, a.chunk) for a in actions if a.chunk is not None]
-    assert ends == [(kind, chunk) for chunk in (2, 1, 0) for kind in (Kind.REDUCE, Kind.UPDATE)]
+    assert ends == [(kind, chunk) for chunk in (2, 1, 0) for kind in (ActionKind.REDUCE, ActionKind.UPDATE)]

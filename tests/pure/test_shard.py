@@ -12,9 +12,9 @@ from colossal_lite.sharding.shard_spec import (
     Factor,
     Flat,
     Partial,
-    Piece,
     Replicate,
     Shard,
+    ShardPiece,
     ShardSpec,
     dims_of,
 )
@@ -78,11 +78,15 @@ def test_fused_qkv_gives_each_rank_whole_heads_of_q_k_and_v() -> None:
         ShardSpec("qkv", (rows,), (("tensor", Shard("nothing")),))
     assert spec.shape == (16, 3)
     # only q is sharded by "heads"; k and v stay whole
-    assert spec.pieces(layout, layout.coords(1))[0] == (Piece(0, 4, 12),)
+    assert spec.pieces(layout, layout.coords(1))[0] == (ShardPiece(0, 4, 12),)
     both = tuple(tuple(Factor("heads", f.size) if f.name == "kv" else f for f in block) for block in rows)
     spec = ShardSpec("qkv", (both, ((Factor("D", 3),),)), (("tensor", Shard("heads")),))
     assert spec.local_shape(layout) == (8, 3)
-    assert spec.pieces(layout, layout.coords(1))[0] == (Piece(0, 4, 4), Piece(4, 10, 2), Piece(6, 14, 2))
+    assert spec.pieces(layout, layout.coords(1))[0] == (
+        ShardPiece(0, 4, 4),
+        ShardPiece(4, 10, 2),
+        ShardPiece(6, 14, 2),
+    )
 
 
 def test_padding_is_in_no_piece() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.drawing import ScheduleReport, grid, svg, trace
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, generate
-from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, Kind, Memory, Plan, PlanError, Shape
-from colossal_lite.schedule.simulator import HostBandwidth, Span, StageCosts, Timeline, simulate
+from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, ActionKind, Memory, Plan, PlanError, Shape
+from colossal_lite.schedule.simulator import ActionSpan, HostBandwidth, ScheduleTimeline, StageCosts, simulate
 from colossal_lite.schedule.step_passes import add_messages
 
 
@@ -38,7 +38,7 @@ REALISTIC = {
 
 @pytest.mark.parametrize("name", REALISTIC)
 def test_makespan_with_latency_is_the_published_one(name: str) -> None:
-    chunks = max(2, SCHEDULES[name].chunks[0]) if name in ("interleaved", "bfs", "zb-v") else 1
+    chunks = max(2, SCHEDULES[name].stages_per_rank[0]) if name in ("interleaved", "bfs", "zb-v") else 1
     plan = generate(name, 4, 16, chunks)
     costs = StageCosts.uniform(4 * chunks, 1 / chunks, 1.3 / chunks, 0.7 / chunks)
     got = tuple(simulate(plan, costs, latency_s=s).makespan_s for s in (0.0, 0.1, 0.3))
@@ -74,21 +74,23 @@ def test_messages_posted_ahead_cost_what_needs_without_messages_cost(name: str, 
 def test_messages_of_one_link_queue_and_their_latency_overlaps() -> None:
     plan = Plan.parse("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2\n1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2")
     spans = simulate(plan, seconds(F=1, SEND_F=3), latency_s=10.0).spans
-    received = {s.action.micro_batch: (s.start_s, s.end_s) for s in spans if s.action.kind is Kind.RECV_F}
+    received = {
+        s.action.micro_batch: (s.start_s, s.end_s) for s in spans if s.action.kind is ActionKind.RECV_F
+    }
     assert received == {0: (1, 4), 1: (4, 7), 2: (7, 10)}
-    assert [s.start_s for s in spans if s.action.kind is Kind.F and s.rank == 1] == [14, 17, 20]
+    assert [s.start_s for s in spans if s.action.kind is ActionKind.F and s.rank == 1] == [14, 17, 20]
 
 
 def test_messages_of_two_links_do_not_queue_for_each_other() -> None:
     plan = Plan.parse("0F0 0SEND_F0\n1RECV_F0 t1:1RECV_F0 1F0 t1:1F0\nt1:0F0 t1:0SEND_F0")
     spans = simulate(plan, seconds(F=1, SEND_F=3)).spans
-    assert [(s.start_s, s.end_s) for s in spans if s.action.kind is Kind.RECV_F] == [(1, 4), (1, 4)]
+    assert [(s.start_s, s.end_s) for s in spans if s.action.kind is ActionKind.RECV_F] == [(1, 4), (1, 4)]
 
 
 def test_a_message_waits_until_its_receive_is_posted() -> None:
     late = Plan.parse("0F0 0SEND_F0\nt1:0F0 1RECV_F0 1F0")
     timeline = simulate(late, lambda a: {"F": 5.0 if a.task else 1.0, "SEND_F": 2.0}.get(a.kind, 0.0))
-    assert [(s.start_s, s.end_s) for s in timeline.spans if s.action.kind is Kind.RECV_F] == [(5, 7)]
+    assert [(s.start_s, s.end_s) for s in timeline.spans if s.action.kind is ActionKind.RECV_F] == [(5, 7)]
 
 
 # Lanes --------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_lanes_that_ask_for_too_much_host_bandwidth_slow_each_other_down() -> No
 def test_a_meeting_starts_when_its_last_rank_is_there() -> None:
     plan = Plan.parse("0F0 0B0 0TIED_REDUCE#0 0REDUCE#0\n1F0 1B0 1TIED_REDUCE#0 1REDUCE#0")
     spans = simulate(plan, seconds(F=1, B=2, TIED_REDUCE=5)).spans
-    assert {(s.start_s, s.end_s) for s in spans if s.action.kind is Kind.TIED_REDUCE} == {(6, 11)}
+    assert {(s.start_s, s.end_s) for s in spans if s.action.kind is ActionKind.TIED_REDUCE} == {(6, 11)}
 
 
 @given(
@@ -212,7 +214,7 @@ def test_live_activations_of_the_times_are_those_of_the_lists(name: str) -> None
     plan = generate(name, 4, 6)
     timeline = simulate(plan, StageCosts.uniform(len(plan.placement())))
     assert timeline.live() == check(plan).live
-    assert simulate(plan.only(Kind.F), UNIT).live() == (0,) * 4
+    assert simulate(plan.only(ActionKind.F), UNIT).live() == (0,) * 4
 
 
 def test_the_grid_is_the_clock() -> None:
@@ -235,8 +237,8 @@ def test_the_grid_shows_every_action_whatever_the_costs() -> None:
 
 def test_the_drawing_holds_predicted_beside_measured() -> None:
     predicted = simulate(generate("zb-h1", 2, 3), UNIT)
-    later = (Span(s.rank, s.action, s.start_s * 1.1 + 7, s.end_s * 1.1 + 7) for s in predicted.spans)
-    measured = Timeline(2, tuple(later))
+    later = (ActionSpan(s.rank, s.action, s.start_s * 1.1 + 7, s.end_s * 1.1 + 7) for s in predicted.spans)
+    measured = ScheduleTimeline(2, tuple(later))
     root = ElementTree.fromstring(svg(predicted, measured))
     rects = root.findall("{http://www.w3.org/2000/svg}rect")
     assert len(rects) == 2 * len(predicted.spans)
@@ -263,8 +265,8 @@ def test_the_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
 def test_a_report_scales_what_was_foretold_to_the_seconds_that_compute_took_and_begins_at_0() -> None:
     plan = generate("1f1b", 2, 2)
     right = simulate(plan, seconds(F=3, B=6))
-    slow = simulate(plan, lambda a: (4.0 if a.kind is Kind.B else 2.0) * (1 + (a.stage or 0)))
-    measured = Timeline(
+    slow = simulate(plan, lambda a: (4.0 if a.kind is ActionKind.B else 2.0) * (1 + (a.stage or 0)))
+    measured = ScheduleTimeline(
         2, tuple(s._replace(start_s=s.start_s + 100, end_s=s.end_s + 100) for s in slow.spans)
     )
     report = ScheduleReport.of(plan, measured, seconds(F=1, B=2), Shape(2, 2))
@@ -278,5 +280,5 @@ def test_a_report_scales_what_was_foretold_to_the_seconds_that_compute_took_and_
 
 
 def test_an_empty_timeline_is_idle_for_no_time() -> None:
-    assert Timeline(2, ()).makespan_s == 0 and Timeline(2, ()).idle_share() == 0
-    assert grid(Timeline(2, ())) == "rank 0 |\nrank 1 |"
+    assert ScheduleTimeline(2, ()).makespan_s == 0 and ScheduleTimeline(2, ()).idle_share() == 0
+    assert grid(ScheduleTimeline(2, ())) == "rank 0 |\nrank 1 |"

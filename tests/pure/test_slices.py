@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.checkpoint.manifest import Manifest, Part, Slice, Stored, misfits, reads, writes
+from colossal_lite.checkpoint.manifest import Manifest, Slice, Stored, TensorSlice, misfits, reads, writes
 from colossal_lite.sharding.boxes import (
     Fragment,
     boxes_of_interval,
@@ -142,14 +142,14 @@ def manifest_of(tensors: dict[str, Stored]) -> Manifest:
     return Manifest(step=0, samples=0, seed=0, config={}, mesh={}, tensors=tensors)
 
 
-def parts_of(layout: MeshLayout, rank: int, zero: bool) -> list[Part]:
+def parts_of(layout: MeshLayout, rank: int, zero: bool) -> list[TensorSlice]:
     parts = []
     for name, spec in SPECS.items():
         if fits(spec, layout):
             numel = math.prod(spec.local_shape(layout))
             count, index = layout.size("data"), layout.coord(rank, "data")
             span = (index * numel // count, (index + 1) * numel // count) if zero else (0, numel)
-            parts.append(Part(name, "F32", spec, *span, ("data",) if zero else ()))
+            parts.append(TensorSlice(name, "F32", spec, *span, ("data",) if zero else ()))
     return parts
 
 
@@ -198,7 +198,10 @@ def test_planned_files_hold_what_any_other_mesh_reads(writer: str, reader: str, 
 def test_what_does_not_fit_is_listed_by_name() -> None:
     row = Slice(box=((0, 2),), file="shard-00000-000.safetensors", start=0, stop=8, crc32=0)
     manifest = manifest_of({"a": Stored(dtype="F32", shape=(2,), slices=(row,))})
-    parts = [Part("a", "F32", ShardSpec("a", dims_of((3,)))), Part("b", "F32", ShardSpec("b", dims_of((1,))))]
+    parts = [
+        TensorSlice("a", "F32", ShardSpec("a", dims_of((3,)))),
+        TensorSlice("b", "F32", ShardSpec("b", dims_of((1,)))),
+    ]
     assert misfits(parts, manifest, complete=True) == [
         "missing: b (1,)",
         "shape: a is (2,), the run has (3,)",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.memory.arena import Pool, slots
-from colossal_lite.schedule.interval_packing import Interval
+from colossal_lite.schedule.interval_packing import LiveInterval
 from colossal_lite.schedule.step_moments import IN_FLIGHT, fill_intervals, flight_intervals
 
 CPU = torch.device("cpu")
@@ -16,14 +16,23 @@ CPU = torch.device("cpu")
 
 def test_a_chunk_needs_room_from_its_first_gradient_until_two_more_are_on_their_way() -> None:
     found = fill_intervals([0, 0, 1, 1, 2, 3], [10, 20, 30, 40])
-    assert found == (Interval(3, 5, 10), Interval(2, 4, 20), Interval(1, 3, 30), Interval(0, 2, 40))
+    assert found == (
+        LiveInterval(3, 5, 10),
+        LiveInterval(2, 4, 20),
+        LiveInterval(1, 3, 30),
+        LiveInterval(0, 2, 40),
+    )
 
 
 def test_a_chunk_of_another_key_fills_beside_those_that_its_parameters_lie_between() -> None:
     """Chunk 1 holds the biases of all blocks: it fills from the first gradient on and goes with the first block."""
     found = fill_intervals([0, 1, 2, 1, 3, 1], [5, 1, 5, 5])
-    assert found[1] == Interval(0, 4, 1)
-    assert found[3] == Interval(0, 2, 5) and found[2] == Interval(1, 3, 5) and found[0] == Interval(3, 5, 5)
+    assert found[1] == LiveInterval(0, 4, 1)
+    assert (
+        found[3] == LiveInterval(0, 2, 5)
+        and found[2] == LiveInterval(1, 3, 5)
+        and found[0] == LiveInterval(3, 5, 5)
+    )
 
 
 def test_an_embedding_much_larger_than_the_rest_has_one_slot() -> None:
@@ -38,7 +47,7 @@ def test_slots_of_neighbours_take_what_three_of_them_need_though_one_is_larger()
 
 
 def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_counted() -> None:
-    places = slots([Interval(0, 1, 4), Interval(1, 2, 4), Interval(2, 3, 4)], torch.float32, CPU)
+    places = slots([LiveInterval(0, 1, 4), LiveInterval(1, 2, 4), LiveInterval(2, 3, 4)], torch.float32, CPU)
     assert places.numel == 8 and places.bytes == places.planned_bytes == 32
     first, second = places.take_now(0), places.take_now(1)
     places.give(0)
@@ -55,7 +64,7 @@ def test_slots_that_keep_to_the_plan_take_nothing_beside_it_and_others_are_count
 
 
 def test_i2_a_slot_is_neither_lent_twice_nor_given_back_twice() -> None:
-    places = slots([Interval(0, 1, 4), Interval(1, 2, 4)], torch.float32, CPU)
+    places = slots([LiveInterval(0, 1, 4), LiveInterval(1, 2, 4)], torch.float32, CPU)
     places.take_now(0)
     with pytest.raises(AssertionError, match="slot 0 is taken"):
         places.take_now(0)

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from colossal_lite.distributed import host_meeting
+from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.host_store import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
     HostStore,
-    Kept,
+    ParkedState,
     Records,
     Snapshot,
     StoreError,
@@ -330,7 +330,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(StoreError, match="task 'empty' cannot be shared: it has no records on the host"):
         store.handle("empty")
     with patch.object(
-        host_meeting, "why_not", lambda: "shared memory without a name is Linux's, this is darwin"
+        host_handshake, "why_not", lambda: "shared memory without a name is Linux's, this is darwin"
     ):
         other, more, room = opened()
         more.commit(3)
@@ -346,7 +346,7 @@ def test_records_that_an_engine_leaves_are_the_next_ones_and_gradients_are_nobod
     assert store.records("gpt").is_pending(3, GRADIENTS) and gradient.numel() == 8
     store.records("gpt").flush()
     room.fill_(4.0)
-    records.leave(Kept({"chunk 3": []}, {"steps": 1}))
+    records.leave(ParkedState({"chunk 3": []}, {"steps": 1}))
     next_one = store.open("gpt", beside=CPU)
     assert next_one.kept is not None and next_one.kept.facts == {"steps": 1}
     assert store.records("gpt").names == ((3, OPTIMIZER),)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.schedule.gather_plan import GatherPlan, Moment, Trace, gather_plan
-from colossal_lite.schedule.interval_packing import Interval, pack_intervals
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.gather_plan import GatherMoment, GatherPlan, Trace, gather_plan
+from colossal_lite.schedule.interval_packing import LiveInterval, pack_intervals
+from colossal_lite.schedule.plan import ActionKind
 
 BLOCK, OUTER = 1000, 300
 
@@ -21,7 +21,8 @@ def trace_of(blocks: int, *, tied: bool = True) -> Trace:
     forward = [0, *inner, norm, head]
     backward = [head, norm, *reversed(inner)]  # the embedding's backward reads no weight
     return Trace(
-        tuple(Moment(frozenset({c})) for c in forward), tuple(Moment(frozenset({c})) for c in backward)
+        tuple(GatherMoment(frozenset({c})) for c in forward),
+        tuple(GatherMoment(frozenset({c})) for c in backward),
     )
 
 
@@ -38,9 +39,9 @@ def assert_sound(plan: GatherPlan, numels: dict[int, int]) -> None:
     for step in (*plan.forward, *plan.backward):
         for action in step.actions:
             assert action.chunk is not None
-            if action.kind is Kind.RESHARD:
+            if action.kind is ActionKind.RESHARD:
                 del here[action.chunk]
-            elif action.kind is Kind.UNSHARD:
+            elif action.kind is ActionKind.UNSHARD:
                 assert action.chunk not in here, "gathered while it is there"
                 here[action.chunk] = step.resident[action.chunk]
         assert here == dict(step.resident), "what stays, stays where it is"
@@ -91,7 +92,7 @@ def test_what_neighbours_keep_is_gathered_from_them_the_second_time() -> None:
     assert_sound(plan, numels)
     assert plan.gathers() == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1} and set(plan.kept) == {0, 1, 2, 3}
     assert plan.gathers(near=True) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 0}
-    assert [str(a) for a in plan.actions if a.chunk == 1 and a.kind is Kind.UNSHARD] == [
+    assert [str(a) for a in plan.actions if a.chunk == 1 and a.kind is ActionKind.UNSHARD] == [
         "0UNSHARD#1",
         "0UNSHARD#1@net:near",
     ]
@@ -105,17 +106,22 @@ def test_what_neighbours_keep_is_gathered_from_them_the_second_time() -> None:
 
 def test_reductions_stand_where_gradients_are_complete_and_once() -> None:
     trace = trace_of(2)
-    backward = tuple(Moment(m.needs, n) for m, n in zip(trace.backward, (0, 0, 1, 2), strict=True))
+    backward = tuple(GatherMoment(m.needs, n) for m, n in zip(trace.backward, (0, 0, 1, 2), strict=True))
     plan = gather_plan(Trace(trace.forward, backward), numels_of(2), num_chunks=4)
-    reduced = [[a.chunk for a in step.actions if a.kind is Kind.REDUCE] for step in plan.backward]
+    reduced = [[a.chunk for a in step.actions if a.kind is ActionKind.REDUCE] for step in plan.backward]
     assert reduced == [[], [], [3], [2]]
 
 
 def test_chunks_that_the_first_step_left_out_are_put_where_the_model_has_them() -> None:
     units = {c: frozenset({c}) for c in range(4)}
     seen = Trace(
-        (Moment(frozenset({0})), Moment(frozenset({1})), Moment(frozenset({3})), Moment(frozenset({0}))),
-        (Moment(frozenset({0})), Moment(frozenset({3}), 1), Moment(frozenset({1}), 1)),
+        (
+            GatherMoment(frozenset({0})),
+            GatherMoment(frozenset({1})),
+            GatherMoment(frozenset({3})),
+            GatherMoment(frozenset({0})),
+        ),
+        (GatherMoment(frozenset({0})), GatherMoment(frozenset({3}), 1), GatherMoment(frozenset({1}), 1)),
     )
     covered = seen.covering(units, units)
     assert [set(m.needs) for m in covered.forward] == [{0}, {1}, {2}, {3}, {0}]
@@ -124,14 +130,14 @@ def test_chunks_that_the_first_step_left_out_are_put_where_the_model_has_them() 
 
 intervals = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 6), st.integers(1, 50)).map(
-        lambda t: Interval(t[0], t[0] + t[1], t[2])
+        lambda t: LiveInterval(t[0], t[0] + t[1], t[2])
     ),
     max_size=25,
 )
 
 
 @given(intervals)
-def test_packed_intervals_never_overlap_and_take_what_is_said(found: list[Interval]) -> None:
+def test_packed_intervals_never_overlap_and_take_what_is_said(found: list[LiveInterval]) -> None:
     offsets, numel = pack_intervals(found)
     for i, (one, a) in enumerate(zip(found, offsets, strict=True)):
         assert 0 <= a and a + one.numel <= numel
@@ -154,7 +160,7 @@ def test_packed_intervals_never_overlap_and_take_what_is_said(found: list[Interv
 def test_i2_any_trace_makes_a_plan_that_drops_nothing_while_it_is_used(
     forward: list[frozenset[int]], backward: list[frozenset[int]], prefetch: int, reshard: bool
 ) -> None:
-    trace = Trace(tuple(map(Moment, forward)), tuple(map(Moment, backward)))
+    trace = Trace(tuple(map(GatherMoment, forward)), tuple(map(GatherMoment, backward)))
     numels = {c: 64 * (1 + c % 3) for c in range(7)}
     plan = gather_plan(trace, numels, num_chunks=7, prefetch=prefetch, reshard_after_forward=reshard)
     assert_sound(plan, numels)
@@ -166,9 +172,9 @@ def test_i2_any_trace_makes_a_plan_that_drops_nothing_while_it_is_used(
 
 def test_a_chunk_that_backward_reads_again_when_its_gradients_are_complete_is_told() -> None:
     """Its weights may not leave their place then."""
-    forward = tuple(Moment(frozenset({c})) for c in range(4))
+    forward = tuple(GatherMoment(frozenset({c})) for c in range(4))
     once = [(3, 0), (2, 1), (1, 2), (0, 3)]
     for backward, late in ((once, frozenset()), ([*once[:3], (3, 3), once[3]], {3}), ([*once, (2, 4)], {2})):
-        moments = tuple(Moment(frozenset({chunk}), launched) for chunk, launched in backward)
+        moments = tuple(GatherMoment(frozenset({chunk}), launched) for chunk, launched in backward)
         plan = gather_plan(Trace(forward, moments), dict.fromkeys(range(4), BLOCK), num_chunks=4, prefetch=0)
         assert plan.read_late(4) == late

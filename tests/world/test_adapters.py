@@ -80,10 +80,12 @@ def planned(kind: Any, only: str = "") -> dict[str, str]:
 
 def test_the_automatic_plan_says_what_it_found() -> None:
     plan = planned(Adapter)
-    assert plan["blocks.*.attention.qkv"] == "adapter" and plan["blocks.*.attention.qkv.base"] == "first:qkv"
-    assert plan["blocks.*.mlp.down"] == "adapter" and plan["blocks.*.mlp.down.base"] == "second"
+    assert (
+        plan["blocks.*.attention.qkv"] == "adapter" and plan["blocks.*.attention.qkv.base"] == "colwise:qkv"
+    )
+    assert plan["blocks.*.mlp.down"] == "adapter" and plan["blocks.*.mlp.down.base"] == "rowwise"
     some = planned(ModularAdapter, only="base_layer")
-    assert some["blocks.*.attention.qkv"] == "adapter" and some["blocks.*.mlp.down"] == "second"
+    assert some["blocks.*.attention.qkv"] == "adapter" and some["blocks.*.mlp.down"] == "rowwise"
 
 
 # ---- bad input ----

@@ -192,7 +192,7 @@ def fails(env: RankEnv, case: Case, how: str) -> None:
 
 
 PAIRS = ("inside a pair", "behind the head")
-PAIR_PLAN = {"0": "embedding", "1.wide": "first", "1.narrow": "second", "2": "lm_head"}
+PAIR_PLAN = {"0": "embedding", "1.wide": "colwise", "1.narrow": "rowwise", "2": "lm_head"}
 PLAIN = Case(tokens=8)
 BAD: dict[str, tuple[Case, str]] = {
     "not a sum": (PLAIN, "total has the shape .3, 8.; legal is a 0-d sum"),

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.config.config import Config, ConfigError
 from colossal_lite.engine.engine import Engine
-from colossal_lite.memory.arena import Places
+from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.observe.memory_meter import LiveBytes
-from colossal_lite.offload.pieces import Kind, Name
-from colossal_lite.offload.placement import Placement, place, sink, visiting_bytes
+from colossal_lite.offload.pieces import Name, StateKind
+from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk, visiting_bytes
 from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
-from colossal_lite.zero import memory_budget as reside_module
-from colossal_lite.zero.memory_budget import Residence
-from colossal_lite.zero.sharded_weights import ShardedWeights, units_of
+from colossal_lite.zero import memory_budget as memory_budget_module
+from colossal_lite.zero.memory_budget import MemoryBudget
+from colossal_lite.zero.sharded_weights import ParameterGather, units_of
 from tests.covering import covering_array, name_of
 from tests.parity import Case, Step, start, steps_of
 from tests.pool import RankEnv, run_world
@@ -65,9 +65,9 @@ def config_of(
     )
 
 
-def placement_of(engine: Engine) -> Placement:
-    assert engine._residence is not None and engine._residence.placement is not None
-    return engine._residence.placement
+def placement_of(engine: Engine) -> StatePlacement:
+    assert engine._memory_budget is not None and engine._memory_budget.placement is not None
+    return engine._memory_budget.placement
 
 
 def within(env: RankEnv, case: Case, share: float, update: str) -> Any:
@@ -83,11 +83,11 @@ def within(env: RankEnv, case: Case, share: float, update: str) -> Any:
         steps = []
         for number in range(case.steps):
             inputs, labels = case.batch(number)
-            engine._foresee([inputs[cut]])  # without tensors, but the meter would count them
+            engine._forecast([inputs[cut]])  # without tensors, but the meter would count them
             before, first = on_tier(engine, "cpu"), list[int]()
             with (
                 LiveBytes() as meter,
-                patch.object(Residence, "settle", partial(noted, engine, meter, first)),
+                patch.object(MemoryBudget, "settle", partial(noted, engine, meter, first)),
             ):
                 loss = engine.forward_backward((inputs[cut], labels[cut]))
             # of the first step before it is decided what rests where: then the meter sees what is taken to the device
@@ -105,22 +105,22 @@ def within(env: RankEnv, case: Case, share: float, update: str) -> Any:
         return (steps, engine.full_optimizer_state()), (len(placed.on_host), len(placed.pieces))
 
 
-def _all_away(placed: Placement) -> int:
+def _all_away(placed: StatePlacement) -> int:
     """What the device holds with every piece on the host: of a few chunks the slots may take more than the pieces."""
     return replace(placed, on_host=frozenset(piece.name for piece in placed.pieces)).device_bytes
 
 
-SETTLE = Residence.settle
+SETTLE = MemoryBudget.settle
 
 
 def noted(engine: Engine, meter: LiveBytes, first: list[int]) -> None:
     """Note what the first step has held at the most, with its gathered weights, which no meter sees; then settle."""
-    residence = engine._residence
-    assert residence is not None
-    if residence.placement is None:
+    memory_budget = engine._memory_budget
+    assert memory_budget is not None
+    if memory_budget.placement is None:
         rows = [row for row in engine.memory_report() if row.tier == "cpu"]
         first.append(sum(row.forecast_bytes or 0 for row in rows) + meter.peak_bytes)
-    SETTLE(residence)
+    SETTLE(memory_budget)
 
 
 def auto(budget: int, **more: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _extent(env: RankEnv, case: Case, **more: Any) -> tuple[int, int]:
     return least, whole
 
 
-def _free(env: RankEnv, case: Case, **more: Any) -> Placement:
+def _free(env: RankEnv, case: Case, **more: Any) -> StatePlacement:
     """What there is to place in a run."""
     with env.launch(replace(case, config={**case.config, **auto(2**40, **more)}).full_config) as context:
         engine = start(case, context)
@@ -158,8 +158,8 @@ def three_tiers(env: RankEnv, case: Case, directory: str, **more: Any) -> dict[s
     device = round(least + 0.1 * (whole - least))
     placed = place(free.pieces, dict(free.fixed), device, free.beside)
     first = replace(placed, on_host=frozenset(piece.name for piece in placed.pieces if piece.moves))
-    half = (sink(placed, 0).host_bytes + placed.host_bytes) // 2
-    host = max(sink(first, 0).host_bytes, half)
+    half = (spill_to_disk(placed, 0).host_bytes + placed.host_bytes) // 2
+    host = max(spill_to_disk(first, 0).host_bytes, half)
     return auto(device, host_budget=host, disk_dir=directory, **more)["memory"]
 
 
@@ -315,7 +315,7 @@ WAYS = covering_array(
 
 
 def memory_of(env: RankEnv, case: Case, placement: str, directory: str) -> dict[str, Any]:
-    there = dict(update="host") if placement.endswith(", updated there") else {}
+    there = dict(update_on="host") if placement.endswith(", updated there") else {}
     placement = placement.removesuffix(", updated there")
     if placement == "static":
         fractions = dict(weights=0.5, gradients=1.0, optimizer=0.8)
@@ -393,7 +393,7 @@ def divided(env: RankEnv, case: Case) -> Any:
         engine = start(case, context)
         steps = list(steps_of(engine, context, case))
         placed, rows = placement_of(engine), engine.memory_report()
-        for kind in set(Kind) - {Kind.LAST_SUM}:  # which is of a gradient
+        for kind in set(StateKind) - {StateKind.LAST_SUM}:  # which is of a gradient
             pieces = [piece for piece in placed.pieces if piece.name.kind is kind]
             away = sum(piece.bytes for piece in pieces if piece.name in placed.on_host)
             share = fractions.get(kind, 0.0) * sum(piece.bytes for piece in pieces)
@@ -430,7 +430,7 @@ def test_fractions_that_a_budget_does_not_hold_are_refused_with_what_would() -> 
 SMALL_MODEL = dict(width=32, heads=4)
 EIGHTFOLD = Case(
     layers=32, sizes=SMALL_MODEL, tokens=8, vocabulary=64, global_batch=2, steps=3, chunk_bytes=4 * 4096,
-    config=config_of(3, prefetch=0, reduction="fast") | dict(activation_checkpoint="full"),
+    config=config_of(3, prefetch=0, sum_order="fast") | dict(activation_checkpoint="full"),
 )  # fmt: skip
 
 
@@ -441,7 +441,7 @@ class Told:
     losses: tuple[float, ...]
     up_bytes: int
     down_bytes: int
-    placement: Placement
+    placement: StatePlacement
     reads: tuple[int, ...]
     """How often a micro-batch brings the weights of each chunk."""
     unit_bytes: int
@@ -465,7 +465,7 @@ def told(env: RankEnv, case: Case, times: float, **more: Any) -> Told:
             losses.append(float(engine.train_step((inputs[cut], labels[cut])).loss))
         moved = [link.moved_bytes - mark for link, mark in zip(tiers.links, before, strict=True)]
         weights, chunks = engine._weights, engine._chunks
-        assert isinstance(weights, ShardedWeights) and weights.plan is not None
+        assert isinstance(weights, ParameterGather) and weights.plan is not None
         stays = weights.plan.stays()
         units = {unit for unit in units_of(chunks).values()}
         return Told(
@@ -499,17 +499,17 @@ def phases_of(told: Told, micro_batches: int = 1, *, own_master: bool = True) ->
     again = dict[Name, Use]()
     for piece in told.placement.pieces:
         name = piece.name
-        if name.kind is Kind.LAST_SUM:
+        if name.kind is StateKind.LAST_SUM:
             continue  # of a gradient
-        if name.kind is Kind.WEIGHTS:
+        if name.kind is StateKind.WEIGHTS:
             forward[name] = Use(piece.bytes, reads=True, writes=False)
             if told.reads[name.chunk] > 1:
                 backward[name] = forward[name]
-        elif name.kind is Kind.GRADIENTS:
+        elif name.kind is StateKind.GRADIENTS:
             backward[name] = Use(piece.bytes, reads=False, writes=True)
             again[name] = replace(backward[name], adds=True)
-        reads = own_master or name.kind is not Kind.WEIGHTS
-        update[name] = Use(piece.bytes, reads=reads, writes=name.kind is not Kind.GRADIENTS)
+        reads = own_master or name.kind is not StateKind.WEIGHTS
+        update[name] = Use(piece.bytes, reads=reads, writes=name.kind is not StateKind.GRADIENTS)
     return [forward, backward, *[forward, backward | again] * (micro_batches - 1), update]
 
 
@@ -539,7 +539,7 @@ def test_with_records_on_disk_states_of_eight_times_the_budget_train_to_the_same
         assert (found.up_bytes, found.down_bytes) == (placed.up_bytes, placed.down_bytes)
         assert found.disk_bytes == (placed.read_bytes, placed.read_bytes)
         assert placed.host_budget is not None and placed.host_bytes <= placed.host_budget
-        tiers = {placed.tier_of(p.name) for p in placed.pieces if p.name.kind is Kind.OPTIMIZER}
+        tiers = {placed.tier_of(p.name) for p in placed.pieces if p.name.kind is StateKind.OPTIMIZER}
         assert tiers >= {"host", "disk"} and 0.5 < len(placed.on_disk) / len(found.reads) < 0.9
     assert list(tmp_path.iterdir()) == []
 
@@ -560,7 +560,7 @@ def over_the_bound(told: Told, micro_batches: int, *, own_master: bool = True) -
     moving = [
         replace(piece, rest=None, last_sum=False)
         for piece in placed.pieces
-        if piece.name.kind is not Kind.LAST_SUM
+        if piece.name.kind is not StateKind.LAST_SUM
     ]
     fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.away, placed.beside)
     phases = phases_of(told, micro_batches, own_master=own_master)
@@ -582,7 +582,7 @@ LINK_ROWS = [
 def linked(row: dict[str, Any]) -> tuple[Case, float, int]:
     row = dict(row)
     ranks, times = row.pop("ranks"), row.pop("times")
-    config = config_of(3, reduction="fast", **dict(prefetch=0) | row) | dict(activation_checkpoint="full")
+    config = config_of(3, sum_order="fast", **dict(prefetch=0) | row) | dict(activation_checkpoint="full")
     parts = row.get("accumulation", 1)
     return replace(EIGHTFOLD, world_size=ranks, global_batch=2 * ranks * parts, config=config), times, parts
 
@@ -607,7 +607,7 @@ def test_bytes_over_the_link_are_the_plan_and_within_five_percent_of_the_bound(r
 
 
 def told_on_host(env: RankEnv, case: Case, times: float) -> Told:
-    return told(env, case, times, update="host")
+    return told(env, case, times, update_on="host")
 
 
 @pytest.mark.parametrize("row", [LINK_ROWS[1], LINK_ROWS[4]], ids=name_of)
@@ -623,12 +623,14 @@ def test_updates_on_the_host_move_the_bytes_of_the_plan_and_fewer_than_records_t
         assert found.up_bytes + found.down_bytes < other.up_bytes + other.down_bytes
 
 
-def all_on_the_host(pieces: Any, fixed: Any, budget: int | None, beside: Any) -> Placement:
-    return Placement(tuple(pieces), frozenset(p.name for p in pieces), tuple(fixed.items()), budget, beside)
+def all_on_the_host(pieces: Any, fixed: Any, budget: int | None, beside: Any) -> StatePlacement:
+    return StatePlacement(
+        tuple(pieces), frozenset(p.name for p in pieces), tuple(fixed.items()), budget, beside
+    )
 
 
 def told_badly(env: RankEnv, case: Case, times: float) -> Told:
-    with patch.object(reside_module, "place", all_on_the_host):
+    with patch.object(memory_budget_module, "place", all_on_the_host):
         return told(env, case, times)
 
 
@@ -705,7 +707,7 @@ def grown(env: RankEnv, case: Case, budget: int, sizes: list[tuple[str, int]]) -
             before, said = on_tier(engine, "cpu"), ""
             try:
                 with torch.set_grad_enabled(what == "train"):
-                    engine._foresee([inputs])  # else the meter counts what has no bytes
+                    engine._forecast([inputs])  # else the meter counts what has no bytes
             except ConfigError as error:
                 said = str(error)
             with LiveBytes() as meter:
@@ -721,7 +723,7 @@ def test_a_batch_larger_than_the_first_is_let_in_where_it_fits_and_else_refused_
     stage: int, build: str
 ) -> None:
     """On every rank, and of models that nobody can foretell too."""
-    case = replace(GROWING, build=build, config=config_of(stage, reduction="fast"))
+    case = replace(GROWING, build=build, config=config_of(stage, sum_order="fast"))
     if build == "module":
         case = replace(case, adapters=2)
     budget = 1_200_000
@@ -764,7 +766,7 @@ def test_an_evaluation_before_the_first_step_of_what_nobody_can_foretell_is_held
     samples: int, fits: bool
 ) -> None:
     """It is measured, and refused on every rank; what fits may be evaluated before and after the first step."""
-    case = replace(GROWING, build="module", adapters=2, config=config_of(1, reduction="fast"))
+    case = replace(GROWING, build="module", adapters=2, config=config_of(1, sum_order="fast"))
     budget = 1_200_000
     for said, held in run_world(evaluated_first, 2, case, budget, samples):
         assert (held <= budget) == fits == (not said), (said, held)
@@ -772,7 +774,7 @@ def test_an_evaluation_before_the_first_step_of_what_nobody_can_foretell_is_held
 
 
 def test_ranks_with_smaller_batches_learn_that_another_has_too_large_a_one() -> None:
-    case = replace(GROWING, config=config_of(3, reduction="fast"))
+    case = replace(GROWING, config=config_of(3, sum_order="fast"))
     (mine, other) = run_world(one_grows, 2, case, timeout_s=60)
     assert mine == other and "a step of 100 samples" in mine
 
@@ -799,7 +801,7 @@ def frozen_rows(env: RankEnv, case: Case) -> tuple[int, int, int, int]:
         engine = start(case, context)
         held = sum(p.nbytes for p in engine.model.parameters() if not p.requires_grad)
         if engine._frozen:
-            held = sum(chunk.spec.numel // 2 * chunk.own_value.itemsize for chunk in engine._frozen)
+            held = sum(chunk.spec.numel // 2 * chunk.local_shard.itemsize for chunk in engine._frozen)
         (row,) = [row for row in engine.memory_report() if row.kind == "frozen"]
         assert row.tier == "cpu" and row.peak_bytes == row.now_bytes
         made = planner.plan(
@@ -886,12 +888,12 @@ def test_at_stage_2_more_micro_batches_are_advised_with_sums_for_each_of_them() 
     case, memory = replace(ADVISED, config=config), dict(placement="auto", device_budget=915_000)
     (text, _) = run_world(advice, 2, case, memory, 8, {})
     found = re.search(
-        r"; or gradient_accumulation=(\d+) with zero.reduce='micro_batch' \(([\d,]+) bytes\)", text
+        r"; or gradient_accumulation=(\d+) with zero.reduce_every='micro_batch' \(([\d,]+) bytes\)", text
     )
     assert found, text
     parts = dict(gradient_accumulation=int(found[1]))
     (alone, _) = run_world(advice, 2, case, memory, 8, parts)
-    (both, _) = run_world(advice, 2, case, memory, 8, parts | {"zero.reduce": "micro_batch"})
+    (both, _) = run_world(advice, 2, case, memory, 8, parts | {"zero.reduce_every": "micro_batch"})
     assert needed(alone) > 915_000 and not both
 
 
@@ -918,7 +920,7 @@ def first_on_host(env: RankEnv, case: Case, memory: dict[str, Any]) -> tuple[int
             planner.plan(
                 Config.load(context.config, ["--memory.host_budget", str(budget)]), case.model,
                 batch=case.global_batch, sequence=case.tokens, world_size=env.world_size,
-            ).residence
+            ).memory_budget
             for budget in (memory["host_budget"], memory["host_budget"] - 1)
         ]  # fmt: skip
         return first, on_tier(engine, "host"), told
@@ -1059,7 +1061,7 @@ def test_i5_bits_do_not_depend_on_the_speed_of_the_link(link: str, memory: dict[
 
 def slow_and_hasty(env: RankEnv, case: Case, speeds: dict[str, LinkSpeed]) -> Any:
     """Gradients fill places from which records still leave."""
-    with patch.object(Places, "take_now", lambda self, number: self.take(number)[0]):
+    with patch.object(ArenaAllocator, "take_now", lambda self, number: self.take(number)[0]):
         return slow(env, case, speeds)
 
 

@@ -228,8 +228,8 @@ def story(
             losses += [float(run.engine.train_step(run.batch(number)).loss) for number in (1, 2)]
             chunks = run.engine._chunks
             turns = (
-                sum(chunk.by_turns("weights") for chunk in chunks),
-                sum(chunk.by_turns("gradients") for chunk in chunks),
+                sum(chunk.time_shared("weights") for chunk in chunks),
+                sum(chunk.time_shared("gradients") for chunk in chunks),
                 sum(chunk.waits_on_device for chunk in chunks),
             )
             found = losses, state_of(run.engine), turns

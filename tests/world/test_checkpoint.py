@@ -525,14 +525,14 @@ def test_a_load_needs_three_slices_of_memory_and_a_save_two(tmp_path: Path) -> N
 
 def memory_of_save_and_load(env: RankEnv, folder: str) -> dict[str, int]:
     from colossal_lite.checkpoint.checkpointer import Checkpointer
-    from colossal_lite.checkpoint.run_state import Facts, Held
+    from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
     from colossal_lite.sharding.mesh_layout import MeshLayout
     from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
     big = torch.rand(4, 2**24)
-    held = [Held("model/big", ShardSpec("big", dims_of(big.shape)), big)]
+    held = [HeldTensor("model/big", ShardSpec("big", dims_of(big.shape)), big)]
     disk = Checkpointer(MeshLayout.build(), 0, env.store, keep=1, timeout_s=9, heard=str)
-    facts = Facts(1, 0, 0, {}, None, {}, {})
+    facts = RunFacts(1, 0, 0, {}, None, {}, {})
     disk.save(Path(folder), held, facts, asynchronous=False)  # what a first call loads stays loaded
     disk.load(Path(folder), held, {}, complete=True)
     taken = {}

@@ -14,7 +14,7 @@ import torch
 from colossal_lite.checkpoint import checkpointer
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
-from colossal_lite.checkpoint.run_state import Facts, Held
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import Factor, Shard, ShardSpec
 from tests.pool import RankEnv, WorldError, run_world
@@ -33,9 +33,9 @@ def save_until_killed(env: RankEnv, folder: str, start: int, delay_s: float, asy
     checkpointer.SLICE_BYTES, checkpointer.FILE_BYTES = 2**17, 2**18
     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(start + 1, start + 1000):
-        held = [Held("model/w", spec, local.fill_(step))]
+        held = [HeldTensor("model/w", spec, local.fill_(step))]
         saving = disk.save(
-            Path(folder), held, Facts(step, step, 0, {}, None, {}, {}), asynchronous=asynchronous
+            Path(folder), held, RunFacts(step, step, 0, {}, None, {}, {}), asynchronous=asynchronous
         )
         local.fill_(-1)  # what training does to the weights while a thread writes
         name = saving.wait().name

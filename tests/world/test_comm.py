@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.distributed.communicator import CommError, Communicator
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.pool import RankEnv, run_world
@@ -97,7 +97,7 @@ def adjoints(env: RankEnv) -> dict[str, float]:
         return _adjoints(env, mesh.axis("data"))
 
 
-def _adjoints(env: RankEnv, comm: AxisComm) -> dict[str, float]:
+def _adjoints(env: RankEnv, comm: Communicator) -> dict[str, float]:
     generator = torch.Generator().manual_seed(env.rank)
 
     def random(*shape: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _adjoints(env: RankEnv, comm: AxisComm) -> dict[str, float]:
     return found
 
 
-def _to_heads(x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+def _to_heads(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Two tensors of different numbers of heads in one exchange, weighed so that neither can take the other's place."""
     wide, narrow = x.view(2, N // 2, N, 1), x.view(2, N // 2, N, 1)[:, :, : comm.size] * 3
     wide, narrow = autograd_collectives.tokens_to_heads((wide, narrow), comm)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.distributed.communicator import CommError, Communicator
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.distributed.outbox import ALIGN_BYTES, Outbox
+from colossal_lite.distributed.send_buffer import ALIGN_BYTES, SendBuffer
 from colossal_lite.distributed.shared_memory import MOST_LENT, Exchange
 from colossal_lite.distributed.shared_memory_collectives import WHOLE_BYTES
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -50,10 +50,10 @@ def shared_mesh(
 def test_places_that_are_lent_never_overlap_and_the_lowest_free_one_is_taken(
     wanted: list[tuple[int, int]], random: Any
 ) -> None:
-    outbox, lent = Outbox(), dict[int, tuple[int, int]]()
+    offload_buffer, lent = SendBuffer(), dict[int, tuple[int, int]]()
     try:
         for size, readers in wanted:
-            offset = outbox.lend(size, readers)
+            offset = offload_buffer.lend(size, readers)
             end = offset + max(size, 1)
             assert offset % ALIGN_BYTES == 0
             assert all(end <= start or stop <= offset for start, (stop, _) in lent.items())
@@ -68,10 +68,10 @@ def test_places_that_are_lent_never_overlap_and_the_lowest_free_one_is_taken(
             if random.random() < 0.5:
                 offset = random.choice(list(lent))
                 for _ in range(lent.pop(offset)[1]):
-                    outbox.give_back(offset)
-        assert outbox.lent == len(lent)
+                    offload_buffer.give_back(offset)
+        assert offload_buffer.lent == len(lent)
     finally:
-        os.close(outbox.descriptor)
+        os.close(offload_buffer.descriptor)
 
 
 # ---- values and bits ----
@@ -148,7 +148,7 @@ def late(env: RankEnv) -> list[float]:
         assert last == [float(i) for i in reversed(range(count))]
         found = [float(each.wait()) for each in sums]
         comm.barrier()
-        return [*found, float(exchange_of(mesh).outbox.peak_bytes)]
+        return [*found, float(exchange_of(mesh).send_buffer.peak_bytes)]
 
 
 def test_posts_wait_for_nobody_and_places_are_used_again() -> None:
@@ -165,7 +165,7 @@ def steady(env: RankEnv) -> tuple[int, int]:
         for _ in range(50):
             comm.all_reduce(torch.ones(10_000))
         comm.barrier()
-        return mesh.shared_bytes, exchange_of(mesh).outbox.lent
+        return mesh.shared_bytes, exchange_of(mesh).send_buffer.lent
 
 
 def test_an_outbox_holds_what_is_in_flight_and_not_what_was() -> None:
@@ -192,7 +192,8 @@ def test_groups_and_messages_have_sequences_of_their_own() -> None:
 
 
 def in_stages(env: RankEnv) -> list[bool]:
-    """Sums of two stages beside other operations: a rank that comes late takes them up before it posts the next."""
+    """Sums of two stages beside other operations: a rank that comes late takes them up before it posts the
+    next."""
     with ExitStack() as stack:
         comm, n = shared_mesh(env, stack).axis("data"), env.world_size
         numel = WHOLE_BYTES
@@ -236,7 +237,7 @@ def test_what_lands_in_a_buffer_does_not_disturb_what_autograd_saved_beside_it()
 
 def strays(env: RankEnv, guilty: int) -> str:
     with ExitStack() as stack:
-        comm: AxisComm = shared_mesh(env, stack).axis("data")
+        comm: Communicator = shared_mesh(env, stack).axis("data")
         try:
             if env.rank == guilty:
                 comm.broadcast(torch.ones(8), guilty)
@@ -315,9 +316,9 @@ def test_a_rank_that_dies_is_noticed_before_the_timeout() -> None:
 def stranger(env: RankEnv) -> list[float]:
     """A process that finds the address of a rank that still listens, without this world's token."""
     import colossal_lite.distributed.mesh as module
-    from colossal_lite.distributed.host_meeting import Meeting
+    from colossal_lite.distributed.host_handshake import HostHandshake
 
-    class Watched(Meeting):
+    class Watched(HostHandshake):
         def join(self, cards: Any, timeout_s: float) -> Exchange | None:
             if env.rank == 0:
                 knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -328,7 +329,7 @@ def stranger(env: RankEnv) -> list[float]:
             return super().join(cards, timeout_s)
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Meeting", Watched)
+        patch.setattr(module, "HostHandshake", Watched)
         comm = shared_mesh(env, stack).axis("data")
         return comm.all_reduce(torch.tensor([1.0 + env.rank])).tolist()
 
@@ -339,7 +340,7 @@ def test_a_stranger_is_not_let_in() -> None:
 
 def apart(env: RankEnv) -> tuple[bool, bool, float]:
     """Ranks 0 and 1 on one host, 2 and 3 on another: an axis within a host shares memory, one across has gloo."""
-    import colossal_lite.distributed.host_meeting as module
+    import colossal_lite.distributed.host_handshake as module
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_host", lambda: bytes([env.rank // 2]) * 32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.planner import planner
-from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.parity import Case, assert_parity, start, steps_of
 from tests.pool import RankEnv, run_world
 from tests.world.test_zero import SMALL, VOCABULARY
@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
         ADAPTED, world_size=4, global_batch=3, ragged=True, config=FULL | zero3(reshard_after_forward=2)
     ),
     "adapters beside tensor parallelism, ordered, hybrid": replace(
-        ADAPTED, family="llama", world_size=4, tensor=2, config=zero3(reduction="ordered")
+        ADAPTED, family="llama", world_size=4, tensor=2, config=zero3(sum_order="ordered")
     ),
     "the first blocks": replace(FIRST, config=FULL | zero3()),
     "a block between, and a tied table": replace(
@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     "all but one norm, hybrid": replace(
         ADAPTED, adapters=0, tied=False, world_size=4,
         frozen=("token.weight", "position.weight", "head.weight", *frozen_blocks(0, 1, 2, 3)),
-        config=zero3(shard=2),
+        config=zero3(shard_size=2),
     ),
 }  # fmt: skip
 
@@ -83,14 +83,14 @@ class Seen:
     frozen: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
     memory: Mapping[str, tuple[int, int | None]]
-    foretold: Mapping[str, int]
+    predicted: Mapping[str, int]
     traffic: Mapping[tuple[str, str], tuple[int, int]]
 
 
 def three_steps(env: RankEnv, case: Case) -> Seen:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        kept = [(chunk.version, chunk.own_value.clone()) for chunk in engine._frozen]
+        kept = [(chunk.version, chunk.local_shard.clone()) for chunk in engine._frozen]
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
         for _ in range(
             3
@@ -98,11 +98,11 @@ def three_steps(env: RankEnv, case: Case) -> Seen:
             engine.train_step((inputs, labels))
         rows = {(r.operation, r.axis): (r.calls, r.payload_bytes) for r in engine.ledger.rows()}
         assert all(
-            chunk.version == version and torch.equal(chunk.own_value, value)
+            chunk.version == version and torch.equal(chunk.local_shard, value)
             for chunk, (version, value) in zip(engine._frozen, kept, strict=True)
         )
         weights = engine._weights
-        assert isinstance(weights, ShardedWeights) and weights.plan is not None
+        assert isinstance(weights, ParameterGather) and weights.plan is not None
         assert not any(isinstance(chunk, Chunk) for chunk in engine._frozen)
         made = planner.plan(
             context.config, case.model, batch=case.global_batch, sequence=case.tokens,
@@ -151,7 +151,7 @@ def test_frozen_shards_move_twice_a_micro_batch_and_hold_nothing_beside(case: Ca
         assert seen.memory["gradients"][0] == r * sum(seen.trained) // 2
         assert seen.memory["optimizer"][0] == 2 * r * sum(seen.trained) // 2
         held = ("frozen", "weights", "gathered", "masters", "gradients", "optimizer", "staging")
-        assert {kind: seen.foretold[kind] for kind in held} == {kind: seen.memory[kind][0] for kind in held}
+        assert {kind: seen.predicted[kind] for kind in held} == {kind: seen.memory[kind][0] for kind in held}
         assert {key: seen.traffic[key] for key in seen.rows if key[1] == "data"} == {
             key: row for key, row in seen.rows.items() if key[1] == "data"
         }
@@ -162,7 +162,7 @@ def on_the_host(env: RankEnv, case: Case) -> tuple[list[float], dict[str, Tensor
         engine = start(case, context)
         steps = list(steps_of(engine, context, case))
         weights, link = engine._weights, {row.link: row.moved_bytes for row in engine.link_report()}
-        assert isinstance(weights, ShardedWeights) and weights.plan is not None
+        assert isinstance(weights, ParameterGather) and weights.plan is not None
         stays = weights.plan.stays()
         facts = dict(
             rows=[(r.tier, r.now_bytes, r.forecast_bytes) for r in engine.memory_report() if r.kind == "frozen"],
@@ -176,7 +176,7 @@ def on_the_host(env: RankEnv, case: Case) -> tuple[list[float], dict[str, Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_frozen_weights_rest_on_the_host_come_for_their_use_and_never_go_back(ranks: int) -> None:
-    case = replace(ADAPTED, world_size=ranks, config=zero3(reduction="ordered"))
+    case = replace(ADAPTED, world_size=ranks, config=zero3(sum_order="ordered"))
     fractions = dict(weights=1.0, gradients=0.0, optimizer=0.0)
     memory = dict(memory=dict(placement="static", host_fraction=fractions))
     device = run_world(parameters_of, ranks, case)

@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from colossal_lite.engine.memory_report import MemoryRow
-from colossal_lite.memory.arena import Places
+from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.offload import optimizer_states, pieces, state_storage
 from colossal_lite.offload import placement as budget
-from colossal_lite.schedule.interval_packing import Interval, Stay
-from colossal_lite.schedule.step_moments import Rest
+from colossal_lite.schedule.interval_packing import LiveInterval, LiveRange
+from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
@@ -101,7 +101,7 @@ class Found:
         return [*rows, *(pair for pair in self.held if pair[0] != pair[1])]
 
 
-def by_turns(chunks: Sequence[Chunk]) -> tuple[Places, ...]:
+def time_shared(chunks: Sequence[Chunk]) -> tuple[ArenaAllocator, ...]:
     """The places of what rests so."""
     found = [
         p for c in chunks for p in (c._weight_turns, c._gradient_turns, c._last_sums and c._last_sums[0]) if p
@@ -127,12 +127,12 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
             engine._rest()
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
-            kinds = (*slots_of(engine._chunks), *optimizer.visited, *by_turns(engine._chunks))
+            kinds = (*slots_of(engine._chunks), *optimizer.visited, *time_shared(engine._chunks))
             held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
             if (arena := optimizer.arena) is not None:
                 held.append((arena.most_held_bytes, arena.plan.held_bytes))
             weights = engine._weights
-            if isinstance(weights, ShardedWeights):
+            if isinstance(weights, ParameterGather):
                 assert weights.plan is not None
                 held.append((weights.most_held_numel, weights.plan.live_numel))
             return Found(engine.memory_report(), tuple(held), tuple(sorted(mode.lines)))
@@ -152,7 +152,7 @@ def test_every_slot_that_is_planned_is_used_no_longer_than_planned_and_a_step_al
         assert not [line for line in found.made if "_copies" not in line], found.made
 
 
-BY_TURNS = covering_array(
+TIME_SHARED = covering_array(
     dict(
         ranks=[1, 2],
         placement=["static", "auto, least", "auto, some", "auto, three tiers"],
@@ -166,7 +166,7 @@ BY_TURNS = covering_array(
 )
 
 
-@pytest.mark.parametrize("row", BY_TURNS, ids=name_of)
+@pytest.mark.parametrize("row", TIME_SHARED, ids=name_of)
 def test_so_it_is_where_weights_and_gradients_rest_by_turns(row: dict[str, Any], tmp_path: Path) -> None:
     """As they do where masters are apart."""
     row = dict(row)
@@ -196,7 +196,7 @@ def test_so_it_is_where_updates_are_made_in_backward(row: dict[str, Any], tmp_pa
     row = dict(row)
     ranks, placement, chunks = row.pop("ranks"), row.pop("placement"), row.pop("chunks")
     config = config_of(**row)
-    config |= dict(optimizer=config["optimizer"] | dict(update="backward"))
+    config |= dict(optimizer=config["optimizer"] | dict(update_when="backward"))
     case = replace(DEEP, world_size=ranks, chunk_bytes=CHUNKS[chunks], config=config)
     for found in run_world(used, ranks, case, placement, str(tmp_path)):
         assert not found.unequal, found.unequal
@@ -212,7 +212,7 @@ def _longer(module: Any, name: str) -> Callable[[], tuple[Any, str, Any]]:
     def planted() -> tuple[Any, str, Any]:
         original = getattr(module, name)
 
-        def longer(*args: Any, **options: Any) -> tuple[Interval, ...]:
+        def longer(*args: Any, **options: Any) -> tuple[LiveInterval, ...]:
             return tuple(replace(one, stop=one.stop + 1) for one in original(*args, **options))
 
         return module, name, longer
@@ -224,41 +224,41 @@ def _wider(what: str) -> Callable[[], tuple[Any, str, Any]]:
     """Places of this kind for one more in a row, in the plan as in what is made by it."""
 
     def planted() -> tuple[Any, str, Any]:
-        original = pieces.Slot.stays
+        original = pieces.StagingBuffer.live_ranges
 
-        def wider(self: pieces.Slot, *args: Any, **options: Any) -> tuple[Stay, ...]:
+        def wider(self: pieces.StagingBuffer, *args: Any, **options: Any) -> tuple[LiveRange, ...]:
             return tuple(
                 replace(stay, stop=stay.stop + (self.what == what))
                 for stay in original(self, *args, **options)
             )
 
-        return pieces.Slot, "stays", wider
+        return pieces.StagingBuffer, "live_ranges", wider
 
     return planted
 
 
-def _rests_longer(what: Rest) -> Callable[[], tuple[Any, str, Any]]:
+def _rests_longer(what: SharedInterval) -> Callable[[], tuple[Any, str, Any]]:
     """What rests by turns in this way is there for nearly all of a step."""
 
     def planted() -> tuple[Any, str, Any]:
-        original = budget.rests
+        original = budget.shared_interval
 
-        def longer(kind: Rest, *args: Any) -> Stay:
+        def longer(kind: SharedInterval, *args: Any) -> LiveRange:
             stay = original(kind, *args)
             if kind is not what:
                 return stay
             gap = range(stay.gap.stop - 1, stay.gap.stop)
             return replace(stay, gap=gap) if stay.gap else replace(stay, start=-2 * args[-1])
 
-        return budget, "rests", longer
+        return budget, "shared_interval", longer
 
     return planted
 
 
 FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
-    "weights that rest by turns stay": (_rests_longer(Rest.WEIGHTS), 3, "auto, some"),
+    "weights that rest by turns stay": (_rests_longer(SharedInterval.WEIGHTS), 3, "auto, some"),
     "gradients that rest by turns are there before they come": (
-        _rests_longer(Rest.GRADIENTS),
+        _rests_longer(SharedInterval.GRADIENTS),
         3,
         "auto, some",
     ),

@@ -14,7 +14,7 @@ from tests.parity import Case, assert_parity, initial_values
 from tests.pool import run_world
 from tests.world.test_budget import DEEP as LOW
 from tests.world.test_budget import within
-from tests.world.test_planner import assert_foretold
+from tests.world.test_planner import assert_predicted
 from tests.world.test_zero import (
     ADAMW,
     BITS,
@@ -37,7 +37,7 @@ def hybrid(stage: int, shard: int = 2, **more: Any) -> dict[str, Any]:
     return dict(zero=dict(stage=stage, shard=shard, **more))
 
 
-ORDERED = dict(reduction="ordered")
+ORDERED = dict(sum_order="ordered")
 SPLIT = dict(dtype="bf16", master="split")
 FULL = dict(clip_grad_norm=0.05, gradient_accumulation=2)
 FOUR = Case(world_size=4, vocabulary=VOCABULARY, chunk_bytes=SMALL, steps=2)
@@ -56,7 +56,7 @@ COMBINATIONS: dict[str, Case] = {
         frozen=("blocks.0.mlp.up.weight", "blocks.1.norm1.bias"),
         config=hybrid(2) | dict(optimizer=ADAMW),
     ),
-    "2 by micro-batch": replace(FOUR, dropout=0.1, config=FULL | hybrid(2, reduce="micro_batch")),
+    "2 by micro-batch": replace(FOUR, dropout=0.1, config=FULL | hybrid(2, reduce_every="micro_batch")),
     "3, tied, recomputed": replace(
         FOUR, ragged=True, config=FULL | hybrid(3, prefetch=2) | dict(activation_checkpoint="full")
     ),
@@ -75,7 +75,7 @@ COMBINATIONS: dict[str, Case] = {
         pipeline=dict(size=2, schedule="zb-h1", micro_batches=2),
         global_batch=16,
         steps=1,
-        config=FULL | hybrid(2, reduce="micro_batch"),
+        config=FULL | hybrid(2, reduce_every="micro_batch"),
     ),
     "1, state on the host": replace(
         FOUR, config=FULL | hybrid(1) | dict(memory=dict(placement="host"), optimizer=ADAMW)
@@ -94,7 +94,7 @@ COMBINATIONS |= {
         config=FULL | dict(zero=NEAR | ORDERED | dict(prefetch=0), activation_checkpoint="full"),
     ),
     "3, kept by neighbours of a copy": replace(
-        FOUR, world_size=8, global_batch=8, steps=2, config=dict(zero=NEAR | dict(shard=4))
+        FOUR, world_size=8, global_batch=8, steps=2, config=dict(zero=NEAR | dict(shard_size=4))
     ),
 }
 
@@ -111,10 +111,10 @@ def test_ordered_has_the_bits_of_stage_0_however_many_copies_there_are() -> None
         assert_same_bits(run_world(bits, 4, replace(case, config=case.config | zero)), expected)
 
 
-@pytest.mark.parametrize("reduction", ["fast", "ordered"])
-def test_a_budget_changes_no_bit(reduction: str) -> None:
+@pytest.mark.parametrize("sum_order", ["fast", "ordered"])
+def test_a_budget_changes_no_bit(sum_order: str) -> None:
     """What rests on the host is summed over the copies there."""
-    zero = hybrid(3, reduction=reduction) | dict(gradient_accumulation=2)
+    zero = hybrid(3, sum_order=sum_order) | dict(gradient_accumulation=2)
     case = replace(LOW, world_size=4, config=zero | dict(precision="fp32", optimizer=ADAMW))
     found = run_world(within, 4, case, 0.0, "device")
     assert_same_bits([steps for steps, _ in found], run_world(bits, 4, case))
@@ -134,17 +134,17 @@ PLACED = covering_array(
             *((3, "near"), (3, "near, host"), (3, "near, disk")),
         ],
         split=[False, True],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         shard=[1, 2],
     ),
-    lambda row: not row["where"][1].startswith("near") or row["shard"] == 2,
+    lambda row: not row["where"][1].startswith("near") or row["shard_size"] == 2,
 )
 FEW = [
-    dict(where=(1, "disk"), split=True, reduction="fast", shard=2),
-    dict(where=(2, "static"), split=False, reduction="ordered", shard=2),
-    dict(where=(3, "static"), split=True, reduction="ordered", shard=1),
-    dict(where=(3, "near"), split=True, reduction="fast", shard=2),
-    dict(where=(3, "near, disk"), split=True, reduction="ordered", shard=2),
+    dict(where=(1, "disk"), split=True, sum_order="fast", shard_size=2),
+    dict(where=(2, "static"), split=False, sum_order="ordered", shard_size=2),
+    dict(where=(3, "static"), split=True, sum_order="ordered", shard_size=1),
+    dict(where=(3, "near"), split=True, sum_order="fast", shard_size=2),
+    dict(where=(3, "near, disk"), split=True, sum_order="ordered", shard_size=2),
 ]
 
 
@@ -153,7 +153,7 @@ def assert_copies_have_the_same_bits(row: dict[str, Any], directory: Path) -> No
     the device or where it says."""
     (stage, placement), is_near = row["where"], row["where"][1].startswith("near")
     placement = placement.removeprefix("near").removeprefix(", ") or "device"
-    zero = dict(stage=stage, shard=4 if is_near else row["shard"], reduction=row["reduction"])
+    zero = dict(stage=stage, shard_size=4 if is_near else row["shard_size"], sum_order=row["sum_order"])
     config = dict(zero=zero, precision="bf16", optimizer=ADAMW, clip_grad_norm=0.05, gradient_accumulation=2)
     whole = replace(LOW, world_size=4, config=config)
     memory = PLACEMENTS[placement]
@@ -180,16 +180,16 @@ def test_copies_have_the_same_bits_in_every_place_and_with_every_master(
 
 
 GRIDS: dict[str, dict[str, Any]] = {
-    "2d, copies of one data rank": dict(world_size=8, tensor=4, mode="2d", shard=1),
-    "2d, copies of two": dict(world_size=16, tensor=4, mode="2d", shard=2),
-    "2.5d": dict(world_size=16, tensor=8, mode="2.5d", depth=2, shard=1),
-    "3d": dict(world_size=16, tensor=8, mode="3d", shard=1),
+    "2d, copies of one data rank": dict(world_size=8, tensor=4, mode="2d", shard_size=1),
+    "2d, copies of two": dict(world_size=16, tensor=4, mode="2d", shard_size=2),
+    "2.5d": dict(world_size=16, tensor=8, mode="2.5d", depth=2, shard_size=1),
+    "3d": dict(world_size=16, tensor=8, mode="3d", shard_size=1),
 }
 
 
 def assert_grid(name: str, stage: int, **more: Any) -> None:
     cut = dict(GRIDS[name])
-    zero = dict(stage=stage, shard=cut.pop("shard"), **more)
+    zero = dict(stage=stage, shard_size=cut.pop("shard_size"), **more)
     config = dict(clip_grad_norm=0.05, gradient_accumulation=2, zero=zero)
     assert_parity(replace(FOUR, global_batch=16, ragged=True, steps=1, config=config, **cut))
 
@@ -201,11 +201,11 @@ def test_every_gradient_is_the_serial_one_on_copies_of_a_grid() -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("reduction", ["fast", "ordered"])
+@pytest.mark.parametrize("sum_order", ["fast", "ordered"])
 def test_every_gradient_is_the_serial_one_on_copies_of_any_grid(
-    name: str, stage: int, reduction: str
+    name: str, stage: int, sum_order: str
 ) -> None:
-    assert_grid(name, stage, reduction=reduction)
+    assert_grid(name, stage, sum_order=sum_order)
 
 
 CAMPAIGN = covering_array(
@@ -213,14 +213,14 @@ CAMPAIGN = covering_array(
         stage=[1, 2, 3],
         shard=[1, 2, 4],
         near=[None, 2],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         inner=["", "tensor", "sequence", "pipeline"],
         accumulation=[1, 2],
         prefetch=[0, 1, 2],
         family=["gpt2", "llama"],
     ),
     lambda row: (
-        (row["near"] is None or (row["stage"] == 3 and row["shard"] == 4))
+        (row["near"] is None or (row["stage"] == 3 and row["shard_size"] == 4))
         and (row["stage"] == 3 or row["prefetch"] == 1)
         and (row["stage"] < 3 or row["inner"] != "pipeline")
     ),
@@ -230,7 +230,7 @@ CAMPAIGN = covering_array(
 @pytest.mark.campaign
 @pytest.mark.parametrize("row", CAMPAIGN, ids=name_of)
 def test_every_gradient_is_the_serial_one_with_every_other_cut(row: dict[str, Any]) -> None:
-    inner, zero = row["inner"], {name: row[name] for name in ("stage", "shard", "reduction")}
+    inner, zero = row["inner"], {name: row[name] for name in ("stage", "shard_size", "sum_order")}
     zero |= dict(prefetch=row["prefetch"]) if row["stage"] == 3 else {}
     zero |= dict(reshard_after_forward=row["near"]) if row["near"] else {}
     cut: dict[str, Any] = {inner: 2} if inner else {}
@@ -250,8 +250,8 @@ def test_bytes_of_a_step_are_the_formula(kind: str) -> None:
     """Over the S ranks of a copy a reduce-scatter of r P, once or k times, and an all-gather of w P; over the copies
     one all-reduce of r P / S.  Ordered: one sum of all ranks, k r P, and what each owns of it from all, r P."""
     k, shards, r, w = 3, 2, 4, 2
-    zero = dict(stage=int(kind[0]), shard=shards)
-    zero |= ORDERED if "ordered" in kind else dict(reduce="micro_batch") if "by" in kind else {}
+    zero = dict(stage=int(kind[0]), shard_size=shards)
+    zero |= ORDERED if "ordered" in kind else dict(reduce_every="micro_batch") if "by" in kind else {}
     config = dict(gradient_accumulation=k, precision="bf16", zero=zero)
     case = Case(world_size=4, vocabulary=VOCABULARY, steps=1, config=config)
     numel, values = numel_of(case, 4), initial_values(case)
@@ -313,15 +313,15 @@ def test_bytes_and_memory_of_weights_that_neighbours_keep_are_the_formula() -> N
         assert peak == forecast == slots + w * kept // near
 
 
-@pytest.mark.parametrize(("reduction", "backend"), [("fast", "auto"), ("fast", "gloo"), ("ordered", "gloo")])
-def test_memory_of_sharded_gradients_is_the_formula(reduction: str, backend: str) -> None:
+@pytest.mark.parametrize(("sum_order", "backend"), [("fast", "auto"), ("fast", "gloo"), ("ordered", "gloo")])
+def test_memory_of_sharded_gradients_is_the_formula(sum_order: str, backend: str) -> None:
     """w P + (m + g + 2 g) P / S of AdamW, a slot for the gradient that fills, and for what the others send of it."""
     shards = 2
     config = dict(precision="bf16", optimizer=ADAMW, gradient_accumulation=2, backend=backend)
-    zero = dict(stage=2, shard=shards, reduction=reduction, reduce="micro_batch")
+    zero = dict(stage=2, shard_size=shards, sum_order=sum_order, reduce_every="micro_batch")
     case = Case(world_size=4, vocabulary=VOCABULARY, config=config | dict(zero=zero))
     numel = numel_of(case, 4)
-    others = numel - numel // (4 if reduction == "ordered" else shards) if backend == "gloo" else 0
+    others = numel - numel // (4 if sum_order == "ordered" else shards) if backend == "gloo" else 0
     for rows in run_world(memory, 4, case):
         assert {kind: peak for kind, peak, _ in rows} == {
             "weights": 2 * numel,
@@ -339,7 +339,7 @@ PLANNED = {"1": hybrid(1), "3 ordered": hybrid(3, **ORDERED), "3, kept by neighb
 @pytest.mark.parametrize("zero", PLANNED.values(), ids=PLANNED)
 def test_a_plan_foretells_bytes_and_memory(zero: dict[str, Any]) -> None:
     config = zero | dict(gradient_accumulation=2, precision="bf16", optimizer=ADAMW)
-    assert_foretold(Case(world_size=4, config=config))
+    assert_predicted(Case(world_size=4, config=config))
 
 
 # ---- checkpoints ----

@@ -17,22 +17,23 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner.planner import plan
 from colossal_lite.zero.backward_updates import UpdatesInBackward
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.forward_hooks import ForwardGates
 from tests.covering import covering_array, name_of
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
 from tests.world.test_engine import Branches, batch_of
-from tests.world.test_planner import assert_foretold, held, planned
+from tests.world.test_planner import assert_predicted, held, planned
 from tests.world.test_split_master import CASE, OPTIMIZERS
 
 SCHEDULE = dict(type="cosine", warmup_steps=1, total_steps=9)
-WORDS = "optimizer.update='backward'"
+WORDS = "optimizer.update_when='backward'"
 
 
 def within(case: Case) -> Case:
     """Updates are made in backward."""
     return replace(
-        case, config=case.config | dict(optimizer=dict(case.config["optimizer"]) | dict(update="backward"))
+        case,
+        config=case.config | dict(optimizer=dict(case.config["optimizer"]) | dict(update_when="backward")),
     )
 
 
@@ -90,7 +91,7 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(row: dict[str, An
     memory = dict(placement=row["placement"])
     memory |= dict(disk_dir=str(tmp_path)) if row["placement"] == "disk" else {}
     config = dict(
-        zero=dict(stage=row["stage"], reduction=row["reduction"]), optimizer=OPTIMIZERS[row["optimizer"]],
+        zero=dict(stage=row["stage"], sum_order=row["reduction"]), optimizer=OPTIMIZERS[row["optimizer"]],
         precision=dict(dtype="bf16", master=row["master"], gradient=row["gradient"]), memory=memory,
         activation_checkpoint=row["checkpoint"], lr_scheduler=SCHEDULE,
     )  # fmt: skip
@@ -100,9 +101,9 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(row: dict[str, An
 
 ADAMW = dict(optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1))
 OTHERS: dict[str, Case] = {
-    "copies": replace(CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=2, shard=2))),
+    "copies": replace(CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=2, shard_size=2))),
     "copies, in order": replace(
-        CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=3, shard=2, reduction="ordered"))
+        CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=3, shard_size=2, sum_order="ordered"))
     ),
     "weights kept by neighbours": replace(
         CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=3, reshard_after_forward=2))
@@ -179,8 +180,8 @@ def test_a_loop_of_ones_own_updates_in_backward_too(stage: int, counts: bool) ->
 def all_at_once(self: UpdatesInBackward, chunk: Chunk) -> None:
     """Nobody waits for what other ranks say."""
     chunk.keep_squares()
-    assert self._owed is not None
-    self._owed.until(self._place[chunk.spec.id])
+    assert self._deferred is not None
+    self._deferred.until(self._place[chunk.spec.id])
 
 
 def by_own_tokens(self: Updates, told: Tensor, factor: float) -> None:
@@ -188,14 +189,14 @@ def by_own_tokens(self: Updates, told: Tensor, factor: float) -> None:
         BEGIN(self, told, factor)
 
 
-def never_fetched(self: Weights, chunk: Chunk, *, changed: bool) -> None:
+def never_fetched(self: ForwardGates, chunk: Chunk, *, changed: bool) -> None:
     return
 
 
 def before_the_sum(self: Chunk) -> None:
     """The gradient of this rank alone."""
-    assert self.filling is not None
-    kept = self.filling.clone()
+    assert self.accumulating is not None
+    kept = self.accumulating.clone()
     FINISH(self)
     self.gradient.copy_(kept[slice(*self.owned)])
 
@@ -204,7 +205,7 @@ BEGIN, FINISH = Updates.begin, Chunk.finish_reduce
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "an update does not wait for what other ranks have used": (UpdatesInBackward, "summed", all_at_once),
     "an update divides by the tokens of its rank": (Updates, "begin", by_own_tokens),
-    "new weights are not fetched": (Weights, "updated", never_fetched),
+    "new weights are not fetched": (ForwardGates, "updated", never_fetched),
     "an update takes a gradient that is not summed": (Chunk, "finish_reduce", before_the_sum),
 }
 
@@ -247,8 +248,8 @@ def test_a_parameter_takes_12_bytes_and_a_bit_beside_slots_that_do_not_grow_with
     precision = dict(dtype="bf16", master="split", gradient=gradient)
     case = within(replace(CASE, world_size=1, config=ADAMW | dict(precision=precision), layers=3))
     for layers in (3, 12):
-        numel, largest, used, foretold = run_world(rows_of, 1, replace(case, layers=layers))[0]
-        assert used == foretold and used["gradients"] == 0
+        numel, largest, used, predicted = run_world(rows_of, 1, replace(case, layers=layers))[0]
+        assert used == predicted and used["gradients"] == 0
         slots = used.pop("staging")
         assert sum(used.values()) * 8 == (12 * 8 + 1) * numel
         assert slots <= 4 * largest * (2 if gradient == "bf16" else 4)
@@ -256,22 +257,28 @@ def test_a_parameter_takes_12_bytes_and_a_bit_beside_slots_that_do_not_grow_with
 
 @pytest.mark.parametrize(
     "zero",
-    [dict(stage=0), dict(stage=1), dict(stage=2, reduction="ordered"), dict(stage=3), dict(stage=2, shard=2)],
+    [
+        dict(stage=0),
+        dict(stage=1),
+        dict(stage=2, sum_order="ordered"),
+        dict(stage=3),
+        dict(stage=2, shard_size=2),
+    ],
     ids=str,
 )
 def test_bytes_of_state_and_of_the_wire_are_as_planned(zero: dict[str, Any]) -> None:
     config = ADAMW | dict(precision="bf16", zero=zero)
-    assert_foretold(within(Case(world_size=4 if "shard" in zero else 2, global_batch=8, config=config)))
+    assert_predicted(within(Case(world_size=4 if "shard_size" in zero else 2, global_batch=8, config=config)))
 
 
 def test_the_peak_of_a_step_is_no_more_than_planned() -> None:
     case = within(Case(world_size=1, dropout=0.1, config=ADAMW | dict(precision="fp32")))
     ((_, peak),) = run_world(held, 1, case)
-    foretold = planned(case, 0)
+    predicted = planned(case, 0)
     assert (
-        0.8 * (foretold.peak_bytes - foretold.state_bytes)
+        0.8 * (predicted.peak_bytes - predicted.state_bytes)
         <= peak
-        <= foretold.peak_bytes - foretold.state_bytes + 1024
+        <= predicted.peak_bytes - predicted.state_bytes + 1024
     )
 
 
@@ -467,7 +474,7 @@ def test_weights_that_are_read_after_their_update_are_told() -> None:
 
 
 def refused_with_own(env: RankEnv) -> str:
-    with env.launch(dict(optimizer=dict(update="backward"))) as context:
+    with env.launch(dict(optimizer=dict(update_when="backward"))) as context:
         with pytest.raises(ValueError) as caught:
             cl.initialize(Case().model, context=context, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         return str(caught.value)

@@ -176,13 +176,13 @@ def given_up(env: RankEnv, config: dict[str, Any], bad: tuple[str, str, int] | N
 GIVEN_UP: dict[str, tuple[int, dict[str, Any], int]] = {
     "0": (1, stage(0), 1),
     "0, two ranks": (2, stage(0), 1),
-    "0, ordered, host": (2, dict(zero=dict(reduction="ordered")) | HOST, 1),
+    "0, ordered, host": (2, dict(zero=dict(sum_order="ordered")) | HOST, 1),
     "1, host": (2, stage(1) | HOST, 1),
-    "2 by micro-batch": (2, dict(zero=dict(stage=2, reduce="micro_batch")), 1),
+    "2 by micro-batch": (2, dict(zero=dict(stage=2, reduce_every="micro_batch")), 1),
     "3": (1, stage(3), 1),
     "3, two ranks": (2, stage(3), 1),
     "3, two ranks, in the first step": (2, stage(3), 0),
-    "3, copies": (4, dict(zero=dict(stage=3, shard=2)), 1),
+    "3, copies": (4, dict(zero=dict(stage=3, shard_size=2)), 1),
     "3, static": (2, stage(3) | STATIC, 1),
 }
 PLACES = [("b", "backward", 2), ("d", "backward", 1), ("c", "forward", 2)]
@@ -290,7 +290,7 @@ HALFWAY: dict[str, dict[str, Any]] = {
     "0": stage(0),
     "1": stage(1),
     "0, host": stage(0) | HOST,
-    "0, host, updated there": stage(0, memory=dict(placement="host", update="host")),
+    "0, host, updated there": stage(0, memory=dict(placement="host", update_on="host")),
     "3, static": stage(3) | STATIC,
 }
 UPDATED = Case(world_size=1, chunk_bytes=SMALL // 2, global_batch=4)
@@ -472,7 +472,7 @@ def logged(env: RankEnv, reads_weights: bool | None) -> bool:
         engine = start(case, context)
         engine.on_step(lambda result: None, reads_weights=reads_weights)
         engine.train_step(case.batch(0))
-        return engine._weights.owes
+        return engine._weights.has_deferred
 
 
 def test_a_callback_that_reads_no_weights_waits_for_no_update() -> None:

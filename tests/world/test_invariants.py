@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import colossal_lite as cl
-from colossal_lite.distributed.communicator import AxisComm, Pending
+from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.watchdog import differences
 from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.link import Transfer
-from colossal_lite.memory.transfers import Outbox
+from colossal_lite.memory.transfers import GradientOffloadBuffer
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.covering import covering_array, name_of
@@ -68,7 +68,7 @@ def watched(engine: Engine, read: dict[Read, int]) -> Iterator[None]:
     def noted(self: ChunkOptimizer, chunk: Chunk, used: Any, **more: Any) -> None:
         update(self, chunk, used, **more)
         updates[chunk.spec.id] += 1
-        written[chunk.spec.id] = chunk.own_value.clone()
+        written[chunk.spec.id] = chunk.local_shard.clone()
 
     def look(module: nn.Module, *_: Any) -> None:
         for parameter in module._parameters.values():
@@ -132,7 +132,7 @@ def test_i3_weights_that_are_read_are_what_their_last_update_wrote_on_every_rank
 ) -> None:
     row = dict(row)
     placement = row.pop("placement")
-    config = config_of(**row, reduction="fast")
+    config = config_of(**row, sum_order="fast")
     assert_newest(placed(replace(SHALLOW, config=config), placement, tmp_path))
 
 
@@ -143,17 +143,17 @@ def _the_others_shard_is_old() -> Any:
         was_coming = self._gathering is not None
         finish(self)
         if was_coming and self.shards.coord == 0:
-            self.value.view(2, -1)[1].mul_(0.5)
+            self.full_weight.view(2, -1)[1].mul_(0.5)
 
     return patch.object(Chunk, "finish_gather", with_a_hole)
 
 
 def _what_an_update_wrote_is_lost() -> Any:
-    pay = Chunk.start_gather
+    run_deferred = Chunk.start_gather
 
     def before(self: Chunk) -> None:
-        self.own_value[:8].zero_()
-        pay(self)
+        self.local_shard[:8].zero_()
+        run_deferred(self)
 
     return patch.object(Chunk, "start_gather", before)
 
@@ -167,7 +167,7 @@ FAULTS_I3: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("fault", FAULTS_I3)
 def test_i3_goes_red_where(fault: str) -> None:
     with pytest.raises((AssertionError, WorldError), match=FAULTS_I3[fault][1]):
-        assert_newest(replace(SHALLOW, config=config_of(1, reduction="fast")), fault)
+        assert_newest(replace(SHALLOW, config=config_of(1, sum_order="fast")), fault)
 
 
 # ---- I6: whoever lets go of a future has waited for it ----
@@ -225,7 +225,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
     there was."""
     seen = Futures()
     with ExitStack() as stack:
-        stack.enter_context(seen.noting(Pending, lambda one: one._what, "wait"))
+        stack.enter_context(seen.noting(PendingCollective, lambda one: one._what, "wait"))
         stack.enter_context(seen.noting(Transfer, lambda one: f"copy {one.link.name}", "handed"))
         stack.enter_context(seen.noting_revoked())
         if fault:
@@ -239,7 +239,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
         engine._rest()
         alive = [ref() for ref, _ in seen._made]
         open_copies = [one.link.name for one in alive if isinstance(one, Transfer) and not one.is_handed]
-        open_calls = [one._what for one in alive if isinstance(one, Pending) and one._works]
+        open_calls = [one._what for one in alive if isinstance(one, PendingCollective) and one._works]
         return lost + seen.lost(), open_copies + open_calls, seen.kinds
 
 
@@ -258,7 +258,7 @@ CASES_I6: dict[str, tuple[Case, str, set[str]]] = {
         {"reduce_scatter", "all_gather", "copy"},
     ),
     "stage 3, half of it on the host": (
-        replace(SHALLOW, config=config_of(3, reduction="fast", precision="bf16", prefetch=2)),
+        replace(SHALLOW, config=config_of(3, sum_order="fast", precision="bf16", prefetch=2)),
         "static",
         {"reduce_scatter", "all_gather", "copy"},
     ),
@@ -278,7 +278,7 @@ def test_i6_whoever_lets_go_of_a_future_has_waited_for_it(name: str, tmp_path: P
 
 
 def _sums_are_not_awaited() -> Any:
-    return patch.object(Outbox, "flush", lambda self: self._sent.clear())
+    return patch.object(GradientOffloadBuffer, "flush", lambda self: self._sent.clear())
 
 
 def _a_gather_is_forgotten() -> Any:
@@ -286,7 +286,7 @@ def _a_gather_is_forgotten() -> Any:
 
     def forgetting(self: Chunk) -> None:
         if self._gathering is not None and self.spec.id == 1:
-            self._gathering = self.shards.all_gather_async(self.own_value, self.value)
+            self._gathering = self.shards.all_gather_async(self.local_shard, self.full_weight)
         finish(self)
 
     return patch.object(Chunk, "finish_gather", forgetting)
@@ -301,7 +301,7 @@ FAULTS_I6: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("fault", FAULTS_I6)
 def test_i6_goes_red_where(fault: str, tmp_path: Path) -> None:
     stage, placement = (3, "static") if fault.startswith("sums") else (1, "device")
-    case = replace(SHALLOW, steps=2, config=config_of(stage, reduction="fast"))
+    case = replace(SHALLOW, steps=2, config=config_of(stage, sum_order="fast"))
     with pytest.raises(AssertionError):
         assert_none_is_lost(placed(case, placement, tmp_path), set(), fault)
 
@@ -317,9 +317,9 @@ Calls = dict[tuple[int, ...], list[Call]]
 def calls_of(env: RankEnv, case: Case, fault: str = "") -> tuple[Calls, int]:
     """Every collective of a run, messages of two ranks left out, and how many steps were skipped."""
     calls: Calls = {}
-    run = AxisComm._run
+    run = Communicator._run
 
-    def told(self: AxisComm, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
+    def told(self: Communicator, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
         if self.size > 1 and more.get("peer") is None:
             what = counted or more.get("what") or ""
             calls.setdefault(self.ranks, []).append(
@@ -327,7 +327,7 @@ def calls_of(env: RankEnv, case: Case, fault: str = "") -> tuple[Calls, int]:
             )
         return run(self, counted, payload, *args, **more)
 
-    with patch.object(AxisComm, "_run", told), env.launch(case.full_config) as context:
+    with patch.object(Communicator, "_run", told), env.launch(case.full_config) as context:
         engine = start(case, context)
         if fault:
             is_other = env.rank == 1 and fault == "another dtype"
@@ -398,9 +398,9 @@ def assert_one_sequence_of(row: Mapping[str, Any], **more: Any) -> None:
     """An empty batch: fewer samples than data ranks; the last of these has none."""
     (stage, mesh), accumulation = row["where"], row["accumulation"]
     changes = MORE_I8[mesh]
-    zero: dict[str, Any] = dict(stage=stage, reduction=row["reduction"])
+    zero: dict[str, Any] = dict(stage=stage, sum_order=row["reduction"])
     zero |= dict(prefetch=row["prefetch"]) if stage == 3 else {}
-    zero |= dict(shard=2) if "copies" in mesh else {}
+    zero |= dict(shard_size=2) if "copies" in mesh else {}
     config = dict(
         zero=zero,
         gradient_accumulation=accumulation,
@@ -485,8 +485,8 @@ ROWS_P2 = covering_array(
 
 @pytest.mark.parametrize("row", ROWS_P2, ids=name_of)
 def test_p2_fast_sums_of_two_ranks_have_the_bits_of_stage_0(row: dict[str, Any], tmp_path: Path) -> None:
-    (stage, placement), config = row["where"], config_of(0, reduction="fast", precision=row["precision"])
-    zero = dict(stage=stage) | (dict(reduce=row["reduce"]) if stage == 2 else {})
+    (stage, placement), config = row["where"], config_of(0, sum_order="fast", precision=row["precision"])
+    zero = dict(stage=stage) | (dict(reduce_every=row["reduce"]) if stage == 2 else {})
     plain = replace(DEEP, layers=2, world_size=row["ranks"], config=config)
     other = placed(replace(plain, config=config | dict(zero=zero)), placement, tmp_path)
     assert_same_numbers(run_world(bits, row["ranks"], other), run_world(bits, row["ranks"], plain))
@@ -494,7 +494,7 @@ def test_p2_fast_sums_of_two_ranks_have_the_bits_of_stage_0(row: dict[str, Any],
 
 def test_p2_fast_sums_of_four_ranks_have_the_same_bits_wherever_things_rest(tmp_path: Path) -> None:
     """And are those of stage 0 but for rounding."""
-    config = config_of(3, reduction="fast", accumulation=2, clip=True)
+    config = config_of(3, sum_order="fast", accumulation=2, clip=True)
     case = replace(DEEP, layers=2, world_size=4, config=config)
     expected = run_world(bits, 4, case)
     for placement in ("host", "static"):
@@ -547,7 +547,7 @@ def test_p4_a_run_that_goes_on_in_another_way_has_the_bits_of_stage_0(
 
     def case_of(way: str) -> Case:
         zero, placement, chunk_bytes = WAYS[way]
-        zero = zero | dict(reduction="ordered")
+        zero = zero | dict(sum_order="ordered")
         return placed(
             replace(plain, config=config | dict(zero=zero), chunk_bytes=chunk_bytes), placement, tmp_path
         )

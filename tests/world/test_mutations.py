@@ -17,24 +17,24 @@ from torch.utils._pytree import tree_map_only
 
 from colossal_lite import kernels
 from colossal_lite.distributed import autograd_collectives
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.engine import engine, micro_batches
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.step_totals import Sums
+from colossal_lite.engine.step_totals import LocalSums
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import ChunkSpec
-from colossal_lite.memory.transfers import Outbox
+from colossal_lite.memory.transfers import GradientOffloadBuffer
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
 from colossal_lite.numerics.optimizers import LAMB, Muon
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.offload.host_updates import HostUpdates
-from colossal_lite.offload.optimizer_states import States
-from colossal_lite.offload.shard_streaming import HostShards
-from colossal_lite.offload.state_storage import DiskHome, HostHome
+from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
+from colossal_lite.offload.shard_streaming import HostShardStream
+from colossal_lite.offload.state_storage import DiskStorage, HostStorage
 from colossal_lite.parallel import (
     grid_layers,
     parallelize,
@@ -43,10 +43,10 @@ from colossal_lite.parallel import (
     tensor_1d,
     tensor_1d_layers,
 )
-from colossal_lite.parallel.grid_layers import Along
+from colossal_lite.parallel.grid_layers import OperandAxis
 from colossal_lite.parallel.ring_attention import Gather, Ring
 from colossal_lite.parallel.sequence_parallel import SequenceParallel
-from colossal_lite.parallel.tensor_1d import Swap1D
+from colossal_lite.parallel.tensor_1d import TensorParallel1D
 from colossal_lite.parallel.tensor_1d_layers import Tensor1D
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
@@ -54,18 +54,18 @@ from colossal_lite.pipeline import runtime
 from colossal_lite.pipeline.model_units import GPTSections
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.schedule import gather_plan
-from colossal_lite.schedule.optimizer_updates import Part
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.optimizer_updates import ChunkPart
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms import split_backward
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share
-from colossal_lite.transforms.saved_results import Kept
+from colossal_lite.transforms.saved_results import SavedResults
 from colossal_lite.zero import build_chunks, optimizer, sharded_weights
 from colossal_lite.zero import user_optimizer as own
-from colossal_lite.zero.deferred_updates import Owed
+from colossal_lite.zero.deferred_updates import DeferredUpdates
 from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ShardedWeights
+from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 from tests.parity import Case, ModularAdapter, Step, check_no_further, compare, parallel_run, serial_run
 from tests.pool import RankEnv, run_world
@@ -90,7 +90,7 @@ def _scaled(original: Any, self: Chunk, index: int, gradient: torch.Tensor, **mo
     original(self, index, gradient * 2, **more)
 
 
-def _reduce_dropped(original: Any, self: AxisComm, tensor: torch.Tensor, op: str = "sum") -> Any:
+def _reduce_dropped(original: Any, self: Communicator, tensor: torch.Tensor, op: str = "sum") -> Any:
     return original(self, tensor.clone() if self.axis == "data" else tensor, op)
 
 
@@ -141,7 +141,7 @@ def _labels_shifted(original: Any, given: Any, **kwargs: Any) -> Any:
     return original((inputs, labels.roll(1, dims=1)), **kwargs)
 
 
-def _mean_of_means(original: Any, self: Sums, loss: torch.Tensor, weight: Any) -> None:
+def _mean_of_means(original: Any, self: LocalSums, loss: torch.Tensor, weight: Any) -> None:
     original(self, loss / max(float(weight), 1.0), 1.0)
 
 
@@ -155,7 +155,7 @@ def _late_gradient(original: Any, self: GradientHooks, *, is_last: bool, **more:
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "gradient scaled": (Chunk, "accept", _scaled),
-    "reduce dropped": (AxisComm, "all_reduce_async", _reduce_dropped),
+    "reduce dropped": (Communicator, "all_reduce_async", _reduce_dropped),
     "reduce averaged": (Chunk, "finish_reduce", _reduce_averaged),
     "mask shifted": (DropoutStreams, "begin", _mask_shifted),
     "micro-batch in the counter": (DropoutStreams, "begin", _micro_batch_in_the_counter),
@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "norm over one share only": (ChunkSpec, "shard", _norm_of_one_share),
     "norm counts replicas": (ChunkSpec, "shard", _norm_counts_replicas),
     "labels shifted": (micro_batches, "read_batch", _labels_shifted),
-    "mean of the ranks' means": (Sums, "add", _mean_of_means),
+    "mean of the ranks' means": (LocalSums, "add", _mean_of_means),
     "a parameter left out of the update": (ChunkOptimizer, "update", _one_step_count),
     "reduced before the last micro-batch": (GradientHooks, "begin", _late_gradient),
 }
@@ -216,7 +216,7 @@ def _one_shard_counts(original: Any, self: ShardSpec, layout: Any, coords: Any) 
     return original(self, layout, coords) if not coords["tensor"] else ()
 
 
-def _key_heads_not_summed(original: Any, x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+def _key_heads_not_summed(original: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     original(x.detach(), comm)
     return x
 
@@ -267,7 +267,7 @@ FAULTS_1D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "one shard counts in the norm": (CUT, ShardSpec, "owned", _one_shard_counts),
     "shared key heads not summed": (SHARED, autograd_collectives, "copy", _key_heads_not_summed),
     "shared key heads counted by all": (SHARED, ShardSpec, "owned", _every_copy_counts),
-    "bias before the sum": (CUT, tensor_1d_layers._SecondLinear, "apply", _bias_on_every_rank),
+    "bias before the sum": (CUT, tensor_1d_layers._RowwiseLinear, "apply", _bias_on_every_rank),
     "vocabulary off by one": (CUT, kernels, "select", _vocabulary_off_by_one),
     "same mask on every part": (CUT, DropoutStreams, "rows", _same_mask_on_every_part),
     "loss told by every rank": (CUT, Engine, "_agree", _loss_of_every_rank),
@@ -281,7 +281,7 @@ def _offset_forgotten(original: Any, module: Any, rows: Any, width: int, coord: 
     return rows
 
 
-def _of_other_samples(original: Any, self: Kept, compute: Any) -> Any:
+def _of_other_samples(original: Any, self: SavedResults, compute: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda kept: kept.roll(1, 0), original(self, compute))
 
 
@@ -290,7 +290,7 @@ KEPT_1D = replace(CUT, config=CUT.config | dict(activation_checkpoint="selective
 FAULTS_1D |= {
     "whole factors' gradients not summed": (ADAPTED, ShardSpec, "sync_axes", _norm_gradient_not_summed),
     "an adapter drops other features": (ADAPTED, tensor_1d, "rows_on_features", _offset_forgotten),
-    "kept products of other samples": (KEPT_1D, Kept, "_take", _of_other_samples),
+    "kept products of other samples": (KEPT_1D, SavedResults, "_take", _of_other_samples),
 }
 
 
@@ -377,7 +377,7 @@ FAULTS_STEP: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
 # ---- 2D and 2.5D ----
 
 
-def _terms_not_summed(original: Any, x: torch.Tensor, along: Along | None) -> Any:
+def _terms_not_summed(original: Any, x: torch.Tensor, along: OperandAxis | None) -> Any:
     summed = original(x.clone(), along)()
     if along is None:
         return lambda: summed
@@ -394,13 +394,13 @@ def _samples_of_another_row(original: Any, self: Tensor2D, given: Any) -> Any:
 
 
 def _norm_over_own_features(
-    original: Any, self: AxisComm, tensor: torch.Tensor, op: str = "sum"
+    original: Any, self: Communicator, tensor: torch.Tensor, op: str = "sum"
 ) -> torch.Tensor:
     result: torch.Tensor = original(self, tensor.clone(), op)
     return tensor * self.size if self.axis == "tensor.column" else result
 
 
-def _features_from_zero(original: Any, rows: Any, comm: AxisComm, width: int) -> Any:
+def _features_from_zero(original: Any, rows: Any, comm: Communicator, width: int) -> Any:
     return rows
 
 
@@ -418,7 +418,7 @@ FAULTS_2D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "terms of a product not summed": (GRID, grid_layers, "_scatter_async", _terms_not_summed),
     "depth not summed": (DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "counters of another row's samples": (GRID, Tensor2D, "local_part", _samples_of_another_row),
-    "norm over own features": (GRID, AxisComm, "all_reduce", _norm_over_own_features),
+    "norm over own features": (GRID, Communicator, "all_reduce", _norm_over_own_features),
     "mask of other features": (GRID, parallelize, "features_of", _features_from_zero),
 }
 
@@ -440,7 +440,7 @@ def _without_i(original: Any, self: ShardSpec, layout: Any) -> tuple[str, ...]:
     return tuple(axis for axis in original(self, layout) if axis != "tensor.i")
 
 
-def _features_in_another_order(original: Any, x: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+def _features_in_another_order(original: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     found: torch.Tensor = original(x, comm)
     return found.flip(2)
 
@@ -476,17 +476,17 @@ def _not_gathered(original: Any, self: Chunk) -> None:
 def _gathered_before_the_update(
     original: Any, self: ChunkOptimizer, chunk: Chunk, used: Any, **kwargs: Any
 ) -> None:
-    stale = chunk.value.clone()
+    stale = chunk.full_weight.clone()
     original(self, chunk, used, **kwargs)
-    chunk.value.copy_(stale)
+    chunk.full_weight.copy_(stale)
 
 
 def _gate_left_open(original: Any, self: Chunk) -> None:
     """A chunk counts as whole while the others' shards are still on their way."""
     if self._gathering is not None:
-        shards, self._value = self.value, torch.full_like(self.value, 0.1)
+        shards, self._value = self.full_weight, torch.full_like(self.full_weight, 0.1)
         own = slice(*self.owned)
-        self.value[own] = shards[own]
+        self.full_weight[own] = shards[own]
     original(self)
 
 
@@ -499,7 +499,7 @@ def _half_of_the_norm(original: Any, self: Chunk) -> torch.Tensor:
 
 
 def _sum_of_the_first(
-    original: Any, self: AxisComm, full: torch.Tensor, out: torch.Tensor, **more: Any
+    original: Any, self: Communicator, full: torch.Tensor, out: torch.Tensor, **more: Any
 ) -> Any:
     return original(self, full.clone(), out.clone() if self.coord else out, **more)
 
@@ -515,7 +515,7 @@ FAULTS_ZERO: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "weights published before the update": (SHARDED, ChunkOptimizer, "update", _gathered_before_the_update),
     "weights used before they are whole": (SHARDED, Chunk, "finish_gather", _gate_left_open),
     "the neighbour's shard": (SHARDED, ChunkSpec, "shard", _neighbours_shard),
-    "shards summed on one rank only": (SHARDED, AxisComm, "reduce_scatter_async", _sum_of_the_first),
+    "shards summed on one rank only": (SHARDED, Communicator, "reduce_scatter_async", _sum_of_the_first),
     "a master from the parameter's beginning": (SHARDED, Chunk, "part_of", _wrong_offset),
     "sharded, norm over one share only": (SHARDED, Chunk, "squares", _half_of_the_norm),
     "sharded, a parameter left out": (SHARDED, ChunkOptimizer, "update", _one_step_count),
@@ -535,10 +535,10 @@ def _shards_rolled(original: Any, self: WeightChunk, slot: torch.Tensor) -> None
     original(self, slot)
     assert self._gathering is not None
     self._gathering.wait()
-    slot.copy_(slot.roll(self.own_value.numel()))
+    slot.copy_(slot.roll(self.local_shard.numel()))
 
 
-def _view_kept(original: Any, self: ShardedWeights, tensor: torch.Tensor) -> Any:
+def _view_kept(original: Any, self: ParameterGather, tensor: torch.Tensor) -> Any:
     original(self, tensor)
     return tensor, tensor._version
 
@@ -562,7 +562,7 @@ def _dropped_while_used(original: Any, needs: Any, prefetch: int, reshard: bool)
     return original(later, prefetch, reshard)
 
 
-def _used_before_it_came(original: Any, self: ShardedWeights, needs: Any) -> None:
+def _used_before_it_came(original: Any, self: ParameterGather, needs: Any) -> None:
     for index in needs:
         chunk = self._chunks[index]
         chunk._value = torch.full_like(chunk.value, 0.1)
@@ -574,12 +574,12 @@ WEIGHTS = replace(
 )
 FAULTS_WEIGHTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a gather brings the neighbour's shard": (WEIGHTS, Chunk, "unshard", _shards_rolled),
-    "a saved view is not rebuilt": (WEIGHTS, ShardedWeights, "_pack", _view_kept),
+    "a saved view is not rebuilt": (WEIGHTS, ParameterGather, "_pack", _view_kept),
     "a saved view is rebuilt elsewhere": (WEIGHTS, Chunk, "saved", _view_from_the_start),
     "slots overlap": (WEIGHTS, gather_plan, "pack_intervals", _one_slot_for_all),
     "reduced before the last use": (WEIGHTS, GradientHooks, "launch", _all_at_once),
     "dropped while it is used": (WEIGHTS, gather_plan, "_residents", _dropped_while_used),
-    "weights used before they came": (WEIGHTS, ShardedWeights, "_wait", _used_before_it_came),
+    "weights used before they came": (WEIGHTS, ParameterGather, "_wait", _used_before_it_came),
     "sharded weights, a parameter left out": (WEIGHTS, ChunkOptimizer, "update", _one_step_count),
 }
 ALL |= FAULTS_WEIGHTS
@@ -595,7 +595,7 @@ def _shards_of_frozen_rolled(original: Any, self: WeightChunk, slot: torch.Tenso
         _shards_rolled(original, self, slot)
 
 
-def _frozen_dropped_at_once(original: Any, self: ShardedWeights, needs: Any) -> None:
+def _frozen_dropped_at_once(original: Any, self: ParameterGather, needs: Any) -> None:
     original(self, needs)
     for index in needs:
         if index >= len(self._chunks):
@@ -610,7 +610,7 @@ def _frozen_not_asked_for_in_backward(original: Any, self: SavedView) -> Any:
 FROZEN = replace(WEIGHTS, adapters=2)
 FAULTS_FROZEN: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "frozen weights of the neighbour's shard": (FROZEN, WeightChunk, "unshard", _shards_of_frozen_rolled),
-    "frozen weights dropped too early": (FROZEN, ShardedWeights, "_wait", _frozen_dropped_at_once),
+    "frozen weights dropped too early": (FROZEN, ParameterGather, "_wait", _frozen_dropped_at_once),
     "frozen weights of others in backward": (FROZEN, SavedView, "rebuilt", _frozen_not_asked_for_in_backward),
     "a frozen shard from the parameter's beginning": (FROZEN, WeightChunk, "part_of", _wrong_offset),
 }
@@ -644,8 +644,10 @@ def _sums_of_copies_alone(original: Any, self: Chunk) -> None:
 
 
 HYBRID = replace(CASE, world_size=4, steps=2, chunk_bytes=8 * 3000, vocabulary=200)
-HYBRID_WEIGHTS = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=3, shard=2)))
-HYBRID_ORDER = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=2, shard=2, reduction="ordered")))
+HYBRID_WEIGHTS = replace(HYBRID, config=CASE.config | dict(zero=dict(stage=3, shard_size=2)))
+HYBRID_ORDER = replace(
+    HYBRID, config=CASE.config | dict(zero=dict(stage=2, shard_size=2, sum_order="ordered"))
+)
 FAULTS_HYBRID: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "copies are not summed": (HYBRID_WEIGHTS, Chunk, "start_copies", _copies_not_summed),
     "copies are summed before the last": (HYBRID_WEIGHTS, GradientHooks, "begin", _copies_summed_too_early),
@@ -695,7 +697,7 @@ def _refilled_before_it_is_empty(original: Any, self: Link, target: Any, source:
     return original(self, target, source)
 
 
-def _not_taken_back(original: Any, self: States, index: int) -> None:
+def _not_taken_back(original: Any, self: OffloadedOptimizerStates, index: int) -> None:
     before = self._host.rest[index].clone()
     original(self, index)
     if index == len(self._records) - 1:
@@ -703,7 +705,7 @@ def _not_taken_back(original: Any, self: States, index: int) -> None:
         self._host.rest[index].copy_(before)
 
 
-def _read_before_it_came(original: Any, self: States, index: int) -> Any:
+def _read_before_it_came(original: Any, self: OffloadedOptimizerStates, index: int) -> Any:
     self._incoming[index].wait()
     self._here[index].fill_(0.1)
     return original(self, index)
@@ -717,8 +719,8 @@ HOST = replace(
 )
 FAULTS_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "a slot is refilled before it is empty": (HOST, Link, "copy", _refilled_before_it_is_empty),
-    "the last state is not taken back": (HOST, States, "evict", _not_taken_back),
-    "state is read before it has come": (HOST, States, "here", _read_before_it_came),
+    "the last state is not taken back": (HOST, OffloadedOptimizerStates, "evict", _not_taken_back),
+    "state is read before it has come": (HOST, OffloadedOptimizerStates, "here", _read_before_it_came),
 }
 ALL |= FAULTS_HOST
 
@@ -726,19 +728,19 @@ ALL |= FAULTS_HOST
 # ---- updates on the host ----
 
 
-def _not_down_yet(original: Any, self: HostUpdates, index: int, part: Part) -> None:
+def _not_down_yet(original: Any, self: HostUpdates, index: int, part: ChunkPart) -> None:
     self._down._thread.submit(time.sleep, 0.01)
     original(self, index, part)
-    self._came[index, part] = self._came[index, part][0], self.lane.run(int, 0)
+    self._came[index, part] = self._came[index, part][0], self.updates_link.run(int, 0)
 
 
 def _read_before_they_are_up(original: Any, self: HostUpdates, index: int) -> None:
     self._up._thread.submit(time.sleep, 0.01)
     original(self, index)
-    self._coming[index] = self.lane.run(int, 0)
+    self._coming[index] = self.updates_link.run(int, 0)
 
 
-def _without_the_norm(original: Any, self: Updates, totals: Any, factor: float) -> Owed:
+def _without_the_norm(original: Any, self: Updates, totals: Any, factor: float) -> DeferredUpdates:
     return original(self, replace(totals, squares=0.0), factor)
 
 
@@ -748,11 +750,11 @@ def _one_count_late(
     original(self, index, [replace(span, steps=span.steps + 1) for span in spans], *more, **named)
 
 
-ON_HOST = replace(HOST, config=HOST.config | dict(memory=dict(placement="host", update="host")))
+ON_HOST = replace(HOST, config=HOST.config | dict(memory=dict(placement="host", update_on="host")))
 FAULTS_ON_HOST: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "an update does not wait for its gradient": (ON_HOST, HostUpdates, "bring", _not_down_yet),
     "weights are read before they are up": (ON_HOST, HostUpdates, "take_up", _read_before_they_are_up),
-    "an update before the norm is known": (ON_HOST, Updates, "owed", _without_the_norm),
+    "an update before the norm is known": (ON_HOST, Updates, "deferred", _without_the_norm),
     "a step count of the step after": (ON_HOST, ChunkOptimizer, "_apply", _one_count_late),
 }
 ALL |= FAULTS_ON_HOST
@@ -762,12 +764,12 @@ ALL |= FAULTS_ON_HOST
 
 
 def _sum_overwritten(
-    original: Any, self: Outbox, number: int, target: Any, source: Any, *, add: bool
+    original: Any, self: GradientOffloadBuffer, number: int, target: Any, source: Any, *, add: bool
 ) -> None:  # fmt: skip
     original(self, number, target, source, add=False)
 
 
-def _weights_not_taken_back(original: Any, self: HostShards, index: int) -> None:
+def _weights_not_taken_back(original: Any, self: HostShardStream, index: int) -> None:
     weights = self._chunks[index].weights_at_rest
     assert weights is not None
     before = weights.clone()
@@ -779,11 +781,11 @@ def _weights_not_taken_back(original: Any, self: HostShards, index: int) -> None
 
 def _gathered_before_it_came(original: Any, self: Chunk) -> None:
     self._finish_fetch()
-    self.value.fill_(0.1)
+    self.full_weight.fill_(0.1)
     original(self)
 
 
-def _gradient_not_brought(original: Any, self: HostShards, index: int, **more: Any) -> None:
+def _gradient_not_brought(original: Any, self: HostShardStream, index: int, **more: Any) -> None:
     original(self, index, **more)
     self._chunks[index].gradient.fill_(0.1)
 
@@ -795,10 +797,10 @@ BUDGET = replace(
     config=HOST.config | dict(zero=dict(stage=3), memory=EVERYTHING, activation_checkpoint="none"),
 )
 FAULTS_BUDGET: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "a sum on the host is overwritten": (BUDGET, Outbox, "send", _sum_overwritten),
-    "the last weights are not taken back": (BUDGET, HostShards, "evict", _weights_not_taken_back),
+    "a sum on the host is overwritten": (BUDGET, GradientOffloadBuffer, "send", _sum_overwritten),
+    "the last weights are not taken back": (BUDGET, HostShardStream, "evict", _weights_not_taken_back),
     "a shard is gathered before it has come": (BUDGET, Chunk, "gather_fetched", _gathered_before_it_came),
-    "a gradient is not brought for its update": (BUDGET, HostShards, "here", _gradient_not_brought),
+    "a gradient is not brought for its update": (BUDGET, HostShardStream, "here", _gradient_not_brought),
 }
 ALL |= FAULTS_BUDGET
 
@@ -806,7 +808,7 @@ ALL |= FAULTS_BUDGET
 # ---- state on disk ----
 
 
-def _not_awaited(original: Any, self: DiskHome, index: int, bring: Any) -> None:
+def _not_awaited(original: Any, self: DiskStorage, index: int, bring: Any) -> None:
     slot, came = self._came[index]
     came.wait()
     self._elements(slot, index).fill_(0.1)  # what was in the slot before
@@ -817,7 +819,7 @@ def _of_the_record_before(original: Any, self: DiskFile, record: int, target: to
     original(self, max(record - 1, 0), target)
 
 
-def _written_before_it_came(original: Any, self: DiskHome, index: int) -> None:
+def _written_before_it_came(original: Any, self: DiskStorage, index: int) -> None:
     slot, came = self._leaving[index]
     came.wait()
     before = slot.clone()
@@ -827,14 +829,14 @@ def _written_before_it_came(original: Any, self: DiskHome, index: int) -> None:
     slot.copy_(before)
 
 
-def _not_written(original: Any, self: DiskHome, index: int) -> None:
+def _not_written(original: Any, self: DiskStorage, index: int) -> None:
     if index == 0:
         _nothing_written(original, self, index)
     else:
         original(self, index)
 
 
-def _nothing_written(original: Any, self: DiskHome, index: int) -> None:
+def _nothing_written(original: Any, self: DiskStorage, index: int) -> None:
     slot, came = self._leaving.pop(index)
     self._passing.give(slot, came)
 
@@ -844,10 +846,10 @@ DISK = replace(
     config=HOST.config | dict(memory=dict(placement="disk", disk_dir=tempfile.gettempdir())),
 )
 FAULTS_DISK: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "a read from disk is not awaited": (DISK, DiskHome, "leave", _not_awaited),
+    "a read from disk is not awaited": (DISK, DiskStorage, "leave", _not_awaited),
     "a record is read for another": (DISK, DiskFile, "read", _of_the_record_before),
-    "a record is written before it has come": (DISK, DiskHome, "write", _written_before_it_came),
-    "a record is not written": (DISK, DiskHome, "write", _not_written),
+    "a record is written before it has come": (DISK, DiskStorage, "write", _written_before_it_came),
+    "a record is not written": (DISK, DiskStorage, "write", _not_written),
 }
 ALL |= FAULTS_DISK
 
@@ -855,14 +857,14 @@ ALL |= FAULTS_DISK
 # ---- state on three tiers ----
 
 
-def _not_brought_along(original: Any, self: States, index: int, home: Any) -> None:
+def _not_brought_along(original: Any, self: OffloadedOptimizerStates, index: int, home: Any) -> None:
     original(self, index, home)
     for part in home.opened(index, write=True).values():
         part.fill_(0.1)  # what was there before
     home.settle()
 
 
-def _stays_as_it_was(original: Any, self: HostHome, index: int, take: Any) -> None:
+def _stays_as_it_was(original: Any, self: HostStorage, index: int, take: Any) -> None:
     before = self.rest[index].clone()
     original(self, index, take)
     self.finish()
@@ -874,9 +876,14 @@ BUDGETS = dict(placement="auto", device_budget=430_000, host_budget=195_000, dis
 THREE = replace(BUDGET, config=BUDGET.config | dict(memory=BUDGETS))
 """Of twelve records ten begin on disk; when it is settled seven are there and five on the host."""
 FAULTS_THREE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "a record that changes its tier is not brought along": (THREE, States, "_move", _not_brought_along),
-    "the last state on the host is not taken back there": (THREE, HostHome, "come_back", _stays_as_it_was),
-    "a record among others on disk is not written": (THREE, DiskHome, "write", _nothing_written),
+    "a record that changes its tier is not brought along": (
+        THREE,
+        OffloadedOptimizerStates,
+        "_move",
+        _not_brought_along,
+    ),
+    "the last state on the host is not taken back there": (THREE, HostStorage, "come_back", _stays_as_it_was),
+    "a record among others on disk is not written": (THREE, DiskStorage, "write", _nothing_written),
 }
 ALL |= FAULTS_THREE
 
@@ -913,11 +920,11 @@ def _blocks_not_merged_by_weight(original: Any, *args: Any, ops: kernels.Ops, **
     return original(*args, ops=replace(ops, attend_merge_=halves), **more)
 
 
-def _heads_of_the_next_rank(original: Any, tensors: Any, comm: AxisComm) -> Any:
+def _heads_of_the_next_rank(original: Any, tensors: Any, comm: Communicator) -> Any:
     return original([tensor.roll(tensor.shape[2] // comm.size, 2) for tensor in tensors], comm)
 
 
-def _tokens_of_another_order(original: Any, tensors: Any, comm: AxisComm) -> Any:
+def _tokens_of_another_order(original: Any, tensors: Any, comm: Communicator) -> Any:
     return original([tensor.roll(tensor.shape[1] // comm.size, 1) for tensor in tensors], comm)
 
 
@@ -977,7 +984,7 @@ ALL |= FAULTS_SEQUENCE
 # ---- pipeline ----
 
 
-def _tied_not_summed(original: Any, self: AxisComm, tensor: torch.Tensor, *more: Any) -> torch.Tensor:
+def _tied_not_summed(original: Any, self: Communicator, tensor: torch.Tensor, *more: Any) -> torch.Tensor:
     original(self, tensor.clone(), *more)
     return tensor
 
@@ -1007,7 +1014,7 @@ def _slot_back_too_early(original: Any, self: runtime._Step, action: Any) -> Non
 
 def _gradient_of_input_lost(original: Any, self: runtime._Step, send: Any, *more: Any) -> None:
     *rest, tensors = more
-    if send is Kind.SEND_B:
+    if send is ActionKind.SEND_B:
         tensors = [torch.zeros_like(tensor) for tensor in tensors]
     original(self, send, *rest, tensors)
 
@@ -1028,7 +1035,7 @@ def _norms_in_no_step(original: Any, weights: Any, gradients: Any) -> None:
     original(weights, gradients)
 
 
-def _same_part_on_every_rank(original: Any, x: torch.Tensor, comm: AxisComm, dim: int) -> torch.Tensor:
+def _same_part_on_every_rank(original: Any, x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
     part = original(x, comm, dim)
     return part + (x.chunk(comm.size, dim)[0] - part).detach()
 
@@ -1045,7 +1052,7 @@ PIPED = Case(
 )
 PIPED_OWN = replace(PIPED, family="llama", own=by_place)
 FAULTS_PIPELINE: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "tied gradients not summed over stages": (PIPED, AxisComm, "exchange_sum", _tied_not_summed),
+    "tied gradients not summed over stages": (PIPED, Communicator, "exchange_sum", _tied_not_summed),
     "tied weights counted on both stages": (PIPED, Stages, "is_first_holder", _every_stage_counts),
     "weight gradients of a micro-batch lost": (
         PIPED,
@@ -1082,10 +1089,10 @@ def _norm_of_own_stages(original: Any, packed: Any, names: Any) -> Any:
 
 PIPED_SHARDS = replace(
     PIPED, world_size=4, chunk_bytes=4096, steps=2,
-    config=PIPED.config | dict(zero=dict(stage=2, reduce="micro_batch")),
+    config=PIPED.config | dict(zero=dict(stage=2, reduce_every="micro_batch")),
 )  # fmt: skip
 PIPED_ORDER = replace(
-    PIPED_SHARDS, config=PIPED.config | dict(zero=dict(reduction="ordered")), chunk_bytes=None
+    PIPED_SHARDS, config=PIPED.config | dict(zero=dict(sum_order="ordered")), chunk_bytes=None
 )
 FAULTS_PIPED_SHARDS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "sums of the micro-batches before lost": (PIPED_SHARDS, Chunk, "finish_reduce", _sums_before_forgotten),
@@ -1097,7 +1104,7 @@ ALL |= FAULTS_PIPED_SHARDS
 
 
 def _terms_put_off_not_summed(original: Any, weights: Any, gradients: Any) -> None:
-    if weights[0].shape[-1] == 64 // 2:  # the second linear of an MLP, cut in two
+    if weights[0].shape[-1] == 64 // 2:  # the row-wise linear of an MLP, cut in two
         gradients = [gradient * 2 for gradient in gradients]
     original(weights, gradients)
 
@@ -1130,7 +1137,7 @@ FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
         "split",
         _same_part_on_every_rank,
     ),
-    "piped ring, tied not summed over stages": (PIPED_RING, AxisComm, "exchange_sum", _tied_not_summed),
+    "piped ring, tied not summed over stages": (PIPED_RING, Communicator, "exchange_sum", _tied_not_summed),
 }
 ALL |= FAULTS_PIPED_CUTS
 
@@ -1138,7 +1145,7 @@ ALL |= FAULTS_PIPED_CUTS
 # ---- auxiliary losses ----
 
 
-def _told_by_all(original: Any, self: Swap1D, name: str) -> Share:
+def _told_by_all(original: Any, self: TensorParallel1D, name: str) -> Share:
     return replace(original(self, name), tells=True)
 
 
@@ -1175,7 +1182,7 @@ EMITS_WHOLE = replace(EMITS, tensor=2, sequence_parallel=False)
 EMITS_RING = replace(EMITS, sequence=2)
 EMITS_HALF = replace(EMITS, config=dict(precision="fp16"))
 FAULTS_AUXILIARY: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
-    "auxiliary losses told by every rank": (EMITS_WHOLE, Swap1D, "share_at", _told_by_all),
+    "auxiliary losses told by every rank": (EMITS_WHOLE, TensorParallel1D, "share_at", _told_by_all),
     "auxiliary losses over a rank's own samples": (EMITS, AuxiliaryLosses, "begin", _of_own_samples),
     "auxiliary losses over a rank's own tokens": (EMITS_RING, Share, "units_of_a_sample", _of_own_tokens),
     "auxiliary losses weighed against all labels": (EMITS, AuxiliaryLosses, "begin", _as_many_as_samples),

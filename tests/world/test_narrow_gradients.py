@@ -57,12 +57,12 @@ ROWS = covering_array(
 def test_p10_on_one_rank_narrow_gradients_train_to_the_bits_of_float32_ones(
     row: dict[str, Any], tmp_path: Path
 ) -> None:
-    memory = dict(placement=row["placement"], update=row["update"])
+    memory = dict(placement=row["placement"], update_on=row["update"])
     memory |= dict(disk_dir=str(tmp_path)) if row["placement"] == "disk" else {}
     optimizer = OPTIMIZERS[row["optimizer"]]
     optimizer |= dict(moments=row["moments"]) if row["moments"] != "auto" else {}
     config = dict(
-        zero=dict(stage=row["stage"], reduction=row["reduction"]), optimizer=optimizer,
+        zero=dict(stage=row["stage"], sum_order=row["reduction"]), optimizer=optimizer,
         clip_grad_norm=0.05, precision=dict(dtype="bf16", master=row["master"]),
     )  # fmt: skip
     wide = replace(CASE, world_size=1, config=config | dict(memory=memory))
@@ -74,7 +74,7 @@ ORDERED = replace(
     CASE, world_size=4,
     config=dict(
         precision=NARROW | dict(master="split"), optimizer=OPTIMIZERS["adamw"], clip_grad_norm=0.05,
-        zero=dict(stage=0, reduction="ordered"),
+        zero=dict(stage=0, sum_order="ordered"),
     ),
 )  # fmt: skip
 HALF_AWAY = dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.5))
@@ -82,8 +82,8 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage 1, whole chunks": (dict(stage=1), dict(chunk_bytes=None)),
     "stage 2, on the host": (dict(stage=2), dict(memory=dict(placement="host"))),
     "stage 3, half of it on the host": (dict(stage=3), dict(memory=HALF_AWAY)),
-    "stage 3, updated on the host": (dict(stage=3), dict(memory=HALF_AWAY | dict(update="host"))),
-    "two copies": (dict(stage=2, shard=2), {}),
+    "stage 3, updated on the host": (dict(stage=3), dict(memory=HALF_AWAY | dict(update_on="host"))),
+    "two copies": (dict(stage=2, shard_size=2), {}),
     "gloo": (dict(stage=2), dict(backend="gloo")),
 }
 
@@ -94,7 +94,7 @@ def test_in_rank_order_they_have_the_same_bits_at_any_stage_chunk_size_and_place
     fields = {k: v for k, v in changes.items() if k == "chunk_bytes"}
     config = {k: v for k, v in changes.items() if k not in fields}
     other = replace(
-        ORDERED, config=ORDERED.config | dict(zero=dict(reduction="ordered") | zero) | config, **fields
+        ORDERED, config=ORDERED.config | dict(zero=dict(sum_order="ordered") | zero) | config, **fields
     )
     assert_same_bits(run_world(bits, 4, other), run_world(bits, 4, ORDERED))
 
@@ -108,9 +108,9 @@ def kept_sums(env: RankEnv, case: Case) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("zero", [dict(stage=0), dict(stage=2), dict(stage=3, reduction="ordered")], ids=str)
+@pytest.mark.parametrize("zero", [dict(stage=0), dict(stage=2), dict(stage=3, sum_order="ordered")], ids=str)
 def test_a_sum_over_ranks_is_that_of_float32_rounded_once(world_size: int, zero: dict[str, Any]) -> None:
-    ordered = dict(stage=zero["stage"], reduction="ordered")
+    ordered = dict(stage=zero["stage"], sum_order="ordered")
     wide = replace(CASE, world_size=world_size, config=dict(precision="bf16", zero=ordered))
     ours = run_world(kept_sums, world_size, narrow(wide, zero=zero))[0]
     theirs = run_world(kept_sums, world_size, wide)[0]
@@ -162,7 +162,7 @@ def test_a_fault_in_the_arithmetic_changes_bits(name: str) -> None:
     [
         (2, dict(family="llama")),
         (4, dict(family="llama", config=dict(zero=dict(stage=3), backend="gloo"))),
-        (4, dict(config=dict(zero=dict(stage=2, shard=2)))),
+        (4, dict(config=dict(zero=dict(stage=2, shard_size=2)))),
         (4, dict(tensor=2, config=dict(zero=dict(stage=1)))),
         (2, dict(sequence=2)),
         (2, dict(pipeline=dict(size=2, micro_batches=1))),
@@ -195,9 +195,9 @@ def test_a_parameter_takes_14_bytes_and_a_bit_with_split_masters_and_16_with_who
 ) -> None:
     """Weights, masters, moments and gradients: all that a rank alone keeps, with clipping."""
     config = dict(precision=NARROW | dict(master=master), optimizer=dict(type="adamw"), clip_grad_norm=1.0)
-    numel, held, foretold = run_world(rows_of, 1, replace(CASE, world_size=1, config=config))[0]
+    numel, held, predicted = run_world(rows_of, 1, replace(CASE, world_size=1, config=config))[0]
     assert sum(held.values()) * 8 == eighths * numel
-    assert held == foretold
+    assert held == predicted
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

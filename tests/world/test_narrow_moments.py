@@ -24,7 +24,7 @@ NARROW = dict(type="adamw", lr=1e-2, betas=(0.9, 0.999), moments="bf16")
 WIDE = NARROW | dict(moments="auto")
 CASE = Case(
     layers=2, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=2, ragged=True,
-    config=dict(precision="bf16", optimizer=NARROW, zero=dict(stage=0, reduction="ordered"), clip_grad_norm=0.05),
+    config=dict(precision="bf16", optimizer=NARROW, zero=dict(stage=0, sum_order="ordered"), clip_grad_norm=0.05),
 )  # fmt: skip
 
 
@@ -38,14 +38,14 @@ SPLIT = dict(precision=dict(dtype="bf16", master="split"))
 HALF_AWAY = dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.5))
 ELSEWHERE: dict[str, dict[str, Any]] = {
     "1, on the host, other chunks": dict(
-        zero=dict(stage=1, reduction="ordered"), memory=dict(placement="host")
+        zero=dict(stage=1, sum_order="ordered"), memory=dict(placement="host")
     ),
-    "2, on disk": dict(zero=dict(stage=2, reduction="ordered"), memory=dict(placement="disk")),
+    "2, on disk": dict(zero=dict(stage=2, sum_order="ordered"), memory=dict(placement="disk")),
     "2, on disk, updated on the host": dict(
-        zero=dict(stage=2, reduction="ordered"), memory=dict(placement="disk", update="host")
+        zero=dict(stage=2, sum_order="ordered"), memory=dict(placement="disk", update_on="host")
     ),
     "3, half of it on the host, split masters": dict(
-        zero=dict(stage=3, reduction="ordered"), memory=HALF_AWAY | dict(update="host"), **SPLIT
+        zero=dict(stage=3, sum_order="ordered"), memory=HALF_AWAY | dict(update_on="host"), **SPLIT
     ),
 }
 
@@ -75,7 +75,7 @@ def counted_by_chunk(env: RankEnv, case: Case) -> Any:
 
 
 def test_words_that_a_shard_counts_for_itself_are_told() -> None:
-    sharded = under(CASE, zero=dict(stage=1, reduction="ordered"))
+    sharded = under(CASE, zero=dict(stage=1, sum_order="ordered"))
     with pytest.raises(AssertionError):
         assert_same_bits(run_world(counted_by_chunk, 2, sharded), run_world(bits, 2, CASE))
 
@@ -100,12 +100,12 @@ def held(
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_narrow_moments_take_four_bytes_beside_a_parameter_and_the_plan_says_so(placement: str) -> None:
     case = under(CASE, zero=dict(stage=1), memory=dict(placement=placement))
-    for rows, owned, foretold in run_world(held, 2, case):
+    for rows, owned, predicted in run_world(held, 2, case):
         tier = "cpu" if placement == "device" else "host"
         assert rows["optimizer", tier] == (4 * owned, 4 * owned)
-        assert foretold["optimizer"] == 4 * owned
+        assert predicted["optimizer"] == 4 * owned
         if placement == "host":  # three slots for the largest record: moments, and float32 masters
-            assert rows["visiting", "cpu"][0] == rows["visiting", "cpu"][1] == foretold["visiting"]
+            assert rows["visiting", "cpu"][0] == rows["visiting", "cpu"][1] == predicted["visiting"]
 
 
 # ---- checkpoints ----

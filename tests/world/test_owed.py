@@ -20,13 +20,13 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
-from colossal_lite.offload.optimizer_states import States
+from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.planner import dry_run, planner
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero import build_chunks as packing
 from colossal_lite.zero import parameter_order as order
-from colossal_lite.zero.deferred_updates import Owed
-from colossal_lite.zero.forward_hooks import Weights
+from colossal_lite.zero.deferred_updates import DeferredUpdates
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.parameter_order import order_of_use
 from tests.covering import covering_array, name_of
@@ -163,9 +163,9 @@ def test_whatever_is_asked_for_between_finds_every_update(
 def ran(env: RankEnv, case: Case) -> tuple[list[str], list[str]]:
     """What a step and the step after it did in order: computing of modules, and actions of updates."""
     done: list[str] = []
-    run = Owed._run
+    run = DeferredUpdates._run
 
-    def noted(self: Owed, stop: int) -> None:
+    def noted(self: DeferredUpdates, stop: int) -> None:
         if self._next < stop and not hasattr(self, "noted"):
             self.noted = True  # type: ignore[attr-defined]
             self._handlers = {
@@ -173,7 +173,7 @@ def ran(env: RankEnv, case: Case) -> tuple[list[str], list[str]]:
             }
         run(self, stop)
 
-    with env.launch(case.full_config) as context, patch.object(Owed, "_run", noted):
+    with env.launch(case.full_config) as context, patch.object(DeferredUpdates, "_run", noted):
         engine = start(case, context)
         for number, block in enumerate(engine.model.blocks):
             block.register_forward_hook(lambda *_, number=number: done.append(f"block {number}"))
@@ -191,13 +191,14 @@ def test_a_chunk_is_updated_just_before_the_module_that_reads_it() -> None:
     case = replace(CASE, world_size=1, dropout=0.0, config={**CASE.config, "memory": dict(placement="host")})
     ((states, done),) = run_world(ran, 1, case)
     assert states == ["whole", *["owed"] * (len(states) - 1)]
-    updates = [word for word in done if Kind.UPDATE in word]
+    updates = [word for word in done if ActionKind.UPDATE in word]
     first = updates.index("0UPDATE#0")
     assert updates[:first] == [f"0UPDATE#{c}" for c in range(1, len(states))]
     # Each block's own updates come after the block before it has computed.
     blocks = [done.index(f"block {number}") for number in range(case.layers)]
     between = [
-        [word for word in done[a:b] if Kind.UPDATE in word] for a, b in zip(blocks, blocks[1:], strict=False)
+        [word for word in done[a:b] if ActionKind.UPDATE in word]
+        for a, b in zip(blocks, blocks[1:], strict=False)
     ]
     assert all(between), done
 
@@ -317,41 +318,41 @@ def test_our_gpt_is_defined_in_the_order_of_its_use() -> None:
 
 
 def _back_when_it_has_set_out() -> tuple[Any, str, Any]:
-    original = States._take_back
+    original = OffloadedOptimizerStates._take_back
 
-    def take_back(self: States, index: int, target: Any, *after: Any, **more: Any) -> Any:
+    def take_back(self: OffloadedOptimizerStates, index: int, target: Any, *after: Any, **more: Any) -> Any:
         self.down._thread.submit(time.sleep, 0.02)
         original(self, index, target, *after, **more)
         return self.up.run(int, 0)
 
-    return States, "_take_back", take_back
+    return OffloadedOptimizerStates, "_take_back", take_back
 
 
 def _not_paid() -> tuple[Any, str, Any]:
-    original = Weights._pay_until
-    return Weights, "_pay_until", lambda self, place: original(self, 0)
+    original = ForwardGates._run_deferred_until
+    return ForwardGates, "_run_deferred_until", lambda self, place: original(self, 0)
 
 
 def _forgotten() -> tuple[Any, str, Any]:
-    original = Owed.finish
+    original = DeferredUpdates.finish
 
-    def finish(self: Owed) -> None:
+    def finish(self: DeferredUpdates) -> None:
         self._next = max(self._next, len(self._actions))
         original(self)
 
-    return Owed, "finish", finish
+    return DeferredUpdates, "finish", finish
 
 
 def _late_by_one() -> tuple[Any, str, Any]:
-    original = Weights._enter
+    original = ForwardGates._enter
 
-    def enter(self: Weights, needed: Any, module: Any, args: Any) -> None:
-        if self._owed is None:
+    def enter(self: ForwardGates, needed: Any, module: Any, args: Any) -> None:
+        if self._deferred is None:
             original(self, needed, module, args)
         for chunk in needed:
             chunk._show()  # the weights as they were
 
-    return Weights, "_enter", enter
+    return ForwardGates, "_enter", enter
 
 
 FAULTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {

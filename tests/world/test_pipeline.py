@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.config.errors import ConfigError
 from colossal_lite.config.pipeline_schema import PipelineConfig
-from colossal_lite.distributed.communicator import AxisComm, CommError
+from colossal_lite.distributed.communicator import CommError, Communicator
 from colossal_lite.engine.engine import Engine
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of
@@ -32,7 +32,7 @@ from colossal_lite.pipeline.stages import lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan
 from colossal_lite.planner import planner
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, Kind, Plan
+from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, ActionKind, Plan
 from colossal_lite.schedule.simulator import StageCosts
 from colossal_lite.schedule.step_passes import add_messages
 from colossal_lite.zero import build_chunks as build
@@ -82,7 +82,7 @@ def quick_or_deep(row: Choice) -> bool:
     return ranks <= 4
 
 
-DEEP_FACTORS = FACTORS | dict(schedule=["interleaved", "bfs", "zb-v", "auto"], size=[4], chunks=[2])
+DEEP_FACTORS = FACTORS | dict(schedule=["interleaved", "bfs", "zb-v", "auto"], size=[4], stages_per_rank=[2])
 """Eight stages over four ranks."""
 
 
@@ -96,11 +96,11 @@ DEEP_ROWS = covering_array(DEEP_FACTORS, legal_deep, together=3)
 def case_of(row: Choice) -> Case:
     """Stages are cut within blocks beside dropout; a stage has several chunks where they are reduced by micro-batch;
     blocks of untied models emit auxiliary losses."""
-    chunks = row.get("chunks", SCHEDULES[row["schedule"]])
+    chunks = row.get("stages_per_rank", SCHEDULES[row["schedule"]])
     stages = row["size"] * chunks
     layers = max(stages, 2)
     pipeline = dict(
-        size=row["size"], schedule=row["schedule"], chunks=chunks, micro_batches=row["micro_batches"]
+        size=row["size"], schedule=row["schedule"], stages_per_rank=chunks, micro_batches=row["micro_batches"]
     )
     if row["dropout"]:
         pipeline["partition"] = uneven(2 * layers + 2, stages)
@@ -205,7 +205,7 @@ def cut_case(row: Choice) -> Case:
     theirs = row["family"].startswith("hf-")
     pipeline: Any = 1
     if stages > 1:
-        pipeline = dict(size=2, schedule=row["schedule"], chunks=chunks, micro_batches=3)
+        pipeline = dict(size=2, schedule=row["schedule"], stages_per_rank=chunks, micro_batches=3)
     case = Case(
         family=row["family"], tied=row["tied"], dropout=row["dropout"], layers=2 * chunks, tokens=12 if theirs else 8,
         steps=1, ragged=True, global_batch=3 * samples * row["data"] * parts, pipeline=pipeline,
@@ -287,7 +287,7 @@ MATRICES = dict(type="muon", lr=1e-2, groups=[dict(match="*norm*", type="adamw")
 SMALL: dict[str, Any] = dict(layers=2, tokens=6, steps=2, ragged=True)
 PAIR = Case(pipeline=dict(size=2, micro_batches=3), **SMALL)
 CLIPPED = dict(clip_grad_norm=0.05)
-AUTO = dict(size=2, schedule="auto", chunks=2, micro_batches=2)
+AUTO = dict(size=2, schedule="auto", stages_per_rank=2, micro_batches=2)
 """By the costs of the cut a fold is best, by uniform ones a loop; with a larger head it is the other way round."""
 OTHERS = {
     "pipeline 2 x tensor 2 x data 2, unequal batches": replace(
@@ -521,7 +521,7 @@ def test_a_message_of_another_form_than_is_agreed_is_told_by_its_stage(
     """Over gloo, where nothing else compares shapes, and within a rank (zb-v: from stage 1 to stage 2)."""
     chunks, guilty = (2, 1) if schedule == "zb-v" else (1, 0)
     partition = (1,) * 4 if chunks == 2 else (2, 2)
-    pipeline = dict(size=2, schedule=schedule, chunks=chunks, micro_batches=3, partition=partition)
+    pipeline = dict(size=2, schedule=schedule, stages_per_rank=chunks, micro_batches=3, partition=partition)
     said = run_world(changes_a_form, 2, pipeline, backend, what, trains)
     words = (f"stage {chunks - 1} passes on", "micro-batch 1", "is agreed", *agreed)
     assert all(word in said[guilty] for word in words), said
@@ -596,11 +596,11 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
 RUNS = {
     "gpipe": dict(size=2, schedule="gpipe", micro_batches=4),
     "1f1b": dict(size=4, schedule="1f1b", micro_batches=6),
-    "interleaved": dict(size=2, schedule="interleaved", chunks=2, micro_batches=4),
-    "bfs": dict(size=2, schedule="bfs", chunks=2, micro_batches=3),
+    "interleaved": dict(size=2, schedule="interleaved", stages_per_rank=2, micro_batches=4),
+    "bfs": dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=3),
     "zb-h1": dict(size=4, schedule="zb-h1", micro_batches=5),
     "zb-v": dict(size=2, schedule="zb-v", micro_batches=5),
-    "auto": dict(size=2, schedule="auto", chunks=2, micro_batches=2),
+    "auto": dict(size=2, schedule="auto", stages_per_rank=2, micro_batches=2),
 }
 
 
@@ -631,7 +631,7 @@ def test_a_run_does_what_its_plan_says(name: str) -> None:
         compute = [a for a in seen["own"] if Action.parse(a).kind in COMPUTE_KINDS]
         assert compute == [str(a) for a in plan[rank]]
         assert seen["most"] == seen["live"] == live[rank], "activations that autograd really kept"
-        sends = [a for a in plan[rank] if a.kind is not Kind.W and crosses(a, placement)]
+        sends = [a for a in plan[rank] if a.kind is not ActionKind.W and crosses(a, placement)]
         message_bytes = 2 * tokens * SIZES["width"] * 8
         ends = {placement[0], placement[max(placement)]}
         tied = int(rank in ends and len(ends) > 1)
@@ -659,34 +659,34 @@ def assert_reported(trace: str, svg: str, plan: Plan, ranks: list[dict[str, Any]
     """The trace of a run has what each rank did, in its order; the drawing every compute action, twice."""
     events = json.loads(trace)["traceEvents"]
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    foretold_s: dict[str, float] = {}
+    predicted_s: dict[str, float] = {}
     for rank, seen in enumerate(ranks):
         done = [e for e in events if e["ph"] == "X" and e["pid"] == processes[f"measured rank {rank}"]]
         assert sorted(e["name"] for e in done) == sorted(seen["own"])
         compute = [e for e in done if Action.parse(e["name"]).kind in COMPUTE_KINDS]
         assert [e["name"] for e in sorted(compute, key=lambda e: e["ts"])] == [str(a) for a in plan[rank]]
-        foretold = [e for e in events if e["ph"] == "X" and e["pid"] == processes[f"predicted rank {rank}"]]
-        assert sorted(e["name"] for e in foretold) == sorted(seen["own"]), "the plan of that very step"
-        foretold_s |= {e["name"]: e["dur"] for e in foretold}
+        predicted = [e for e in events if e["ph"] == "X" and e["pid"] == processes[f"predicted rank {rank}"]]
+        assert sorted(e["name"] for e in predicted) == sorted(seen["own"]), "the plan of that very step"
+        predicted_s |= {e["name"]: e["dur"] for e in predicted}
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0
     root = ElementTree.fromstring(svg)
     tips = Counter((tip.text or "").split()[0] for tip in root.iter("{http://www.w3.org/2000/svg}title"))
     # what is foretold to take no time, the lookup's gradient of nothing, has no width
-    drawn = {str(a): 1 + (foretold_s[str(a)] > 0) for actions in plan for a in actions}
+    drawn = {str(a): 1 + (predicted_s[str(a)] > 0) for actions in plan for a in actions}
     assert {word: tips[word] for word in drawn} == drawn, "predicted beside measured"
     assert 2 in drawn.values()
 
 
 def crosses(action: Any, placement: dict[int, int]) -> bool:
     """Whether what a compute action makes goes to another rank."""
-    to = action.stage + (1 if action.kind is Kind.F else -1)
+    to = action.stage + (1 if action.kind is ActionKind.F else -1)
     return to in placement and placement[to] != placement[action.stage]
 
 
 def assert_in_order(spans: list[tuple[int, str, float, float]], count: int) -> None:
     """Nothing ends before what it needs has ended, over all ranks."""
     ends = {word: end for _, word, _, end in spans}
-    compute = [word for word in ends if Action.parse(word).kind in (Kind.F, Kind.B, Kind.I)]
+    compute = [word for word in ends if Action.parse(word).kind in (ActionKind.F, ActionKind.B, ActionKind.I)]
     assert len(compute) == count
     for word in compute:
         stage = int(word[: len(word) - len(word.lstrip("0123456789"))])
@@ -702,7 +702,7 @@ def acts(env: RankEnv, case: Case) -> list[str]:
     """What this rank's second step did, seen from outside of its runtime: calls of the communicator, forwards, when
     gradients reach what a stage gave, and when they reach its weights."""
     seen: list[str] = []
-    forward, send, receive = Engine._forward, AxisComm.send_async, AxisComm.receive_async
+    forward, send, receive = Engine._forward, Communicator.send_async, Communicator.receive_async
 
     def note(word: str) -> None:
         if not seen or seen[-1] != word:
@@ -715,13 +715,13 @@ def acts(env: RankEnv, case: Case) -> list[str]:
         out.register_hook(lambda _: note(f"backward {subject}"))
         return out
 
-    def sends(self: AxisComm, tensor: Tensor, to: int, about: str = "") -> Any:
+    def sends(self: Communicator, tensor: Tensor, to: int, about: str = "") -> Any:
         if self.axis == "pipeline" and "header" not in about and "TIED" not in about:
             note(f"send {list(tensor.shape)} to {to}")
             seen.append("")  # the next may look alike
         return send(self, tensor, to, about)
 
-    def receives(self: AxisComm, into: Tensor, source: int, about: str = "") -> Any:
+    def receives(self: Communicator, into: Tensor, source: int, about: str = "") -> Any:
         if self.axis == "pipeline" and "header" not in about and "TIED" not in about:
             note(f"receive {list(into.shape)} from {source}")
             seen.append("")
@@ -729,8 +729,8 @@ def acts(env: RankEnv, case: Case) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, env.launch(case.full_config) as context:
         patch.setattr(Engine, "_forward", runs)
-        patch.setattr(AxisComm, "send_async", sends)
-        patch.setattr(AxisComm, "receive_async", receives)
+        patch.setattr(Communicator, "send_async", sends)
+        patch.setattr(Communicator, "receive_async", receives)
         engine = start(case, context)
         homes = engine._stages.homes
         for name, parameter in engine._parameters.items():
@@ -743,18 +743,21 @@ def acts(env: RankEnv, case: Case) -> list[str]:
     return [word for word in seen if word]
 
 
-def foretold_acts(plan: Plan, costs: StageCosts, coord: int, tokens: int) -> list[str]:
+def predicted_acts(plan: Plan, costs: StageCosts, coord: int, tokens: int) -> list[str]:
     placement, out = plan.placement(), list[str]()
     for action in add_messages(plan, costs)[coord]:
         assert action.stage is not None
-        subject, behind = f"{action.stage}.{action.micro_batch}", action.kind in (Kind.SEND_F, Kind.RECV_B)
+        subject, behind = (
+            f"{action.stage}.{action.micro_batch}",
+            action.kind in (ActionKind.SEND_F, ActionKind.RECV_B),
+        )
         form = [2, tokens, SIZES["width"]]
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             out.append(f"forward {subject}")
-        if action.kind in (Kind.B, Kind.I):
+        if action.kind in (ActionKind.B, ActionKind.I):
             out.append(f"backward {subject}")
         if (
-            action.kind in (Kind.B, Kind.W) and out[-1] != f"weights {action.stage}"
+            action.kind in (ActionKind.B, ActionKind.W) and out[-1] != f"weights {action.stage}"
         ):  # two W in turn look like one
             out.append(f"weights {action.stage}")
         if action.kind in MESSAGES:
@@ -772,7 +775,7 @@ def test_the_order_of_a_run_seen_from_outside_is_that_of_its_plan(name: str) -> 
     )  # fmt: skip
     plan, costs = plan_of(case)
     for rank, seen in enumerate(run_world(acts, case.world_size, case)):
-        assert seen == foretold_acts(plan, costs, rank // case.tensor, case.tokens), rank
+        assert seen == predicted_acts(plan, costs, rank // case.tensor, case.tokens), rank
 
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:
@@ -796,7 +799,7 @@ IN_ORDER = Case(
 
 
 def in_rank_order(case: Case, stage: int, **changes: Any) -> Case:
-    config = case.config | dict(zero=dict(stage=stage, reduction="ordered"))
+    config = case.config | dict(zero=dict(stage=stage, sum_order="ordered"))
     if changes.get("pipeline"):
         config |= dict(gradient_accumulation=1)
     return replace(case, world_size=4 if changes.get("pipeline") else 2, config=config, **changes)
@@ -870,7 +873,7 @@ def test_bytes_of_messages_are_those_of_the_local_pieces(cut: str) -> None:
 
 
 PLAIN = dict(schedule="1f1b", zero="0", data=1, recompute="none", dropout=0.0, tied=False, family="gpt2")
-KEEPS = dict(precision="bf16", optimizer=ADAMW, zero=dict(stage=2, reduce="micro_batch"))
+KEEPS = dict(precision="bf16", optimizer=ADAMW, zero=dict(stage=2, reduce_every="micro_batch"))
 WHERE = {
     "2d": replace(cut_case(dict(PLAIN, cut="2d", tied=True)), config=KEEPS),
     "ring": replace(cut_case(dict(PLAIN, cut="ring", tied=True, schedule="zb-h1")), config=KEEPS, global_batch=6),
@@ -909,16 +912,16 @@ PLANNED = {
     ),
     "zb-v, tied, data 2, ZeRO 2 by micro-batch": replace(
         PAIR, world_size=4, layers=4, global_batch=9, pipeline=dict(size=2, schedule="zb-v", micro_batches=3),
-        config=dict(zero=dict(stage=2, reduce="micro_batch"), precision="bf16"), chunk_bytes=4096,
+        config=dict(zero=dict(stage=2, reduce_every="micro_batch"), precision="bf16"), chunk_bytes=4096,
     ),
     "1f1b, tensor 2, sums in rank order, accumulation": replace(
         PAIR, world_size=4, tensor=2, pipeline=dict(size=2, micro_batches=2), global_batch=6,
-        config=dict(zero=dict(stage=1, reduction="ordered"), gradient_accumulation=2),
+        config=dict(zero=dict(stage=1, sum_order="ordered"), gradient_accumulation=2),
     ),
     "2d, zb-h1, ZeRO 2 by micro-batch": replace(
         PAIR, world_size=8, tensor=4, mode="2d", global_batch=6, dropout=0.1,
         pipeline=dict(size=2, schedule="zb-h1", micro_batches=3),
-        config=dict(zero=dict(stage=2, reduce="micro_batch")), chunk_bytes=4096,
+        config=dict(zero=dict(stage=2, reduce_every="micro_batch")), chunk_bytes=4096,
     ),
     "ring, zb-h1, uneven, recomputed": replace(
         PAIR, world_size=4, sequence=2, tokens=8, global_batch=7, family="llama", tied=False,
@@ -1059,7 +1062,9 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         replace(PAIR, pipeline=dict(size=2, partition=(2, 2))), "", ("partition=(2, 2)", "6 units", "6 in all"),
     ),
     "a schedule's rule on chunks": (
-        replace(PAIR, pipeline=dict(size=2, chunks=2)), "", ("pipeline.chunks = 2", "'1f1b' takes 1 on each rank"),
+        replace(PAIR, pipeline=dict(size=2, stages_per_rank=2)),
+        "",
+        ("pipeline.stages_per_rank = 2", "'1f1b' takes 1 on each rank"),
     ),
     "a loop of one's own": (PAIR, "manual", ("engine(x)", "train_step", "parallel.pipeline=1")),
     "an optimizer whose step couples parameters": (

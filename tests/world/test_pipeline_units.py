@@ -20,7 +20,7 @@ from colossal_lite.distributed.communicator import CommError
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
 from colossal_lite.parallel.parallelize import facts_of
-from colossal_lite.pipeline.model_units import Part, costs_of, sections_of
+from colossal_lite.pipeline.model_units import UnitModules, costs_of, sections_of
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Partition,
@@ -69,7 +69,7 @@ def test_auto_lies_in_a_loop_or_folded_by_the_costs_of_its_own_cut(
 ) -> None:
     """By uniform costs four of these five would lie the other way, and a step of the last take 1.28 times as long."""
     model = GPT(GPTConfig(**SIZES | dict(layers=layers, vocabulary=vocabulary, sequence=32, tied=False)))
-    config = PipelineConfig(size=2, schedule="auto", chunks=2, micro_batches=micro_batches)
+    config = PipelineConfig(size=2, schedule="auto", stages_per_rank=2, micro_batches=micro_batches)
     units = costs_of(sections_of(model), model, facts_of(model))
 
     def makespan(cut: Partition, placement: tuple[int, ...]) -> float:
@@ -122,7 +122,7 @@ REPEATS = {
     "an activation": case_of(repeats_an_activation),
     "a linear, zb-h1": case_of(repeats_a_linear, pipeline=dict(schedule="zb-h1", partition=(5, 4))),
     "a linear, interleaved": case_of(
-        repeats_a_linear, pipeline=dict(schedule="interleaved", chunks=2, partition=(2, 2, 2, 3))
+        repeats_a_linear, pipeline=dict(schedule="interleaved", stages_per_rank=2, partition=(2, 2, 2, 3))
     ),
     "a linear, data 2, ZeRO 1": case_of(
         repeats_a_linear, world_size=4, config=dict(zero=dict(stage=1), clip_grad_norm=0.05)
@@ -362,7 +362,10 @@ LISTED = {
         documented, pipeline=dict(partition=(1, 5)), config=dict(clip_grad_norm=0.05)
     ),
     "zb-v, data 2, ZeRO 2": case_of(
-        documented, pipeline=dict(schedule="zb-v", chunks=2), world_size=4, config=dict(zero=dict(stage=2))
+        documented,
+        pipeline=dict(schedule="zb-v", stages_per_rank=2),
+        world_size=4,
+        config=dict(zero=dict(stage=2)),
     ),
     "profiled, as an example shows": case_of(documented, pipeline=dict(partition="profiled"), shows=True),
 }
@@ -376,7 +379,7 @@ def test_a_model_that_lists_its_units_is_cut_between_them(name: str) -> None:
 class Lists(nn.Module):
     """Units of `parts`, none of which is run."""
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: UnitModules) -> None:
         super().__init__()
         self.inner, self.other = nn.Sequential(nn.Embedding(V, D)), nn.Linear(D, V)
         self.parts = parts
@@ -388,18 +391,18 @@ class Lists(nn.Module):
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ((Part("a", ("inner",)), Part("b", ("outer",))), "'b' of .* lists 'outer', and Lists has no module 'outer'"),
-        ((Part("a", ("inner",)), Part("b", ("inner.0", "other"))), "lists 'inner.0', and inner is in a unit"),
-        ((Part("a", ("inner.0",)), Part("b", ("inner", "other"))), "lists 'inner', and inner.0 is in a unit"),
-        ((Part("a", ("other",)), Part("b", ("other",))), "lists 'other', and other is in a unit"),
+        ((("inner",), ("outer",)), "'b' of .* lists 'outer', and Lists has no module 'outer'"),
+        ((("inner",), ("inner.0", "other")), "lists 'inner.0', and inner is in a unit"),
+        ((("inner.0",), ("inner", "other")), "lists 'inner', and inner.0 is in a unit"),
+        ((("other",), ("other",)), "lists 'other', and other is in a unit"),
     ],
     ids=["no such module", "a child", "a parent", "twice"],
-)  # fmt: skip
+)
 def test_units_that_list_what_is_not_there_or_is_listed_are_refused(
-    parts: tuple[Part, ...], words: str
+    parts: tuple[tuple[str, ...], ...], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        sections_of(Lists(*parts))
+        sections_of(Lists(*map(UnitModules, "ab", parts)))
 
 
 # ---- what units cost ----

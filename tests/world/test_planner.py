@@ -19,7 +19,7 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
-from colossal_lite.engine.step_totals import Sums
+from colossal_lite.engine.step_totals import LocalSums
 from colossal_lite.models import GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.planner.planner import plan
@@ -55,14 +55,14 @@ def one_step(env: RankEnv, case: Case) -> dict[str, Any]:
         )
 
 
-def assert_foretold(case: Case) -> None:
+def assert_predicted(case: Case) -> None:
     """Every rank of a real run moved and holds exactly what the plan for it says."""
     for rank, real in enumerate(run_world(one_step, case.world_size, case)):
-        foretold = planned(case, rank)
-        assert foretold.traffic == real["traffic"], f"rank {rank}"
-        state = {kind: foretold.bytes_of(kind) for kind in real["memory"]}
+        predicted = planned(case, rank)
+        assert predicted.traffic == real["traffic"], f"rank {rank}"
+        state = {kind: predicted.bytes_of(kind) for kind in real["memory"]}
         assert state == real["memory"], f"rank {rank}"
-        assert foretold.local_parameters == real["local_parameters"]
+        assert predicted.local_parameters == real["local_parameters"]
 
 
 DATA = {
@@ -76,7 +76,7 @@ DATA = {
     "an empty cut": Case(world_size=2, global_batch=1, dropout=0.1),
     "ZeRO-1": Case(world_size=4, config=dict(zero=dict(stage=1), precision="bf16")),
     "ZeRO-2 in rank order, by micro-batch": Case(
-        world_size=2, config=dict(zero=dict(stage=2, reduction="ordered"), gradient_accumulation=2)
+        world_size=2, config=dict(zero=dict(stage=2, sum_order="ordered"), gradient_accumulation=2)
     ),
     "ZeRO-3": Case(world_size=2, config=dict(zero=dict(stage=3), optimizer=dict(type="adamw"))),
     "ZeRO-3, deep, in parts, frozen, an empty cut": Case(
@@ -118,7 +118,7 @@ DATA = {
 
 @pytest.mark.parametrize("name", DATA)
 def test_data_parallel_bytes_are_as_planned(name: str) -> None:
-    assert_foretold(DATA[name])
+    assert_predicted(DATA[name])
 
 
 TENSOR = {
@@ -134,7 +134,7 @@ TENSOR = {
     "ZeRO-3, data 2 x tensor 2, recomputed": Case(
         world_size=4,
         tensor=2,
-        config=dict(zero=dict(stage=3, reduction="ordered"), activation_checkpoint="full"),
+        config=dict(zero=dict(stage=3, sum_order="ordered"), activation_checkpoint="full"),
     ),
 }
 
@@ -149,19 +149,19 @@ SEQUENCE = {
 
 @pytest.mark.parametrize("name", SEQUENCE)
 def test_sequence_parallel_bytes_are_as_planned(name: str) -> None:
-    assert_foretold(SEQUENCE[name])
+    assert_predicted(SEQUENCE[name])
 
 
 @pytest.mark.parametrize(("mode", "size"), [("2d", 4), ("3d", 8)])
 def test_2d_and_3d_bytes_are_as_planned(mode: str, size: int) -> None:
-    assert_foretold(Case(world_size=size, tensor=size, mode=mode, family="llama", global_batch=4))
+    assert_predicted(Case(world_size=size, tensor=size, mode=mode, family="llama", global_batch=4))
 
 
 @BOTH
 @pytest.mark.parametrize("name", TENSOR)
 def test_tensor_parallel_bytes_are_as_planned(name: str, sequence_parallel: bool) -> None:
     case = TENSOR[name]
-    assert_foretold(Case(**{**vars(case), "sequence_parallel": sequence_parallel}))
+    assert_predicted(Case(**{**vars(case), "sequence_parallel": sequence_parallel}))
 
 
 # ---- memory beside the state ----
@@ -185,7 +185,7 @@ def held(env: RankEnv, case: Case) -> tuple[int, int]:
         engine.train_step((inputs, labels))  # what is made once and stays
         with LiveBytes() as meter:
             part = Batch((inputs,), {}, labels, torch.arange(len(inputs)))
-            loss = engine._forward(0, part, None, Sums(context.device))
+            loss = engine._forward(0, part, None, LocalSums(context.device))
         kept = meter.now_bytes
         assert loss.requires_grad
         del loss
@@ -202,10 +202,10 @@ def test_activations_and_the_peak_of_a_step_are_as_planned(family: str, mode: st
         config=dict(precision="fp32", activation_checkpoint=mode),
     )
     ((kept, peak),) = run_world(held, 1, case)
-    foretold = planned(case, 0)
+    predicted = planned(case, 0)
     # positions, sample numbers and the step's own sums, a few hundred bytes, are outside the model
-    assert foretold.bytes_of("activations") + foretold.bytes_of("logits") == pytest.approx(kept, abs=1024)
-    beside_state = foretold.peak_bytes - foretold.state_bytes
+    assert predicted.bytes_of("activations") + predicted.bytes_of("logits") == pytest.approx(kept, abs=1024)
+    beside_state = predicted.peak_bytes - predicted.state_bytes
     assert beside_state == pytest.approx(peak, rel=0.02)
 
 
@@ -228,8 +228,8 @@ def test_the_peak_of_a_step_under_tensor_parallelism_is_within_a_tenth(
         config=dict(precision="fp32", activation_checkpoint=mode),
     )  # fmt: skip
     for rank, peak in enumerate(run_world(peak_of_a_step, 2, case)):
-        foretold = planned(case, rank)
-        assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.1)
+        predicted = planned(case, rank)
+        assert predicted.peak_bytes - predicted.state_bytes == pytest.approx(peak, rel=0.1)
 
 
 CUT = {
@@ -254,12 +254,12 @@ def test_activations_and_the_peak_under_a_mode_are_as_planned(name: str) -> None
         CUT[name], global_batch=16, tokens=16, dropout=0.1, sizes=sizes, config=dict(precision="fp32")
     )
     for rank, (kept, peak) in enumerate(run_world(held, case.world_size, case)):
-        foretold = planned(case, rank)
+        predicted = planned(case, rank)
         ids_bytes = (
             8 * case.global_batch * case.tokens
         )  # the plan counts them, and the meter begins after them
-        assert 0 <= foretold.bytes_of("activations") + foretold.bytes_of("logits") - kept <= ids_bytes + 8
-        assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
+        assert 0 <= predicted.bytes_of("activations") + predicted.bytes_of("logits") - kept <= ids_bytes + 8
+        assert predicted.peak_bytes - predicted.state_bytes == pytest.approx(peak, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["2d", "2.5d", "3d", "usp"])
@@ -268,8 +268,8 @@ def test_the_peak_under_a_mode_is_as_planned_when_blocks_run_again(name: str) ->
     config = dict(precision="fp32", activation_checkpoint="full")
     case = replace(CUT[name], family="llama", global_batch=16, tokens=16, sizes=sizes, config=config)
     for rank, peak in enumerate(run_world(peak_of_a_step, case.world_size, case)):
-        foretold = planned(case, rank)
-        assert foretold.peak_bytes - foretold.state_bytes == pytest.approx(peak, rel=0.02)
+        predicted = planned(case, rank)
+        assert predicted.peak_bytes - predicted.state_bytes == pytest.approx(peak, rel=0.02)
 
 
 BESIDE = ("activations", "temporaries")
@@ -321,8 +321,8 @@ def test_the_memory_report_tells_metered_activations_beside_the_plan(name: str) 
     for rows in run_world(metered, case.world_size, case, "module" in name):
         assert list(rows) == ["activations", "temporaries"]
         totals = [sum(column) for column in zip(*rows.values(), strict=True)]
-        now, peak, foretold = rows["activations"]
-        assert now == 0 and peak == pytest.approx(foretold, abs=4096)
+        now, peak, predicted = rows["activations"]
+        assert now == 0 and peak == pytest.approx(predicted, abs=4096)
         assert totals[1] == pytest.approx(totals[2], rel=0.03)
 
 
@@ -348,14 +348,16 @@ def test_what_a_pipeline_holds_is_as_planned_on_each_rank(name: str) -> None:
     case = replace(case, config=dict(precision="fp32") | dict(case.config))
     message_bytes = 4 * 16 * 64 * 4
     for rank, rows in enumerate(run_world(metered, 2, case, False, (*BESIDE, "messages", "exchange"))):
-        foretold = planned(case, rank)
+        predicted = planned(case, rank)
         for kind in BESIDE:
             _, peak, forecast = rows[kind]
-            assert forecast == foretold.bytes_of(kind) + foretold.bytes_of("logits") * (kind == "activations")
+            assert forecast == predicted.bytes_of(kind) + predicted.bytes_of("logits") * (
+                kind == "activations"
+            )
             assert peak == pytest.approx(forecast, abs=1024), kind
-        held = foretold.bytes_of("messages")
+        held = predicted.bytes_of("messages")
         assert held > 0 and held % message_bytes == 0 and rows["messages"] == (held, held, held)
-        assert message_bytes <= rows["exchange"][1] <= foretold.bytes_of("exchange")
+        assert message_bytes <= rows["exchange"][1] <= predicted.bytes_of("exchange")
 
 
 def metered_module(env: RankEnv) -> list[int | None]:
@@ -443,8 +445,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         zero=dict(stage=3),
         memory=dict(placement="auto", device_budget="190MiB", host_budget="150MiB"),
     ),
-    "updated on the host": dict(precision="bf16", memory=dict(placement="host", update="host")),
-    "updated in backward": dict(precision="fp32", optimizer=dict(type="adamw", update="backward")),
+    "updated on the host": dict(precision="bf16", memory=dict(placement="host", update_on="host")),
+    "updated in backward": dict(precision="fp32", optimizer=dict(type="adamw", update_when="backward")),
 }
 IN_SUITE = ("device", "disk", "auto, by turns")
 
@@ -463,8 +465,8 @@ def test_a_whole_process_holds_what_is_planned(name: str, tmp_path: Path) -> Non
         config = config | dict(
             memory=config.get("memory", dict(placement="disk")) | dict(disk_dir=str(tmp_path))
         )
-    foretold = plan(config, GPTConfig(**model), batch=4, sequence=256, world_size=1)
-    assert resident_bytes(model, 4, config) == pytest.approx([foretold.process_bytes], rel=0.10)
+    predicted = plan(config, GPTConfig(**model), batch=4, sequence=256, world_size=1)
+    assert resident_bytes(model, 4, config) == pytest.approx([predicted.process_bytes], rel=0.10)
 
 
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -487,10 +489,10 @@ def test_each_process_of_a_world_holds_what_is_planned(name: str) -> None:
     model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
     found = resident_bytes(model, 8, SEVERAL[name], 2)
     for rank, held in enumerate(found):
-        foretold = plan(
+        predicted = plan(
             SEVERAL[name], GPTConfig(**model), batch=8, sequence=256, world_size=2, rank=rank, one_host=True
         )
-        assert held == pytest.approx(foretold.process_bytes, rel=0.10), (name, rank)
+        assert held == pytest.approx(predicted.process_bytes, rel=0.10), (name, rank)
 
 
 @pytest.mark.skipif(

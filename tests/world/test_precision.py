@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.config.schema import PrecisionConfig
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.engine.engine import Totals
+from colossal_lite.engine.engine import StepTotals
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import Item, pack
 from colossal_lite.memory.weight_chunk import Groups
@@ -151,7 +151,7 @@ def test_an_overflow_on_one_rank_is_one_decision_of_all(manual: bool, tensor: in
 def deciding_alone(env: RankEnv) -> list[dict[str, Any]]:
     """A planted fault: rank 0 judges by its own gradients, which are finite."""
     with patch.object(
-        Totals, "is_finite", property(lambda self: env.rank == 0 or math.isfinite(self.squares))
+        StepTotals, "is_finite", property(lambda self: env.rank == 0 or math.isfinite(self.squares))
     ):
         return overflowing(env, False)
 

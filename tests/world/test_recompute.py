@@ -15,11 +15,11 @@ from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.transforms.activation_checkpoint import (
-    Recomputed,
+    CheckpointedBlock,
+    apply_activation_checkpoint,
     blocks_of,
     kept_numel,
-    recompute,
-    restore,
+    remove_activation_checkpoint,
 )
 from tests.parity import FAMILIES, SIZES, Case, assert_parity
 from tests.pool import RankEnv, WorldError, run_world
@@ -147,11 +147,11 @@ def test_blocks_are_found_outermost_and_put_back() -> None:
     assert (
         list(blocks_of(model))
         == ["blocks.0", "blocks.1"]
-        == list(recompute(model, "full", DropoutStreams(0)))
+        == list(apply_activation_checkpoint(model, "full", DropoutStreams(0)))
     )
-    assert all(isinstance(block.forward, Recomputed) for block in model.blocks)
+    assert all(isinstance(block.forward, CheckpointedBlock) for block in model.blocks)
     assert [name for name, _ in model.named_modules()] == names
-    restore(model)
+    remove_activation_checkpoint(model)
     assert not any("forward" in block.__dict__ for block in model.blocks)
     pairs = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])
     nested = nn.ModuleDict({"pairs": pairs, "leaves": nn.ModuleList([nn.Linear(2, 2)]), "gpt": model})
@@ -193,7 +193,7 @@ def bytes_after_forward(family: str, layers: int, mode: Any, dropout: float, dty
     for name, module in model.named_modules():
         if hasattr(module, "rows"):
             module.rows = lambda name=name: streams.rows(name)
-    recompute(model, mode, streams)
+    apply_activation_checkpoint(model, mode, streams)
     inputs = torch.randint(SIZES["vocabulary"], (BATCH, SIZES["sequence"]))
     streams.begin(0, torch.arange(BATCH), torch.arange(SIZES["sequence"]))
     with Storages() as storages:

@@ -92,7 +92,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 def together(row: Choice) -> Case:
     inner = case_of(row["mode"])
     tensor = TENSOR[row["tensor"]]
-    zero = dict(stage=row["zero"]) | (dict(reduce="micro_batch") if row["zero"] == 2 else {})
+    zero = dict(stage=row["zero"]) | (dict(reduce_every="micro_batch") if row["zero"] == 2 else {})
     config = dict(
         clip_grad_norm=0.05, gradient_accumulation=2, zero=zero, activation_checkpoint=row["recompute"]
     )

@@ -56,7 +56,7 @@ def tied_bits(env: RankEnv, case: Case) -> Any:
         engine = start(case, context)
         engine.load_full_state_dict(with_ties(engine.full_state_dict()))
         found = list(steps_of(engine, context, case)), engine.full_optimizer_state()
-        assert engine._residence is None or placement_of(engine).on_host
+        assert engine._memory_budget is None or placement_of(engine).on_host
         return found, any(map(_has_ties, engine._chunks))
 
 
@@ -70,7 +70,7 @@ def _has_ties(chunk: Chunk) -> bool:
     """On disk nobody looks."""
     if chunk.residual is None or chunk.residual.is_meta:
         return chunk.residual is not None
-    return bool(chunk.halves(slice(0, chunk.own_value.numel()))[2].any())
+    return bool(chunk.halves(slice(0, chunk.local_shard.numel()))[2].any())
 
 
 ROWS = covering_array(
@@ -91,7 +91,7 @@ ROWS = covering_array(
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_p10_split_masters_train_to_the_bits_of_float32_masters(row: dict[str, Any], tmp_path: Path) -> None:
-    memory = dict(placement=row["placement"], update=row["update"])
+    memory = dict(placement=row["placement"], update_on=row["update"])
     memory |= dict(disk_dir=str(tmp_path)) if row["placement"] == "disk" else {}
     config = dict(
         zero=dict(stage=row["stage"]), optimizer=OPTIMIZERS[row["optimizer"]],

@@ -20,7 +20,7 @@ import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
 from colossal_lite.memory.link import Link, Transfer
-from colossal_lite.offload.state_storage import HostHome
+from colossal_lite.offload.state_storage import HostStorage
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.parity import Case, start
 from tests.pool import RankEnv, WorldError, run_world
@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a record that was left is filled anew": (TaskRecords, "is_new", lambda self, chunk, kind: True),
     "step counts are not taken up": (ChunkOptimizer, "set_updates", lambda self, updates: None),
     "weights are not left": (ChunkOptimizer, "park", lambda self, version: None),
-    "an update that is owed is not told": (HostHome, "owe", lambda self: None),
+    "an update that is owed is not told": (HostStorage, "defer", lambda self: None),
     "a record is whole when its bytes set out": (Link, "copy", _told_at_once),
 }
 

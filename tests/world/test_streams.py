@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_lite.memory.arena import Arena, Key, Places
-from colossal_lite.memory.copy_streams import StreamLane, ThreadLane
+from colossal_lite.memory.arena import Arena, ArenaAllocator, Key
+from colossal_lite.memory.copy_streams import StreamExecutor, ThreadExecutor
 from colossal_lite.memory.link import Link, Transfer
 from tests.parity import Case, start
 from tests.pool import RankEnv, run_world
@@ -26,7 +26,7 @@ CASE = Case(
 )  # fmt: skip
 ALL_ON_HOST = dict(weights=1.0, gradients=1.0, optimizer=1.0)
 WITHIN = dict(
-    optimizer=dict(type="adamw", lr=1e-2, update="backward"), clip_grad_norm=None,
+    optimizer=dict(type="adamw", lr=1e-2, update_when="backward"), clip_grad_norm=None,
     precision=dict(dtype="bf16", master="split", gradient="bf16"),
 )  # fmt: skip
 PLACES: dict[str, dict[str, Any]] = {
@@ -35,9 +35,9 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="host"), precision=dict(dtype="bf16", master="split"), zero=dict(stage=1)
     ),
     "disk": dict(memory=dict(placement="disk")),
-    "host, updated there": dict(memory=dict(placement="host", update="host")),
+    "host, updated there": dict(memory=dict(placement="host", update_on="host")),
     "disk, split masters, updated on the host": dict(
-        memory=dict(placement="disk", update="host"), precision=dict(dtype="bf16", master="split"),
+        memory=dict(placement="disk", update_on="host"), precision=dict(dtype="bf16", master="split"),
         gradient_accumulation=2,
     ),
     "half of each": dict(
@@ -46,16 +46,16 @@ PLACES: dict[str, dict[str, Any]] = {
     ),
     "all of each": dict(memory=dict(placement="static", host_fraction=ALL_ON_HOST), zero=dict(stage=3)),
     "all of each, updated there": dict(
-        memory=dict(placement="static", update="host", host_fraction=ALL_ON_HOST), zero=dict(stage=3),
+        memory=dict(placement="static", update_on="host", host_fraction=ALL_ON_HOST), zero=dict(stage=3),
     ),
     "half of each, updated there": dict(
         memory=dict(
-            placement="static", update="host", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.7)
+            placement="static", update_on="host", host_fraction=dict(weights=0.5, gradients=0.5, optimizer=0.7)
         ),
         zero=dict(stage=3), gradient_accumulation=2, precision="fp32",
     ),
     "a budget": dict(
-        memory=dict(placement="auto", device_budget=470_000), zero=dict(stage=3, reduction="ordered"),
+        memory=dict(placement="auto", device_budget=470_000), zero=dict(stage=3, sum_order="ordered"),
         gradient_accumulation=2, precision="fp32",
     ),
     "all of each, narrow gradients": dict(
@@ -68,7 +68,7 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="auto", device_budget=392_000, host_budget=225_000), zero=dict(stage=3)
     ),
     "budgets and a disk, updated there": dict(
-        memory=dict(placement="auto", device_budget=330_000, host_budget=232_000, update="host"),
+        memory=dict(placement="auto", device_budget=330_000, host_budget=232_000, update_on="host"),
         zero=dict(stage=3),
     ),
 }  # fmt: skip
@@ -134,7 +134,7 @@ def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = (), **
     return COPY(self, target, source, **more)
 
 
-def _at_once(self: ThreadLane, work: Callable[[], object], *more: Any) -> None:
+def _at_once(self: ThreadExecutor, work: Callable[[], object], *more: Any) -> None:
     work()
 
 
@@ -146,22 +146,22 @@ def _after_its_own_kind(self: Arena, key: Key) -> Any:
 
 
 COPY = Link.copy
-RUN, GIVE, TAKE = Link.run, Places.give, Arena.take
+RUN, GIVE, TAKE = Link.run, ArenaAllocator.give, Arena.take
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "a copy does not come after what was computed": ("host", StreamLane, "now", lambda self: None),
+    "a copy does not come after what was computed": ("host", StreamExecutor, "now", lambda self: None),
     "the computing does not wait for a copy": ("host", Transfer, "wait", _only_thread_waits),
     "a copy does not come after another": ("host", Link, "run", _after_nothing),
     "the host does not wait for a copy": ("host", Transfer, "finish", _only_thread_waits),
     "a buffer is handed back as if nobody used it": (
-        "half of each", Places, "give", lambda self, number, *last: GIVE(self, number)
+        "half of each", ArenaAllocator, "give", lambda self, number, *last: GIVE(self, number)
     ),
     "a place does not wait for whom of another kind had it": ("all of each", Arena, "take", _after_its_own_kind),
     "gradients do not wait for what had their place": (
-        "half of each", Places, "take_now", lambda self, number: self.take(number)[0]
+        "half of each", ArenaAllocator, "take_now", lambda self, number: self.take(number)[0]
     ),
-    "a thread does not wait for a stream": ("disk", ThreadLane, "run", _at_once),
-    "a sum is added before it has landed": ("half of each", ThreadLane, "run", _at_once),
-    "an update on the host does not wait for its gradient": ("host, updated there", ThreadLane, "run", _at_once),
+    "a thread does not wait for a stream": ("disk", ThreadExecutor, "run", _at_once),
+    "a sum is added before it has landed": ("half of each", ThreadExecutor, "run", _at_once),
+    "an update on the host does not wait for its gradient": ("host, updated there", ThreadExecutor, "run", _at_once),
     "weights go up before their update": ("host, updated there", Link, "copy", _copied_at_once),
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ def test_every_gradient_is_the_serial_one_with(name: str, sequence_parallel: boo
     assert_parity(COMBINATIONS[name], sequence_parallel=sequence_parallel)
 
 
-KEPT = Case(tensor=2, regather=False, dropout=0.2, global_batch=3, ragged=True)
+KEPT = Case(tensor=2, regather_inputs=False, dropout=0.2, global_batch=3, ragged=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "recomputed", "selective", "zb-v"])
@@ -85,7 +85,7 @@ def test_every_gradient_is_the_serial_one_with_inputs_kept_whole(family: str, na
         "selective": dict(config=dict(activation_checkpoint="selective")),
         "zb-v": dict(
             layers=4, world_size=4, global_batch=4,
-            pipeline=dict(size=2, schedule="zb-v", chunks=2, micro_batches=4),
+            pipeline=dict(size=2, schedule="zb-v", stages_per_rank=2, micro_batches=4),
         ),
     }  # fmt: skip
     assert_parity(KEPT, family=family, **changes[name])
@@ -95,12 +95,12 @@ def test_every_gradient_is_the_serial_one_with_inputs_kept_whole(family: str, na
 def test_inputs_kept_whole_are_gathered_once(family: str) -> None:
     case = replace(KEPT, family=family, steps=1, ragged=False, dropout=0.0)
     gathers: list[int] = []
-    for each in (case, replace(case, regather=True)):
+    for each in (case, replace(case, regather_inputs=True)):
         (expected,) = (row for row in formula(each) if row[0] == "all_gather")
         for rows in run_world(ledger, 2, each):
             assert [row for row in rows if row[:2] == ("all_gather", "tensor")] == [expected]
         gathers.append(expected[2])
-    pairs = 2 * 2  # of a first and a second linear, in two layers
+    pairs = 2 * 2  # of a column-wise and a row-wise linear, in two layers
     assert gathers[1] - gathers[0] in (pairs, pairs + 1)  # the head may be one
 
 
@@ -124,7 +124,7 @@ def test_initial_bits_are_those_of_the_seed(sequence_parallel: bool) -> None:
 
 def formula(case: Case) -> set[tuple[str, str, int, int]]:
     mesh = Mesh.recording(MeshLayout.build(tensor=case.tensor))
-    mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], case.sequence_parallel, case.regather)
+    mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], case.sequence_parallel, case.regather_inputs)
     facts = facts_of(case.model())
     assert facts is not None
     rows = micro_batch_payload(
@@ -234,11 +234,11 @@ PLAN = {
     "words": "embedding",
     "mixing.*.before": "norm",
     "mixing.*.heads_of": "attention",
-    "mixing.*.heads_of.q": "first",
-    "mixing.*.heads_of.[kv]": "first:kv",
-    "mixing.*.heads_of.o": "second",
-    "mixing.*.wide": "first",
-    "mixing.*.narrow": "second",
+    "mixing.*.heads_of.q": "colwise",
+    "mixing.*.heads_of.[kv]": "colwise:kv",
+    "mixing.*.heads_of.o": "rowwise",
+    "mixing.*.wide": "colwise",
+    "mixing.*.narrow": "rowwise",
     "last": "norm",
     "out": "lm_head",
 }
@@ -310,7 +310,7 @@ def refused(env: RankEnv, what: str) -> None:
 REFUSALS = {
     "left out": "no pattern fits last, which has parameters",
     "no such module": "'mixing.\\*.nowhere' fits no module",
-    "no such role": "no role 'layernorm'; legal: first, second",
+    "no such role": "no role 'layernorm'; legal: colwise, rowwise",
     "reserved role": "expert is not built yet",
     "two heads": "exactly one module must be the lm_head",
     "unknown to auto": "plan='auto'.*give a dict",
@@ -346,7 +346,7 @@ class Dropping(nn.Module):
 def dropping(env: RankEnv, where: str, tensor: Any) -> list[float]:
     torch.manual_seed(0)
     model, ids = Dropping(where), torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-    plan = {"token": "embedding", "up": "first", "down": "second", "norm": "norm", "head": "lm_head"}
+    plan = {"token": "embedding", "up": "colwise", "down": "rowwise", "norm": "norm", "head": "lm_head"}
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), parallel=dict(tensor=tensor))
     with env.launch(config) as context:
         engine = cl.initialize(model, context=context, plan=plan)

@@ -14,7 +14,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel import tensor_2d, tensor_3d
-from colossal_lite.parallel.grid_layers import Along, Cut, product
+from colossal_lite.parallel.grid_layers import OperandAxis, ProductSpec, product
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
@@ -176,9 +176,15 @@ def with_and_without_overlap(env: RankEnv, mode: str) -> bool:
     with env.launch(dict(parallel=dict(tensor=dict(size=env.world_size, mode=mode)))) as context:
         axis = context.mesh.axis
         if mode == "3d":
-            cut = Cut(Along(axis("tensor.j"), 0), Along(axis("tensor.i"), -1), Along(axis("tensor.k"), 0))
+            cut = ProductSpec(
+                OperandAxis(axis("tensor.j"), 0),
+                OperandAxis(axis("tensor.i"), -1),
+                OperandAxis(axis("tensor.k"), 0),
+            )
         else:
-            cut = Cut(None, Along(axis("tensor.row"), 0), Along(axis("tensor.column"), -1))
+            cut = ProductSpec(
+                None, OperandAxis(axis("tensor.row"), 0), OperandAxis(axis("tensor.column"), -1)
+            )
         found = []
         for overlap in (True, False):
             torch.manual_seed(env.rank)
@@ -349,7 +355,7 @@ def test_roles_and_widths_that_only_the_layers_know_are_refused_before_anything_
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(7), nn.Linear(7, 7))
     before = [p.shape for p in model.parameters()]
     with pytest.raises(ValueError) as told:
-        parallelize(model, mesh, {"0": "first", "1": "second", "2": "norm", "3": "lm_head"})
+        parallelize(model, mesh, {"0": "colwise", "1": "rowwise", "2": "norm", "3": "lm_head"})
     text = str(told.value)
     assert "2: its weight [7] does not divide: features 7 by 2" in text
     assert ("0: its weight [10, 6] does not divide: inputs 6 by 4" in text) == (mode == "3d")

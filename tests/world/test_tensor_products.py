@@ -28,7 +28,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "clip": (None, 0.05),
     "trained": ("all", "some", "adapters"),
 }
-# One trained and one frozen parameter of each kind: of a first and a second linear, and of a norm.
+# One trained and one frozen parameter of each kind: of a column-wise and a row-wise linear, and of a norm.
 FROZEN = {
     "gpt2": ("blocks.0.mlp.up.weight", "blocks.1.mlp.down.weight", "blocks.0.norm1.weight"),
     "llama": ("blocks.0.mlp.gate_up.weight", "blocks.1.mlp.down.weight", "blocks.0.norm1.weight"),

@@ -15,7 +15,7 @@ import torch
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import Lane, LinkSpeed, ThreadLane
+from colossal_lite.memory.copy_streams import CopyExecutor, LinkSpeed, ThreadExecutor
 from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import ChunkKey, Item, pack
@@ -39,7 +39,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-1, bf16, masters on the host too": (2, dict(zero=dict(stage=1), precision="bf16"), {}),
     "ZeRO-3, bf16, ordered": (
         2,
-        dict(zero=dict(stage=3, reduction="ordered"), precision="bf16"),
+        dict(zero=dict(stage=3, sum_order="ordered"), precision="bf16"),
         dict(layers=3, chunk_bytes=SMALL),
     ),
     "ZeRO-2, groups of other optimizers": (2, dict(zero=dict(stage=2), optimizer=MIXED), {}),
@@ -50,7 +50,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "cut layers, ZeRO-2, ordered": (
         4,
-        dict(zero=dict(stage=2, reduction="ordered"), precision="bf16"),
+        dict(zero=dict(stage=2, sum_order="ordered"), precision="bf16"),
         dict(tensor=2),
     ),
     "one chunk": (1, dict(precision="bf16"), dict(chunk_bytes=None)),
@@ -65,8 +65,8 @@ def on_disk(directory: Path) -> dict[str, Any]:
 def slow(env: RankEnv, case: Case, speeds: dict[str, LinkSpeed]) -> Any:
     make = Link.__init__
 
-    def of_its_own(self: Link, name: str, lane: Lane, **more: Any) -> None:
-        make(self, name, ThreadLane(speeds[name]) if name in speeds else lane, **more)
+    def of_its_own(self: Link, name: str, executor: CopyExecutor, **more: Any) -> None:
+        make(self, name, ThreadExecutor(speeds[name]) if name in speeds else executor, **more)
 
     with patch.object(Link, "__init__", of_its_own):
         return bits(env, case)
@@ -120,7 +120,7 @@ def test_bits_of_updates_on_the_host_do_not_depend_on_the_speed_of_a_link(
     precision = dict(dtype="bf16", master="split") if link == "d2h" else "bf16"
     case = replace(BITS, config=BITS.config | dict(precision=precision))
     expected = run_world(bits, 1, case)
-    memory = (on_disk(tmp_path) if placement == "disk" else HOST)["memory"] | dict(update="host")
+    memory = (on_disk(tmp_path) if placement == "disk" else HOST)["memory"] | dict(update_on="host")
     case = replace(case, config=case.config | dict(memory=memory))
     assert_same_bits(run_world(slow, 1, case, {link: LinkSpeed(latency_s=0.002)}), expected)
 
@@ -133,7 +133,7 @@ def report(env: RankEnv, case: Case) -> dict[str, tuple[str, int, int]]:
         for _ in range(3):
             engine.train_step((inputs[cut], labels[cut]))
         moved = engine._optimizer.tiers
-        assert isinstance(moved, optimizer_states.States)
+        assert isinstance(moved, optimizer_states.OffloadedOptimizerStates)
         rows = {row.kind: (row.tier, row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
         links = {row.link: row.moved_bytes for row in engine.link_report()}
         all_bytes = moved.record_bytes("host") + moved.record_bytes("disk")
@@ -202,7 +202,9 @@ def test_of_updates_on_the_host_gradients_come_down_and_weights_go_up_and_no_rec
     """One slot of gradients and one of weights: there is one chunk."""
     precision, down, up, slots = FORMS[form]
     placement = on_disk(tmp_path) if tier == "disk" else HOST
-    config = dict(memory=placement["memory"] | dict(update="host"), zero=dict(stage=1), precision=precision)
+    config = dict(
+        memory=placement["memory"] | dict(update_on="host"), zero=dict(stage=1), precision=precision
+    )
     case = Case(config=config | dict(optimizer=ADAMW))
     for rows, links, owned in run_world(report_on_host, 2, case):
         assert rows["visiting"] == ("cpu", 0, 0)
@@ -230,7 +232,7 @@ def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:
         losses = []
         for number in range(2):
             held = engine._optimizer.tiers if number else None
-            assert held is None or isinstance(held, optimizer_states.States)
+            assert held is None or isinstance(held, optimizer_states.OffloadedOptimizerStates)
             gate = threading.Event()
             disk = held.disk if held is not None else None
             stands = () if held is None else (held.up, held.up if disk is None else disk.reads)
@@ -267,7 +269,7 @@ def test_weights_that_are_dropped_before_they_set_out_do_not_come() -> None:
     alone = Groups(*[Mesh.serial().axis("data")] * 4)
     chunk = Chunk(spec, alone, types=types, device=CPU, shard_state=True, shard_value=True, on_host=records)
     chunk.adopt({"w": torch.nn.Parameter(torch.zeros(256))}, {"w": torch.ones(256)})
-    up, gate, slot = Link("h2d", ThreadLane()), threading.Event(), torch.zeros(spec.numel)
+    up, gate, slot = Link("h2d", ThreadExecutor()), threading.Event(), torch.zeros(spec.numel)
     up._thread.submit(gate.wait, 10)
     chunk.fetch(slot, up)
     chunk.reshard()
@@ -285,7 +287,9 @@ def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_ag
     (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=CPU)
-    states = optimizer_states.States([chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU))
+    states = optimizer_states.OffloadedOptimizerStates(
+        [chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU)
+    )
     states.fetch(0)
     states.here(0)["m"].fill_(3.0)
     gate = threading.Event()

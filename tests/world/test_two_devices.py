@@ -48,11 +48,11 @@ def seen(engine: Engine, done: list[tuple[float, list[tuple[str, int]]]], case: 
     with engine.metered():
         engine.train_step(case.batch(0))
     rows = [(r.kind, r.tier, r.now_bytes, r.peak_bytes, r.forecast_bytes) for r in engine.memory_report()]
-    residence = engine._residence
-    assert residence is not None
+    memory_budget = engine._memory_budget
+    assert memory_budget is not None
     return Seen(
         [loss for loss, _ in done], engine.full_state_dict(), [links for _, links in done], rows,
-        residence.activations_bytes, str(residence.placement), len(engine.memory_timeline().moments),
+        memory_budget.activations_bytes, str(memory_budget.placement), len(engine.memory_timeline().moments),
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ import colossal_lite as cl
 from colossal_lite.offload.optimizer_states import AHEAD
 from colossal_lite.offload.state_storage import BELOW
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import ON_DEVICE, Crossing, Part, run_of
-from colossal_lite.schedule.plan import DISK, Action, Kind
+from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
+from colossal_lite.schedule.plan import DISK, Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -46,9 +46,11 @@ class Seconds:
     def __call__(self, action: Action) -> float:
         if action.chunk is not None and action.chunk >= LAYERS:
             return self.copy / 2  # a gradient or weights, where a record is two moments
-        if action.kind in (Kind.FETCH, Kind.EVICT):
+        if action.kind in (ActionKind.FETCH, ActionKind.EVICT):
             return self.disk if action.resource == DISK else self.copy
-        return {Kind.F: self.forward, Kind.B: self.backward, Kind.UPDATE: self.update}[action.kind]
+        return {ActionKind.F: self.forward, ActionKind.B: self.backward, ActionKind.UPDATE: self.update}[
+            action.kind
+        ]
 
     @property
     def computed(self) -> float:
@@ -118,7 +120,7 @@ def ran(
     )
     ids = torch.arange(8).view(2, 4)
     patches = clock.patched(), patch.object(ChunkOptimizer, "update", timed)
-    if memory.get("update") == "host":
+    if memory.get("update_on") == "host":
         clock.planted_s["cpu"] = seconds.update
         patches = clock.patched(), nullcontext()
     with env.launch(config) as context, patches[0], patches[1], patch.object(build, "CHUNK_BYTES", 4 * WIDTH):
@@ -133,7 +135,7 @@ def ran(
         return {row.link: row.waited_s for row in engine.link_report()}, step_s, computed_s, order
 
 
-def foretold(
+def predicted(
     seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
 ) -> tuple[float, float]:
     """By the simulator: seconds waited for the link up, and of the step, from the end of one backward to the next."""
@@ -143,7 +145,7 @@ def foretold(
     assert made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
         "and for nothing else"
     )
-    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is Kind.B}
+    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
     start_s, end_s = last[STEPS - 2], last[STEPS - 1]
     return made.waited_s("h2d", start_s, end_s), end_s - start_s
 
@@ -175,8 +177,8 @@ def test_a_real_step_on_planted_seconds_waits_as_the_simulator_says_of_its_plan(
     assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
         computed_s + waited["h2d"]
     )
-    assert waited == {"h2d": pytest.approx(foretold(seconds)[0], abs=1e-6), "d2h": 0.0}
-    assert foretold(seconds)[1] == pytest.approx(step_s, abs=1e-6)
+    assert waited == {"h2d": pytest.approx(predicted(seconds)[0], abs=1e-6), "d2h": 0.0}
+    assert predicted(seconds)[1] == pytest.approx(step_s, abs=1e-6)
     # A step runs the update that the next forward begins with at once.
     updates = [word for number in range(1, LAYERS) for word in (f"U{number}", f"F{number}")]
     assert order == ["F0", *updates, *(f"B{number}" for number in reversed(range(LAYERS))), "U0"]
@@ -193,7 +195,7 @@ def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: floa
     all that hides it; and all that goes up has these, and a backward before them."""
     seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
     behind, last = LAYERS - (AHEAD + 1), LAYERS - 1
-    waited, _ = foretold(seconds)
+    waited, _ = predicted(seconds)
     assert waited == pytest.approx(
         max(
             0.0,
@@ -210,7 +212,7 @@ def test_a_step_from_the_disk_waits_as_its_plan_says(disk_s: float, copy_s: floa
     ((waited, step_s, computed_s, _),) = run_world(
         ran, 1, seconds, dict(placement="disk", disk_dir=str(tmp_path))
     )
-    assert (waited["h2d"], step_s) == pytest.approx(foretold(seconds, BELOW), rel=ROUNDED)
+    assert (waited["h2d"], step_s) == pytest.approx(predicted(seconds, BELOW), rel=ROUNDED)
     assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
         computed_s + sum(waited.values())
     )
@@ -252,7 +254,7 @@ def test_weights_that_rest_on_the_host_are_waited_for_no_longer_than_a_unit_ahea
 
 # ---- updates on the host ----
 
-ON_HOST = dict.fromkeys(range(LAYERS), Crossing((Part.GRADIENT, Part.WEIGHTS)))
+ON_HOST = dict.fromkeys(range(LAYERS), Crossing((ChunkPart.GRADIENT, ChunkPart.WEIGHTS)))
 """Of float32 weights, which are their own masters."""
 HOST_HIDES = replace(HIDES, copy=1.0)
 HOST_BUSY = Seconds(forward=2.0, backward=4.0, update=5.0, copy=1.0)
@@ -271,9 +273,9 @@ def host_bound(seconds: Seconds) -> float:
 def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no_longer_than_the_bound(
     seconds: Seconds,
 ) -> None:
-    waited, step_s = foretold(seconds, on_host=ON_HOST)
+    waited, step_s = predicted(seconds, on_host=ON_HOST)
     assert waited == pytest.approx(host_bound(seconds))
-    ((real, real_s, computed_s, _),) = run_world(ran, 1, seconds, dict(placement="host", update="host"))
+    ((real, real_s, computed_s, _),) = run_world(ran, 1, seconds, dict(placement="host", update_on="host"))
     assert computed_s == pytest.approx(LAYERS * (seconds.forward + seconds.backward))
     assert real == {"h2d": pytest.approx(waited, abs=1e-6), "d2h": 0.0, "cpu": 0.0}
     assert real_s == pytest.approx(step_s, abs=1e-6)
@@ -284,5 +286,5 @@ def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no
 def test_with_the_first_chunk_on_the_device_nothing_is_waited_for_where_computing_hides_the_rest() -> None:
     """Its state has come in the backward."""
     but_the_first = {chunk: ON_HOST[chunk] for chunk in range(1, LAYERS)}
-    waited, _ = foretold(HOST_HIDES, on_host=but_the_first)
-    assert waited == 0.0 and foretold(HOST_HIDES, on_host=ON_HOST)[0] > 0.0
+    waited, _ = predicted(HOST_HIDES, on_host=but_the_first)
+    assert waited == 0.0 and predicted(HOST_HIDES, on_host=ON_HOST)[0] > 0.0

@@ -193,7 +193,7 @@ def test_a_watch_that_the_store_keeps_is_left_behind_and_told(monkeypatch: pytes
 
     monkeypatch.setattr(watchdog, "LOOK_S", 0.0)
     monkeypatch.setattr(watchdog, "END_S", 0.1)
-    ours = watchdog.Watch(Deaf(), rank=1, world_size=2)
+    ours = watchdog.Watchdog(Deaf(), rank=1, world_size=2)
     time.sleep(0.05)
     with pytest.warns(UserWarning, match=r"rank 1: its watch has not ended in 0.1 s.* nothing is lost"):
         ours.close()

@@ -33,12 +33,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "0": dict(stage=0),
     "1": dict(stage=1),
     "2": dict(stage=2),
-    "2 by micro-batch": dict(stage=2, reduce="micro_batch"),
-    "0 ordered": dict(reduction="ordered"),
-    "2 ordered": dict(stage=2, reduction="ordered"),
+    "2 by micro-batch": dict(stage=2, reduce_every="micro_batch"),
+    "0 ordered": dict(sum_order="ordered"),
+    "2 ordered": dict(stage=2, sum_order="ordered"),
     "3": dict(stage=3),
     "3 kept": dict(stage=3, reshard_after_forward=False, prefetch=2),
-    "3 ordered": dict(stage=3, reduction="ordered", prefetch=0),
+    "3 ordered": dict(stage=3, sum_order="ordered", prefetch=0),
 }
 STAGES = pytest.mark.parametrize("kind", KINDS)
 VOCABULARY = 200
@@ -143,7 +143,7 @@ ORDERED = {
     "other chunks": (dict(stage=0), dict(chunk_bytes=SMALL * 4)),
     "stage 1": (dict(stage=1), dict(chunk_bytes=SMALL)),
     "stage 2": (dict(stage=2), dict(chunk_bytes=SMALL // 2)),
-    "stage 2, one chunk": (dict(stage=2, reduce="micro_batch"), dict(chunk_bytes=None)),
+    "stage 2, one chunk": (dict(stage=2, reduce_every="micro_batch"), dict(chunk_bytes=None)),
     "stage 3": (dict(stage=3), dict(chunk_bytes=SMALL // 2)),
     "stage 3, kept": (dict(stage=3, reshard_after_forward=False, prefetch=0), dict(chunk_bytes=None)),
 }
@@ -155,16 +155,16 @@ def test_ordered_has_the_same_bits_at_every_stage_and_chunk_size(world_size: int
     if tensor > world_size:
         return
     case = replace(BITS, world_size=world_size, tensor=tensor)
-    plain = replace(case, config=case.config | dict(zero=dict(reduction="ordered")))
+    plain = replace(case, config=case.config | dict(zero=dict(sum_order="ordered")))
     expected = run_world(bits, world_size, plain)
     for zero, change in ORDERED.values():
-        other = replace(case, config=case.config | dict(zero=zero | dict(reduction="ordered")), **change)
+        other = replace(case, config=case.config | dict(zero=zero | dict(sum_order="ordered")), **change)
         assert_same_bits(run_world(bits, world_size, other), expected)
 
 
 def test_on_one_micro_batch_and_two_ranks_fast_has_the_gradients_of_ordered() -> None:
     case = replace(BITS, config=BITS.config | dict(gradient_accumulation=1), steps=1)
-    ordered = replace(case, config=case.config | dict(zero=dict(reduction="ordered")))
+    ordered = replace(case, config=case.config | dict(zero=dict(sum_order="ordered")))
     for (fast,), (other,) in zip(
         (steps for steps, _ in run_world(bits, 2, case)),
         (steps for steps, _ in run_world(bits, 2, ordered)),
@@ -257,7 +257,7 @@ def ledger(env: RankEnv, case: Case) -> list[tuple[str, str, int, int]]:
 
 
 def numel_of(case: Case, world_size: int) -> int:
-    ordered = dict(case.config.get("zero", {})).get("reduction") == "ordered"
+    ordered = dict(case.config.get("zero", {})).get("sum_order") == "ordered"
     return chunk_numel([v.numel() for v in initial_values(case).values()], world_size, ordered=ordered)
 
 

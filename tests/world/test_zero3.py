@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.distributed.communicator import AxisComm
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightState
-from colossal_lite.schedule.gather_plan import GatherPlan, Step
-from colossal_lite.schedule.plan import Kind
+from colossal_lite.schedule.gather_plan import GatherPlan, GatherStep
+from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero import sharded_weights as product
-from colossal_lite.zero.sharded_weights import Phase, ShardedWeights
+from colossal_lite.zero.sharded_weights import ParameterGather, Phase
 from tests.parity import Case, assert_no_further, assert_parity, parallel_run, serial_run, start
 from tests.pool import RankEnv, WorldError, run_world
 from tests.world.test_engine import SGD, Branches, batch_of
@@ -74,7 +74,7 @@ COMBINATIONS: dict[str, Case] = {
     "2d": replace(DEEP, family="llama", world_size=4, tensor=4, mode="2d", global_batch=8, config=zero3()),
     "3d": replace(DEEP, family="llama", world_size=8, tensor=8, mode="3d", global_batch=8, config=zero3()),
     "ring": replace(DEEP, world_size=4, sequence=2, dropout=0.1, ragged=True, config=FULL | zero3()),
-    "ulysses": replace(DEEP, sequence=2, sequence_mode="ulysses", config=zero3(reduction="ordered")),
+    "ulysses": replace(DEEP, sequence=2, sequence_mode="ulysses", config=zero3(sum_order="ordered")),
     "Llama of Hugging Face": Case(family="hf-llama", steps=2, config=zero3()),
 }
 
@@ -95,7 +95,7 @@ def test_every_gradient_is_the_serial_one_whatever_the_prefetch(
     name: str, reshard: bool, prefetch: int
 ) -> None:
     case = MORE[name]
-    zero = dict(stage=3, prefetch=prefetch, reshard_after_forward=reshard, reduction="ordered")
+    zero = dict(stage=3, prefetch=prefetch, reshard_after_forward=reshard, sum_order="ordered")
     assert_parity(case, config={**case.config, "zero": zero})
 
 
@@ -113,13 +113,13 @@ def elsewhere(original: Callable[..., GatherPlan], *args: Any, **more: Any) -> G
     plan, by = original(*args, **more), 0
     by = plan.arena_numel
 
-    def moved(step: Step) -> Step:
+    def moved(step: GatherStep) -> GatherStep:
         return replace(step, resident={c: offset + by for c, offset in step.resident.items()})
 
     return replace(plan, backward=tuple(map(moved, plan.backward)), arena_numel=2 * by)
 
 
-def begin_elsewhere(original: Callable[..., None], self: ShardedWeights, phase: Phase) -> None:
+def begin_elsewhere(original: Callable[..., None], self: ParameterGather, phase: Phase) -> None:
     original(self, phase)
     if phase is Phase.BACKWARD and self.plan is not None:
         self._bring({c: offset + self.plan.arena_numel // 2 for c, offset in self._resident.items()})
@@ -127,14 +127,14 @@ def begin_elsewhere(original: Callable[..., None], self: ShardedWeights, phase: 
 
 def drop_and_spoil(original: Callable[..., None], self: Chunk) -> None:
     self.finish_gather()
-    self.value.fill_(torch.nan)
+    self.full_weight.fill_(torch.nan)
     original(self)
 
 
 def moving(env: RankEnv, case: Case) -> Any:
-    begin, drop, plan_of = ShardedWeights._begin, Chunk.reshard, product.plan_of
+    begin, drop, plan_of = ParameterGather._begin, Chunk.reshard, product.plan_of
     with (
-        patch.object(ShardedWeights, "_begin", lambda self, phase: begin_elsewhere(begin, self, phase)),
+        patch.object(ParameterGather, "_begin", lambda self, phase: begin_elsewhere(begin, self, phase)),
         patch.object(Chunk, "reshard", lambda self: drop_and_spoil(drop, self)),
         patch.object(product, "plan_of", lambda *args, **more: elsewhere(plan_of, *args, **more)),
     ):
@@ -165,7 +165,7 @@ def two_steps(env: RankEnv, case: Case) -> dict[str, Any]:
         for _ in range(3):
             engine.train_step((inputs[cut], labels[cut]))
             weights = engine._weights
-            assert isinstance(weights, ShardedWeights) and weights._arena is not None
+            assert isinstance(weights, ParameterGather) and weights._arena is not None
             storages.append(weights._arena.data_ptr())
             assert [id(p) for p in engine.model.parameters()] == identities
             assert [(p.shape, p.dtype) for p in engine.model.parameters()] == shapes
@@ -189,7 +189,7 @@ def two_steps(env: RankEnv, case: Case) -> dict[str, Any]:
             numels=[chunk.spec.numel for chunk in chunks],
             memory={row.kind: (row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()},
             arena=(plan.arena_numel, most, plan.live_numel),
-            reduces=sum(a.kind is Kind.REDUCE for a in plan.actions),
+            reduces=sum(a.kind is ActionKind.REDUCE for a in plan.actions),
             largest=max(
                 sum(c.spec.numel for c in chunks if c.spec.key.unit == unit)
                 for unit in {c.spec.key.unit for c in chunks}
@@ -312,14 +312,14 @@ def test_the_order_of_use_is_what_the_first_step_shows_not_what_the_model_define
 def branching(env: RankEnv, stage: int) -> tuple[dict[str, Tensor], list[tuple[Any, ...]]]:
     """Ranks take other branches than each other, and than in the first step. Also every collective, in order."""
     calls: list[tuple[Any, ...]] = []
-    run = AxisComm._run
+    run = Communicator._run
 
-    def told(self: AxisComm, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
+    def told(self: Communicator, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
         calls.append((self.axis, counted or more.get("what"), tuple(payload.shape), payload.dtype))
         return run(self, counted, payload, *args, **more)
 
     with (
-        patch.object(AxisComm, "_run", told),
+        patch.object(Communicator, "_run", told),
         env.launch(SGD | dict(zero=dict(stage=stage))) as context,
     ):
         torch.manual_seed(0)

@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from colossal_lite.distributed.communicator import AxisComm
-from colossal_lite.memory.host_store import Kept, TaskRecords
+from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.memory.host_store import ParkedState, TaskRecords
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 
-class Handover:
+class TaskResume:
     """The two ends of one engine's use of the records of its task."""
 
     def __init__(
         self, records: TaskRecords, outlives: bool, model: nn.Module, optimizer: ChunkOptimizer | OwnOptimizer,
-        world: AxisComm,
+        world: Communicator,
     ) -> None:  # fmt: skip
         """`outlives`: whether the records are to be there for another engine."""
         assert not outlives or isinstance(optimizer, ChunkOptimizer)
@@ -67,7 +67,7 @@ class Handover:
             buffer.copy_(kept.facts["buffers"][name])
         return kept.facts
 
-    def kept(self, steps: int, loss_scale: Any) -> Kept:
+    def kept(self, steps: int, loss_scale: Any) -> ParkedState:
         """All state, at rest, is brought to the store; what is not there."""
         self._chunked.park(steps)
         facts = {
@@ -76,9 +76,9 @@ class Handover:
             "loss_scale": loss_scale,
             "buffers": {name: to_host(buffer) for name, buffer in self._model.named_buffers()},
         }
-        return Kept(self._form(), facts)
+        return ParkedState(self._form(), facts)
 
-    def leave(self, kept: Kept | None) -> None:
+    def leave(self, kept: ParkedState | None) -> None:
         """The records are no longer this engine's; None: what it leaves is not whole."""
         if self._has_left:
             return

@@ -13,16 +13,16 @@ class ExchangeError(RuntimeError):
     """A neighbour has ended, does not come, or made another operation."""
 
 
-class Outbox:
+class SendBuffer:
     """This rank's shared memory: places of it are lent to readers, the lowest that is free first."""
 
     def __init__(self) -> None:
         self.capacity_bytes = physical_bytes()
-        self.descriptor, self.memory = shared_memory("outbox", self.capacity_bytes)
+        self.descriptor, self.memory = shared_memory("send buffer", self.capacity_bytes)
         self.posted_bytes = 0
         """What was ever laid here."""
         self.peak_bytes = 0
-        """The end of the highest place that was ever lent: what the outbox takes of the host's memory."""
+        """The end of the highest place that was ever lent: what the send buffer takes of the host's memory."""
         self._lent: list[tuple[int, int]] = []
         self._readers: dict[int, int] = {}
 
@@ -41,7 +41,7 @@ class Outbox:
                 break
             offset = end
         if offset + size_bytes > self.capacity_bytes:
-            raise ExchangeError(f"{size_bytes} bytes do not fit an outbox of {self.capacity_bytes} bytes")
+            raise ExchangeError(f"{size_bytes} bytes do not fit a send buffer of {self.capacity_bytes} bytes")
         self._lent.insert(index, (offset, offset + size_bytes))
         self._readers[offset] = readers
         self.peak_bytes = max(self.peak_bytes, offset + size_bytes)

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossal_lite.distributed.outbox import ExchangeError, Outbox, mapped
+from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer, mapped
 from colossal_lite.distributed.shared_memory import MESSAGE_BYTES, TOKEN_BYTES, Exchange, _Neighbour
 
 # ------------------------------------------------------------------------------------------------- how ranks meet
 
 
 @dataclass(frozen=True)
-class Meeting:
+class HostHandshake:
     """Before ranks know each other: this one listens. `card` is what the others need, `join` is told theirs."""
 
     rank: int
@@ -30,7 +30,7 @@ class Meeting:
     _token: bytes
 
     @classmethod
-    def call(cls, rank: int) -> Meeting:
+    def call(cls, rank: int) -> HostHandshake:
         """Listen, if this system can share memory between processes."""
         token = secrets.token_bytes(TOKEN_BYTES)
         if why_not():
@@ -51,25 +51,25 @@ class Meeting:
             self.close()
             return None
         try:
-            outbox = Outbox()
+            send_buffer = SendBuffer()
             below = [
-                _enter(self.rank, outbox, other, cards[other][-TOKEN_BYTES:], timeout_s)
+                _enter(self.rank, send_buffer, other, cards[other][-TOKEN_BYTES:], timeout_s)
                 for other in mates
                 if other < self.rank
             ]
-            above = self._receive({other for other in mates if other > self.rank}, outbox, timeout_s)
+            above = self._receive({other for other in mates if other > self.rank}, send_buffer, timeout_s)
         except OSError as error:
             text = f"memory cannot be shared: {error}; backend='gloo' does without"
             raise ExchangeError(text) from error
         finally:
             self.close()
-        return Exchange(self.rank, outbox, [*below, *above])
+        return Exchange(self.rank, send_buffer, [*below, *above])
 
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
-    def _receive(self, wanted: set[int], outbox: Outbox, timeout_s: float) -> list[_Neighbour]:
+    def _receive(self, wanted: set[int], send_buffer: SendBuffer, timeout_s: float) -> list[_Neighbour]:
         assert self._listener is not None
         end, found = time.monotonic() + timeout_s, list[_Neighbour]()
         while wanted:
@@ -88,13 +88,13 @@ class Meeting:
                 if descriptor >= 0:
                     os.close(descriptor)
                 continue
-            socket.send_fds(link, [b"outbox"], [outbox.descriptor])
+            socket.send_fds(link, [b"outbox"], [send_buffer.descriptor])
             wanted.discard(rank)
-            found.append(_neighbour(rank, link, descriptor, outbox.capacity_bytes))
+            found.append(_neighbour(rank, link, descriptor, send_buffer.capacity_bytes))
         return found
 
     def _heard(self, link: socket.socket) -> tuple[int, int]:
-        """The rank that has come, and its outbox; -1 for who is not of this user or does not know the token."""
+        """The rank that has come, and its send buffer; -1 for who is not of this user or does not know the token."""
         _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid():
             return -1, -1
@@ -126,12 +126,12 @@ def host_of(card: bytes) -> bytes:
     return card[:-TOKEN_BYTES]
 
 
-def _enter(rank: int, outbox: Outbox, other: int, token: bytes, timeout_s: float) -> _Neighbour:
+def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout_s: float) -> _Neighbour:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(timeout_s)
     try:
         link.connect(_address(token))
-        socket.send_fds(link, [token + rank.to_bytes(8, "little")], [outbox.descriptor])
+        socket.send_fds(link, [token + rank.to_bytes(8, "little")], [send_buffer.descriptor])
         _, descriptors, _, _ = socket.recv_fds(link, MESSAGE_BYTES, 1)
     except OSError as error:
         link.close()
@@ -139,7 +139,7 @@ def _enter(rank: int, outbox: Outbox, other: int, token: bytes, timeout_s: float
     if len(descriptors) != 1:
         link.close()
         raise ExchangeError(f"rank {other} of this host has ended while it was met")
-    return _neighbour(other, link, descriptors[0], outbox.capacity_bytes)
+    return _neighbour(other, link, descriptors[0], send_buffer.capacity_bytes)
 
 
 def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> _Neighbour:
