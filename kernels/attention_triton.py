@@ -207,6 +207,27 @@ def _keys_tile(
 
 
 @jit
+def _range_of_queries(
+    begin, queries, lag, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    SPLIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """For keys begin .. begin + KEYS - 1, counted in queries: (first tile, end of the masked tiles, end)."""
+    low = 0
+    end = queries
+    masked_end = 0
+    if CAUSAL:
+        low = tl.maximum(begin - lag, 0) // QUERIES * QUERIES
+        masked_end = (tl.maximum(begin + KEYS - 1 - lag, 0) + QUERIES - 1) // QUERIES * QUERIES
+    if WINDOW:
+        end = tl.minimum(end, tl.maximum(begin + KEYS - 1 - lag + window, 0))
+        if not CAUSAL:
+            low = tl.maximum(begin - lag - window + 1, 0) // QUERIES * QUERIES
+    if WINDOW or DOCUMENTS or not SPLIT:
+        masked_end = end
+    return low, tl.minimum(tl.maximum(masked_end, low), tl.maximum(end, low)), end
+
+
+@jit
 def _attend_keys_kernel(
     q, k, v, dout, lse, delta, dk, dv, q_documents, k_documents, queries, keys, heads, per_key, lag, window, scale,
     natural_scale, q_batch_stride, q_stride, q_head_stride, k_batch_stride, k_stride, k_head_stride,
@@ -239,19 +260,9 @@ def _attend_keys_kernel(
         documents = q_documents + b * queries
     dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
     dv_tile = tl.zeros((KEYS, WIDTH), tl.float32)
-    low = 0
-    end = queries
-    masked_end = 0
-    if CAUSAL:
-        low = tl.maximum(begin - lag, 0) // QUERIES * QUERIES
-        masked_end = (tl.maximum(begin + KEYS - 1 - lag, 0) + QUERIES - 1) // QUERIES * QUERIES
-    if WINDOW:
-        end = tl.minimum(end, tl.maximum(begin + KEYS - 1 - lag + window, 0))
-        if not CAUSAL:
-            low = tl.maximum(begin - lag - window + 1, 0) // QUERIES * QUERIES
-    if WINDOW or DOCUMENTS or not SPLIT:
-        masked_end = end
-    masked_end = tl.minimum(tl.maximum(masked_end, low), tl.maximum(end, low))
+    low, masked_end, end = _range_of_queries(
+        begin, queries, lag, window, CAUSAL, WINDOW, DOCUMENTS, SPLIT, QUERIES, KEYS
+    )
     for r in range(0, per_key):
         h = g * per_key + r
         q_at = q + b * q_batch_stride + h * q_head_stride

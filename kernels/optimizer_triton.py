@@ -26,12 +26,64 @@ def _rounded(wide, noise):
 
 
 @jit
+def _adamw_rule(
+    p, g, first_state, second_state, i, inside, begin, k0, k1, count, first, lr, decay, beta1, beta2, eps, correction1,
+    correction2, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The new weights; the moments are stepped where they are."""
+    if NARROW:
+        m = _widened(first_state, i, inside)
+        v = _widened(second_state, i, inside)
+    else:
+        m = tl.load(first_state + i, mask=inside).to(tl.float32)
+        v = tl.load(second_state + i, mask=inside).to(tl.float32)
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    if NARROW:
+        words = word_tile(k0, k1, count, first + begin, BLOCK)
+        tl.store(first_state + i, _rounded(m, words & 0xFFFF), mask=inside)
+        tl.store(second_state + i, _rounded(v, (words >> 16) & 0xFFFF), mask=inside)
+    else:
+        tl.store(second_state + i, v, mask=inside)
+    p = p * (1.0 - decay) - lr * correction1 * m / (tl.sqrt(v) * correction2 + eps)
+    if not NARROW:
+        tl.store(first_state + i, m, mask=inside)
+    return p
+
+
+@jit
+def _lion_rule(p, g, first_state, i, inside, lr, decay, beta1, beta2):
+    """The new weights; the moment is stepped where it is."""
+    m = tl.load(first_state + i, mask=inside).to(tl.float32)
+    mixed = beta1 * m + (1.0 - beta1) * g
+    sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, 0.0))
+    p = p * (1.0 - decay) - lr * sign
+    tl.store(first_state + i, beta2 * m + (1.0 - beta2) * g, mask=inside)
+    return p
+
+
+@jit
+def _sgd_rule(p, g, first_state, i, inside, lr, decay, beta1, RULE: tl.constexpr):
+    """The new weights; the buffer, if the rule has one, is stepped where it is."""
+    g += decay * p
+    step = g
+    if RULE == "momentum first" or RULE == "nesterov first":
+        b = g
+    if RULE == "momentum" or RULE == "nesterov":
+        b = beta1 * tl.load(first_state + i, mask=inside).to(tl.float32) + g
+    if RULE != "plain":
+        tl.store(first_state + i, b, mask=inside)
+        step = b
+    if RULE == "nesterov" or RULE == "nesterov first":
+        step = g + beta1 * b
+    return p - lr * step
+
+
+@jit
 def _step_kernel(
     param, grad, first_state, second_state, low, residual, ties, scale_pointer, numel, start, k0: tl.int32,
-    k1: tl.int32, count: tl.int32, first, scale: tl.float32,
-    lr: tl.float32,
-    decay: tl.float32, beta1: tl.float32, beta2: tl.float32, eps: tl.float32, correction1: tl.float32,
-    correction2: tl.float32,
+    k1: tl.int32, count: tl.int32, first, scale: tl.float32, lr: tl.float32, decay: tl.float32, beta1: tl.float32,
+    beta2: tl.float32, eps: tl.float32, correction1: tl.float32, correction2: tl.float32,
     RULE: tl.constexpr, POINTER: tl.constexpr, LOW: tl.constexpr, SPLIT: tl.constexpr, NARROW: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,44 +108,15 @@ def _step_kernel(
         p = tl.load(param + i, mask=inside)
         kind = p.dtype
         p = p.to(tl.float32)
-    if NARROW:
-        m = _widened(first_state, i, inside)
-        v = _widened(second_state, i, inside)
-    else:
-        if RULE == "adamw" or RULE == "lion":
-            m = tl.load(first_state + i, mask=inside).to(tl.float32)
-        if RULE == "adamw":
-            v = tl.load(second_state + i, mask=inside).to(tl.float32)
     if RULE == "adamw":
-        m += (1.0 - beta1) * (g - m)
-        v = beta2 * v + (1.0 - beta2) * g * g
-        if NARROW:
-            words = word_tile(k0, k1, count, first + begin, BLOCK)
-            tl.store(first_state + i, _rounded(m, words & 0xFFFF), mask=inside)
-            tl.store(second_state + i, _rounded(v, (words >> 16) & 0xFFFF), mask=inside)
-        else:
-            tl.store(second_state + i, v, mask=inside)
-        p = p * (1.0 - decay) - lr * correction1 * m / (tl.sqrt(v) * correction2 + eps)
-        if not NARROW:
-            tl.store(first_state + i, m, mask=inside)
+        p = _adamw_rule(
+            p, g, first_state, second_state, i, inside, begin, k0, k1, count, first, lr, decay, beta1, beta2, eps,
+            correction1, correction2, NARROW, BLOCK,
+        )  # fmt: skip
     elif RULE == "lion":
-        mixed = beta1 * m + (1.0 - beta1) * g
-        sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, 0.0))
-        p = p * (1.0 - decay) - lr * sign
-        tl.store(first_state + i, beta2 * m + (1.0 - beta2) * g, mask=inside)
+        p = _lion_rule(p, g, first_state, i, inside, lr, decay, beta1, beta2)
     else:
-        g += decay * p
-        step = g
-        if RULE == "momentum first" or RULE == "nesterov first":
-            b = g
-        if RULE == "momentum" or RULE == "nesterov":
-            b = beta1 * tl.load(first_state + i, mask=inside).to(tl.float32) + g
-        if RULE != "plain":
-            tl.store(first_state + i, b, mask=inside)
-            step = b
-        if RULE == "nesterov" or RULE == "nesterov first":
-            step = g + beta1 * b
-        p -= lr * step
+        p = _sgd_rule(p, g, first_state, i, inside, lr, decay, beta1, RULE)
     p = p.to(kind)
     if SPLIT:
         store_halves(p, param, residual, ties, i, begin, numel, MASKED, BLOCK)
