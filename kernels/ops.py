@@ -24,14 +24,12 @@ from . import cross_entropy as _cross_entropy
 from . import dropout as _dropout
 from . import embedding as _embedding
 from . import flat as _flat
-from . import int8 as _int8
 from . import launch as _launch
 from . import linear_cross_entropy as _linear_cross_entropy
 from . import norm as _norm
 from . import optimizer as _optimizer
 from . import philox as _philox
 from . import rotary as _rotary
-from . import softmax as _softmax
 from .philox import Rows
 
 Choice = Literal["auto", "torch", "triton"]
@@ -74,13 +72,7 @@ class Ops:
     sgd_: Op = _optimizer.sgd_
     lion_: Op = _optimizer.lion_
     square_sum: Op = _flat.square_sum
-    pack_: Op = _flat.pack_
-    unpack_: Op = _flat.unpack_
-    quantise: Op = _int8.quantise
-    dequantise: Op = _int8.dequantise
-    dequantise_add_: Op = _int8.dequantise_add_
     embedding_grad_: Op = _embedding.embedding_grad_
-    softmax: Op = _softmax.softmax
     normal: Op = _philox.normal
     uniform: Op = _philox.uniform
     choices: tuple[OpChoice, ...] = ()
@@ -99,8 +91,8 @@ TORCH = Ops()
 
 
 _FILES = (
-    _activation, _attention, _cross_entropy, _dropout, _embedding, _flat, _int8, _linear_cross_entropy, _norm,
-    _optimizer, _philox, _rotary, _softmax,
+    _activation, _attention, _cross_entropy, _dropout, _embedding, _flat, _linear_cross_entropy, _norm,
+    _optimizer, _philox, _rotary,
 )  # fmt: skip
 
 
@@ -131,7 +123,7 @@ def select(
     raise ValueError(f"kernels: {choice!r} cannot be: {why}; legal are {LEGAL_WITHOUT}")
 
 
-FUSED = ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary", "softmax")
+FUSED = ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary")
 """Ops of a block that torch.compile fuses with what stands beside them."""
 LEGAL_WITHOUT = "'auto', 'torch' (or a CUDA device, or TRITON_INTERPRET=1 to test kernels on a CPU)"
 

@@ -88,13 +88,11 @@ FAULTS = [
     ("dropout", "value.to(tl.float32) * scale", "value.to(tl.float32)", "dropout 37"),
     ("cross_entropy", "1.0 + 2.0 * z_loss", "1.0 + z_loss", LOSS),
     ("optimizer_triton", "/ (tl.sqrt(v) * correction2 + eps)", "/ (tl.sqrt(v) + eps)", "adamw 1024 by a number"),
-    ("softmax", "scale * p * (d - mean)", "p * (d - mean)", "softmax"),
     ("activation", "slope = phi + h * tl.exp", "slope = phi + tl.exp", "gelu exact bias 37"),
     # a race, or a place outside
     ("norm", "dweight + program.to(tl.int64) * features", "dweight", "rms_norm 37"),
     ("embedding", "if (v != before) &", "if (v == v) &", "embedding_grad_"),
     ("flat", "tl.store(sums + first + program", "tl.store(sums + first", "square_sum"),
-    ("flat", "target + target_start + i, value", "target + target_start + i // 2, value", "pack"),
     ("rotary", "(h < heads) & (i < half)", "(h <= heads) & (i < half)", "rotary 5 x 6"),
     ("activation", "inside = (r < rows) & (c < features)\n    g", "inside = c < features\n    g", "swiglu 37"),
 ]  # fmt: skip
