@@ -1,18 +1,23 @@
-"""Exact attention: causal, full, document boundaries, a window, grouped queries, offsets for ring steps and
-generation.
+"""Computes exact attention under a mask that is data: causal, window, documents, grouped queries, offsets.
 
     s_ij = scale q_i . k_j    lse_i = log sum_j exp(s_ij)    P_ij = exp(s_ij - lse_i)   out_i = sum_j P_ij v_j
 
-Note: tensors are [B, T, H, K]; k and v have G heads, G divides H, and query head h reads key head h // (H /
-G).  The sums run over visible keys: with p_i = offset_q + i and p_j = offset_k + j, causal hides p_j > p_i, a
-window of w hides p_j <= p_i - w (and, unless causal, p_j >= p_i + w), and documents hide keys of another
-document.  A softcap c bends the scaled scores to c tanh(s / c) (Gemma 2, arXiv 2408.00118, 2.3), a bias is added
-to them then (ALiBi, arXiv 2108.12409; T5), and keys of kv_prefix, which have no positions, are seen by every
-query (prefix tuning, arXiv 2101.00190).  The mask is data, never a [T, S] tensor in the interface, so ring steps,
-token slices, packed documents and generation are calls of one op. lse is natural, [B, H, T], float32 or better; a
-query that sees nothing has out 0 and lse -inf (torch's CPU kernel says 0.0 there, which would spoil a merge, so
-it is rewritten).  Backward of one ring step needs the *global* out and lse: D_i = dout_i . out_i - dlse_i, dS = P
-(dout_i . v_j - D_i) scale.
+Tensors are [B, T, H, K].  k and v have G heads, G divides H, and query head h reads key head h // (H / G).
+The sums run over visible keys.  With p_i = offset_q + i and p_j = offset_k + j, three rules hide keys:
+    causal: p_j > p_i;
+    a window of w: p_j <= p_i - w, and also p_j >= p_i + w unless causal;
+    documents: keys of another document.
+Options, as published:
+    softcap c replaces the scaled scores by c tanh(s / c) (Gemma 2, arXiv 2408.00118, 2.3);
+    bias is added after that (ALiBi, arXiv 2108.12409; T5);
+    keys of kv_prefix have no positions, so every query sees them (prefix tuning, arXiv 2101.00190).
+No caller passes a [T, S] mask, so one op serves ring steps, token slices, packed documents and generation.
+
+lse is natural, [B, H, T], float32 or better.  A query that sees nothing has out 0 and lse -inf.  torch's CPU kernel
+gives lse 0.0 there, which would spoil a merge, so it is rewritten.  Backward of one ring step needs the out and lse
+over *all* keys: D_i = dout_i . out_i - dlse_i, dS = P (dout_i . v_j - D_i) scale.
+
+The kernels for GPUs are in attention_triton.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Computes exact attention on a GPU by Triton kernels: forward, and backward from the saved lse.
 
-Note: the formulas and the checks of arguments stand in attention.py, which calls `forward` and `backward` here.
-One program works on one tile of queries (or of keys) of one head and passes over the tiles of the other side.
-Forward keeps a running maximum and weight (online softmax, arXiv 1805.02867), in base 2.  Backward computes the
-weights again from lse: one kernel for dk and dv, one for dq, so that no program adds to what another wrote.
+The formulas and the checks of arguments are in attention.py, which calls `forward` and `backward` here.
+One program works on one tile of queries (or of keys) of one head and loops over the tiles of the other side.
+Forward keeps a running maximum and weight (online softmax, arXiv 1805.02867), in base 2.
+Backward computes the weights again from lse.  One kernel computes dk and dv, another dq, so it needs no atomics.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def _attend_queries_kernel(
 
 @dataclass(frozen=True)
 class _Call:
-    """What the three kernels are all given."""
+    """Arguments that all kernels share."""
 
     numbers: tuple[Any, ...]
     flags: dict[str, Any]
@@ -390,14 +390,14 @@ def _call(
 
 
 def _precision(q: Tensor) -> str:
-    """Of products: float32 by three of TF32 where the device has that, exact elsewhere; 16 bits are as they are."""
+    """Precision of products: three TF32 products for a float32 one on NVIDIA; exact elsewhere; 16 bits as they are."""
     if not architecture(q.device).startswith("sm_"):
         return "ieee"
     return "tf32x3" if q.dtype == torch.float32 else "tf32"
 
 
 def _tile(kernel: str, q: Tensor) -> dict[str, Any]:
-    """float32 takes twice the memory and three products for one, so it has rows of its own."""
+    """Tile sizes; float32 needs twice the memory and three products for one, so it has its own rows."""
     name = f"{kernel}_float32" if q.dtype == torch.float32 else kernel
     return tile(name, q.shape[-1], architecture(q.device))
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys a query sees.  documents: integers [B, T], one per token; a pair (of queries, of keys) if
-    they differ."""
+    """Which keys a query sees.
+
+    documents: integers [B, T], one per token; a pair (of queries, of keys) if the two differ.
+    """
 
     causal: bool = True
     documents: Tensor | tuple[Tensor, Tensor] | None = None

@@ -47,7 +47,7 @@ class OpChoice:
 
 @dataclass(frozen=True)
 class Ops:
-    """One callable per op; signatures in the files named.  `choices` says for each where it leads."""
+    """One callable per op, with the signature of its default.  `choices` says which path each op takes."""
 
     layer_norm: Op = _norm.layer_norm
     rms_norm: Op = _norm.rms_norm
@@ -101,12 +101,12 @@ def select(
 ) -> Ops:
     """The ops for one kind of device.
 
-    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere; what a kernel cannot do (float64,
-    heads beyond 256) goes to torch.  "triton" is strict: such a call raises.  `strict` says otherwise for either.
-    compiled: torch.compile works here and compiles the model: it makes AdamW on the CPU, and on CUDA "auto" leaves it
-    the ops that it fuses with their neighbours (FUSED); other Triton ops are called from between the compiled parts.
-    Raises ValueError for a choice that this device or installation has not; the interpreter serves "triton" on the
-    CPU, only if a person switched it on.
+    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere.  A call that a kernel cannot serve
+    (float64, heads beyond 256) goes to torch.  "triton" is strict: such a call raises.  `strict` overrides either.
+    compiled: torch.compile works here and compiles the model.  On the CPU it then makes AdamW too.  On CUDA, "auto"
+    leaves it the ops that it fuses with their neighbours (FUSED).  Other Triton ops run between the compiled parts.
+    Raises ValueError for a choice that this device or installation does not have.  On the CPU, "triton" works only
+    in the interpreter, which a person must switch on.
     """
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(f"kernels: {choice!r}; legal are 'auto', 'torch' and 'triton'")
@@ -173,10 +173,10 @@ def _triton_ops(choice: Choice, device_type: str, strict: bool, compiled: bool) 
 
 
 def _guarded(op: str, path: _launch.TritonOp, plain: Op, device_type: str, strict: bool) -> Op:
-    """The Triton path behind its checks; what it cannot do is handed to torch, or refused if strict.
+    """The Triton path behind its checks; what it cannot do goes to torch, or raises if strict.
 
-    Raises ValueError, naming op, argument, what was given and what is legal, for a tensor on another device, of a
-    dtype or with strides that the kernel would misread.  Calls on meta tensors alone take the torch path.
+    Raises ValueError for a tensor on another device, or with a dtype or strides that the kernel would misread.
+    The message names op, argument, what was given and what is legal.  Calls on meta tensors alone go to torch.
     """
     names = list(inspect.signature(plain).parameters)
 
@@ -229,8 +229,8 @@ def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
 class Dropout(nn.Module):
     """Drop-in for nn.Dropout on [B, T, D] activations, with the residual addition behind it.
 
-    `rows` is set by the engine: called in each forward, it names the tokens of the micro-batch at hand.
-    Without it (a plain training loop) torch's own generator draws the mask.
+    The engine sets `rows`.  Each forward calls it for the tokens of the current micro-batch.
+    Without it (a plain training loop), torch's generator draws the mask.
     """
 
     def __init__(self, p: float = 0.0) -> None:

@@ -1,20 +1,26 @@
-"""Elementwise optimizers over flat buffers, in place, one pass.
+"""Steps AdamW, SGD and Lion over flat buffers, element by element, in place, in one pass.
 
     adamw (arXiv 1711.05101): m += (1 - b1)(g - m); v = b2 v + (1 - b2) g g
           p = p (1 - lr wd) - lr / (1 - b1**t) * m / (sqrt(v / (1 - b2**t)) + eps)
     sgd:  g += wd p; b = momentum b + g (b = g at first); p -= lr (g + momentum b | b | g)
     lion (arXiv 2302.06675): p = p (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g
 
-Note: g = grad / grad_scale, which is the token count, the clip factor and the loss scale in one number, at no
-pass of its own.  The gradient may be narrower than the float32 master, and `low` takes the new weights in its
-own dtype: 28 bytes a parameter for AdamW with both in bf16.  With `residual` and `ties` the master is split
-(split.py): `param` is its high half, and both halves are read and written; its bits are those of a float32 master.
-With `draws` AdamW's moments are bf16: widened for the step, which uses them as they come out of it, and rounded back by
-counted random numbers (philox.py).  To nearest would not do: at b2 = 0.999 a square that is 1.5 times too large changes
-by less than half of the last place, and stays where it is for ever.  The lower half of an element's word rounds m, the
-upper one v.
-Elementwise to the bit: cutting a buffer anywhere (a split one at a multiple of 8) changes nothing.  On the CPU
-AdamW and SGD are torch's fused kernels, called on pieces that stay in cache where a cast comes before or after.
+Scale: g = grad / grad_scale.  One number holds token count, clip factor and loss scale, so they cost no extra pass.
+
+Dtypes: the gradient may be narrower than the float32 master.  `low` receives the new weights in its own dtype.
+AdamW moves 28 bytes a parameter when both are bf16.
+
+Split masters: with `residual` and `ties`, `param` is the high half of the master (split.py).  Both halves are read
+and written, and together have the bits of a float32 master.
+
+Narrow moments: with `draws`, AdamW's moments are bf16.  They are widened for the step, which uses the float32
+results, and rounded back by counted random numbers (philox.py).  The lower half of an element's word rounds m, the
+upper half v.  Rounding to nearest would fail: at b2 = 0.999, a v that is 1.5 times too large changes by less than
+half of its last place, so it would never shrink.
+
+Cuts: cutting a buffer anywhere (a split one at a multiple of 8) changes no bit.  On the CPU, AdamW and SGD are
+torch's fused kernels.  Where a cast comes before or after, they run on pieces that stay in cache.
+The kernel for GPUs is in optimizer_triton.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Steps AdamW, SGD and Lion on a GPU by one Triton kernel, in one pass over flat buffers.
 
-Note: the formulas and the checks of arguments stand in optimizer.py, which calls `step_` here.
+The formulas and the checks of arguments are in optimizer.py, which calls `step_` here.
 """
 
 from __future__ import annotations
