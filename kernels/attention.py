@@ -1,25 +1,29 @@
-"""Exact attention: causal, full, document boundaries, a window, grouped queries, offsets for ring steps and
-generation.
+"""Computes exact attention under a mask that is data: causal, window, documents, grouped queries, offsets.
 
     s_ij = scale q_i . k_j    lse_i = log sum_j exp(s_ij)    P_ij = exp(s_ij - lse_i)   out_i = sum_j P_ij v_j
 
-Note: tensors are [B, T, H, K]; k and v have G heads, G divides H, and query head h reads key head h // (H /
-G).  The sums run over visible keys: with p_i = offset_q + i and p_j = offset_k + j, causal hides p_j > p_i, a
-window of w hides p_j <= p_i - w (and, unless causal, p_j >= p_i + w), and documents hide keys of another
-document.  A softcap c bends the scaled scores to c tanh(s / c) (Gemma 2, arXiv 2408.00118, 2.3), a bias is added
-to them then (ALiBi, arXiv 2108.12409; T5), and keys of kv_prefix, which have no positions, are seen by every
-query (prefix tuning, arXiv 2101.00190).  The mask is data, never a [T, S] tensor in the interface, so ring steps,
-token slices, packed documents and generation are calls of one op. lse is natural, [B, H, T], float32 or better; a
-query that sees nothing has out 0 and lse -inf (torch's CPU kernel says 0.0 there, which would spoil a merge, so
-it is rewritten).  Backward of one ring step needs the *global* out and lse: D_i = dout_i . out_i - dlse_i, dS = P
-(dout_i . v_j - D_i) scale.
+Tensors are [B, T, H, K].  k and v have G heads, G divides H, and query head h reads key head h // (H / G).
+The sums run over visible keys.  With p_i = offset_q + i and p_j = offset_k + j, three rules hide keys:
+    causal: p_j > p_i;
+    a window of w: p_j <= p_i - w, and also p_j >= p_i + w unless causal;
+    documents: keys of another document.
+Options, as published:
+    softcap c replaces the scaled scores by c tanh(s / c) (Gemma 2, arXiv 2408.00118, 2.3);
+    bias is added after that (ALiBi, arXiv 2108.12409; T5);
+    keys of kv_prefix have no positions, so every query sees them (prefix tuning, arXiv 2101.00190).
+No caller passes a [T, S] mask, so one op serves ring steps, token slices, packed documents and generation.
+
+lse is natural, [B, H, T], float32 or better.  A query that sees nothing has out 0 and lse -inf.  torch's CPU kernel
+gives lse 0.0 there, which would spoil a merge, so it is rewritten.  Backward of one ring step needs the out and lse
+over *all* keys: D_i = dout_i . out_i - dlse_i, dS = P (dout_i . v_j - D_i) scale.
+
+The kernels for GPUs are in attention_triton.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,25 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import DENSE, Takes, TritonOp, architecture, jit, launch, power_of_2, tile, tl
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Which keys a query sees.  documents: integers [B, T], one per token; a pair (of queries, of keys) if
-    they differ."""
-
-    causal: bool = True
-    documents: Tensor | tuple[Tensor, Tensor] | None = None
-
-    def document_pair(self) -> tuple[Tensor, Tensor] | None:
-        return (self.documents, self.documents) if isinstance(self.documents, Tensor) else self.documents
-
-
-CAUSAL = Mask()
-FULL = Mask(causal=False)
-Offsets = tuple[int, int]
-"""Position of the first query and of the first key."""
+from . import attention_triton as _kernels
+from .launch import DENSE, Takes, TritonOp
+from .mask import CAUSAL, FULL, Mask, Offsets
 
 
 def attend(
@@ -417,406 +405,12 @@ def _check_backward(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Ten
 # -------------------------------------------------------------------------------------------------------- triton
 
 
-@jit
-def _range_of_keys(
-    first, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """For queries first .. first + QUERIES - 1, counted in keys: (first tile, end of the tiles seen whole, end)."""
-    low = 0
-    end = keys
-    whole = keys // KEYS * KEYS
-    if CAUSAL:
-        end = tl.minimum(end, tl.maximum(first + QUERIES, 0))
-        whole = tl.minimum(whole, tl.maximum(first + 1, 0) // KEYS * KEYS)
-    if WINDOW:
-        low = tl.maximum(first - window + 1, 0) // KEYS * KEYS
-        if not CAUSAL:
-            end = tl.minimum(end, tl.maximum(first + QUERIES - 1 + window, 0))
-    if WINDOW or DOCUMENTS:
-        whole = low
-    return low, tl.minimum(whole, end), end
-
-
-@jit
-def _visible(
-    distance,
-    inside,
-    window,
-    of_query,
-    of_key,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
-    """distance: position of the query less that of the key."""
-    seen = inside
-    if CAUSAL:
-        seen = seen & (distance >= 0)
-    if WINDOW:
-        seen = seen & (distance < window) & (distance > -window)
-    if DOCUMENTS:
-        seen = seen & (of_query == of_key)
-    return seen
-
-
-@jit
-def _forward_tile(
-    total, top, weight, q_tile, k_at, v_at, k_stride, v_stride, start, keys, first, window, of_query, documents, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys into the running sum, its maximum and its weight (online softmax, base 2)."""
-    c = tl.arange(0, WIDTH)
-    j = start + tl.arange(0, KEYS)
-    inside = (j < keys)[:, None] & (c < HEAD)[None, :]
-    rows = j.to(tl.int64)[:, None]
-    k_tile = tl.load(k_at + rows * k_stride + c[None, :], mask=inside, other=0.0)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-    if MASKED:
-        of_key = 0
-        if DOCUMENTS:
-            of_key = tl.load(documents + j, mask=j < keys, other=0)[None, :]
-        distance = first + tl.arange(0, QUERIES)[:, None] - j[None, :]
-        seen = _visible(distance, (j < keys)[None, :], window, of_query, of_key, CAUSAL, WINDOW, DOCUMENTS)
-        s = tl.where(seen, s, -float("inf"))
-    higher = tl.maximum(top, tl.max(s, axis=1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    weight = weight * shrink + tl.sum(p, axis=1)
-    v_tile = tl.load(v_at + rows * v_stride + c[None, :], mask=inside, other=0.0)
-    total = tl.dot(p.to(v_tile.dtype), v_tile, total * shrink[:, None], input_precision=PRECISION)
-    return total, higher, weight
-
-
-@jit
-def _attend_forward_kernel(
-    q, k, v, out, lse, q_documents, k_documents, queries, keys, heads, per_key, lag, window, scale,
-    q_batch_stride, q_stride, q_head_stride, k_batch_stride, k_stride, k_head_stride,
-    v_batch_stride, v_stride, v_head_stride,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head; lag is the position of the first query less that of the first key."""
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest rows of a causal mask first
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    i = begin + tl.arange(0, QUERIES)
-    c = tl.arange(0, WIDTH)
-    inside = (i < queries)[:, None] & (c < HEAD)[None, :]
-    q_at = q + b * q_batch_stride + h * q_head_stride + i.to(tl.int64)[:, None] * q_stride + c[None, :]
-    q_tile = tl.load(q_at, mask=inside, other=0.0)
-    k_at = k + b * k_batch_stride + h // per_key * k_head_stride
-    v_at = v + b * v_batch_stride + h // per_key * v_head_stride
-    of_query = 0
-    documents = k_documents
-    if DOCUMENTS:
-        of_query = tl.load(q_documents + b * queries + i, mask=i < queries, other=0)[:, None]
-        documents = k_documents + b * keys
-    total = tl.zeros((QUERIES, WIDTH), tl.float32)
-    top = tl.full((QUERIES,), -float("inf"), tl.float32)
-    weight = tl.zeros((QUERIES,), tl.float32)
-    first = begin + lag
-    low, whole, end = _range_of_keys(first, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS, QUERIES, KEYS)
-    for start in range(low, whole, KEYS):
-        total, top, weight = _forward_tile(
-            total, top, weight, q_tile, k_at, v_at, k_stride, v_stride, start, keys, first, window, of_query, documents,
-            scale, CAUSAL, WINDOW, DOCUMENTS, False, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-        )  # fmt: skip
-    for start in range(whole, end, KEYS):
-        total, top, weight = _forward_tile(
-            total, top, weight, q_tile, k_at, v_at, k_stride, v_stride, start, keys, first, window, of_query, documents,
-            scale, CAUSAL, WINDOW, DOCUMENTS, True, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-        )  # fmt: skip
-    nothing = weight == 0.0
-    result = total / tl.where(nothing, 1.0, weight)[:, None]
-    rows = (b * queries + i.to(tl.int64)) * heads + h
-    tl.store(out + rows[:, None] * HEAD + c[None, :], result, mask=inside)
-    natural = tl.where(
-        nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, weight))) * 0.6931471805599453
-    )
-    tl.store(lse + (b * heads + h) * queries + i, natural, mask=i < queries)
-
-
-@jit
-def _delta_kernel(
-    dout, out, dlse, delta, queries, heads, dout_batch_stride, dout_stride, dout_head_stride,
-    LSE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """D = dout . out - dlse of one tile of queries of one head."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    i = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    c = tl.arange(0, WIDTH)
-    inside = (i < queries)[:, None] & (c < HEAD)[None, :]
-    d_at = (
-        dout
-        + b * dout_batch_stride
-        + h * dout_head_stride
-        + i.to(tl.int64)[:, None] * dout_stride
-        + c[None, :]
-    )
-    rows = (b * queries + i.to(tl.int64)) * heads + h
-    d = tl.load(d_at, mask=inside, other=0.0).to(tl.float32)
-    o = tl.load(out + rows[:, None] * HEAD + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    total = tl.sum(d * o, axis=1)
-    at = (b * heads + h) * queries + i
-    if LSE:
-        total -= tl.load(dlse + at, mask=i < queries, other=0.0)
-    tl.store(delta + at, total, mask=i < queries)
-
-
-@jit
-def _log2_weights(lse, at, inside):
-    """lse in base 2; +inf where a query sees nothing or is none, so that its weights are 0."""
-    natural = tl.load(lse + at, mask=inside, other=-float("inf"))
-    return tl.where(natural == -float("inf"), float("inf"), natural * 1.4426950408889634)
-
-
-@jit
-def _keys_tile(
-    dk_tile, dv_tile, k_tile, v_tile, q_at, dout_at, lse, delta, start, queries, q_stride, dout_stride, last, window,
-    of_key, documents, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """What one tile of queries adds to dk and dv; `last` is the lag less the first key."""
-    c = tl.arange(0, WIDTH)
-    i = start + tl.arange(0, QUERIES)
-    inside = (i < queries)[:, None] & (c < HEAD)[None, :]
-    rows = i.to(tl.int64)[:, None]
-    q_tile = tl.load(q_at + rows * q_stride + c[None, :], mask=inside, other=0.0)
-    dout_tile = tl.load(dout_at + rows * dout_stride + c[None, :], mask=inside, other=0.0)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-    p = tl.exp2(s - _log2_weights(lse, i, i < queries)[None, :])
-    if MASKED:
-        of_query = 0
-        if DOCUMENTS:
-            of_query = tl.load(documents + i, mask=i < queries, other=0)[None, :]
-        distance = last + i[None, :] - tl.arange(0, KEYS)[:, None]
-        seen = _visible(distance, (i < queries)[None, :], window, of_query, of_key, CAUSAL, WINDOW, DOCUMENTS)
-        p = tl.where(seen, p, 0.0)
-    dv_tile = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_tile, input_precision=PRECISION)
-    dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
-    ds = p * (dp - tl.load(delta + i, mask=i < queries, other=0.0)[None, :])
-    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
-    return dk_tile, dv_tile
-
-
-@jit
-def _attend_keys_kernel(
-    q, k, v, dout, lse, delta, dk, dv, q_documents, k_documents, queries, keys, heads, per_key, lag, window, scale,
-    natural_scale, q_batch_stride, q_stride, q_head_stride, k_batch_stride, k_stride, k_head_stride,
-    v_batch_stride, v_stride, v_head_stride, dout_batch_stride, dout_stride, dout_head_stride,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one tile of keys of one key head, over all its query heads.
-
-    SPLIT: tiles that need no mask get a loop of their own (which costs registers).
-    """
-    begin = tl.program_id(0) * KEYS
-    groups = heads // per_key
-    b = (tl.program_id(1) // groups).to(tl.int64)
-    g = (tl.program_id(1) % groups).to(tl.int64)
-    j = begin + tl.arange(0, KEYS)
-    c = tl.arange(0, WIDTH)
-    inside = (j < keys)[:, None] & (c < HEAD)[None, :]
-    rows = j.to(tl.int64)[:, None]
-    k_tile = tl.load(
-        k + b * k_batch_stride + g * k_head_stride + rows * k_stride + c[None, :], mask=inside, other=0.0
-    )
-    v_tile = tl.load(
-        v + b * v_batch_stride + g * v_head_stride + rows * v_stride + c[None, :], mask=inside, other=0.0
-    )
-    of_key = 0
-    documents = q_documents
-    if DOCUMENTS:
-        of_key = tl.load(k_documents + b * keys + j, mask=j < keys, other=0)[:, None]
-        documents = q_documents + b * queries
-    dk_tile = tl.zeros((KEYS, WIDTH), tl.float32)
-    dv_tile = tl.zeros((KEYS, WIDTH), tl.float32)
-    low = 0
-    end = queries
-    masked_end = 0
-    if CAUSAL:
-        low = tl.maximum(begin - lag, 0) // QUERIES * QUERIES
-        masked_end = (tl.maximum(begin + KEYS - 1 - lag, 0) + QUERIES - 1) // QUERIES * QUERIES
-    if WINDOW:
-        end = tl.minimum(end, tl.maximum(begin + KEYS - 1 - lag + window, 0))
-        if not CAUSAL:
-            low = tl.maximum(begin - lag - window + 1, 0) // QUERIES * QUERIES
-    if WINDOW or DOCUMENTS or not SPLIT:
-        masked_end = end
-    masked_end = tl.minimum(tl.maximum(masked_end, low), tl.maximum(end, low))
-    for r in range(0, per_key):
-        h = g * per_key + r
-        q_at = q + b * q_batch_stride + h * q_head_stride
-        dout_at = dout + b * dout_batch_stride + h * dout_head_stride
-        row_at = (b * heads + h) * queries
-        for start in range(low, masked_end, QUERIES):
-            dk_tile, dv_tile = _keys_tile(
-                dk_tile, dv_tile, k_tile, v_tile, q_at, dout_at, lse + row_at, delta + row_at, start, queries, q_stride,
-                dout_stride, lag - begin, window, of_key, documents, scale,
-                CAUSAL, WINDOW, DOCUMENTS, True, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-            )  # fmt: skip
-        if SPLIT:
-            for start in range(masked_end, end, QUERIES):
-                dk_tile, dv_tile = _keys_tile(
-                    dk_tile, dv_tile, k_tile, v_tile, q_at, dout_at, lse + row_at, delta + row_at, start, queries,
-                    q_stride,
-                    dout_stride, lag - begin, window, of_key, documents, scale,
-                    CAUSAL, WINDOW, DOCUMENTS, False, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-                )  # fmt: skip
-    target = ((b * keys + j.to(tl.int64)) * groups + g)[:, None] * HEAD + c[None, :]
-    tl.store(dk + target, dk_tile * natural_scale, mask=inside)
-    tl.store(dv + target, dv_tile, mask=inside)
-
-
-@jit
-def _queries_tile(
-    dq_tile, q_tile, dout_tile, weights, delta_row, k_at, v_at, k_stride, v_stride, start, keys, first, window,
-    of_query,
-    documents, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """What one tile of keys adds to dq."""
-    c = tl.arange(0, WIDTH)
-    j = start + tl.arange(0, KEYS)
-    inside = (j < keys)[:, None] & (c < HEAD)[None, :]
-    rows = j.to(tl.int64)[:, None]
-    k_tile = tl.load(k_at + rows * k_stride + c[None, :], mask=inside, other=0.0)
-    v_tile = tl.load(v_at + rows * v_stride + c[None, :], mask=inside, other=0.0)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-    p = tl.exp2(s - weights[:, None])
-    if MASKED:
-        of_key = 0
-        if DOCUMENTS:
-            of_key = tl.load(documents + j, mask=j < keys, other=0)[None, :]
-        distance = first + tl.arange(0, QUERIES)[:, None] - j[None, :]
-        seen = _visible(distance, (j < keys)[None, :], window, of_query, of_key, CAUSAL, WINDOW, DOCUMENTS)
-        p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    ds = p * (dp - delta_row[:, None])
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
-
-
-@jit
-def _attend_queries_kernel(
-    q, k, v, dout, lse, delta, dq, q_documents, k_documents, queries, keys, heads, per_key, lag, window, scale,
-    natural_scale, q_batch_stride, q_stride, q_head_stride, k_batch_stride, k_stride, k_head_stride,
-    v_batch_stride, v_stride, v_head_stride, dout_batch_stride, dout_stride, dout_head_stride,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """dq of one tile of queries of one head."""
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    i = begin + tl.arange(0, QUERIES)
-    c = tl.arange(0, WIDTH)
-    inside = (i < queries)[:, None] & (c < HEAD)[None, :]
-    rows = i.to(tl.int64)[:, None]
-    q_tile = tl.load(
-        q + b * q_batch_stride + h * q_head_stride + rows * q_stride + c[None, :], mask=inside, other=0.0
-    )
-    dout_at = dout + b * dout_batch_stride + h * dout_head_stride + rows * dout_stride + c[None, :]
-    dout_tile = tl.load(dout_at, mask=inside, other=0.0)
-    row_at = (b * heads + h) * queries
-    weights = _log2_weights(lse + row_at, i, i < queries)
-    delta_row = tl.load(delta + row_at + i, mask=i < queries, other=0.0)
-    k_at = k + b * k_batch_stride + h // per_key * k_head_stride
-    v_at = v + b * v_batch_stride + h // per_key * v_head_stride
-    of_query = 0
-    documents = k_documents
-    if DOCUMENTS:
-        of_query = tl.load(q_documents + b * queries + i, mask=i < queries, other=0)[:, None]
-        documents = k_documents + b * keys
-    dq_tile = tl.zeros((QUERIES, WIDTH), tl.float32)
-    first = begin + lag
-    low, whole, end = _range_of_keys(first, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS, QUERIES, KEYS)
-    for start in range(low, whole, KEYS):
-        dq_tile = _queries_tile(
-            dq_tile, q_tile, dout_tile, weights, delta_row, k_at, v_at, k_stride, v_stride, start, keys, first, window,
-            of_query, documents, scale, CAUSAL, WINDOW, DOCUMENTS, False, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-        )  # fmt: skip
-    for start in range(whole, end, KEYS):
-        dq_tile = _queries_tile(
-            dq_tile, q_tile, dout_tile, weights, delta_row, k_at, v_at, k_stride, v_stride, start, keys, first, window,
-            of_query, documents, scale, CAUSAL, WINDOW, DOCUMENTS, True, PRECISION, HEAD, WIDTH, QUERIES, KEYS,
-        )  # fmt: skip
-    target = ((b * queries + i.to(tl.int64)) * heads + h)[:, None] * HEAD + c[None, :]
-    tl.store(dq + target, dq_tile * natural_scale, mask=inside)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What the three kernels are all given."""
-
-    numbers: tuple[Any, ...]
-    flags: dict[str, Any]
-    natural_scale: float
-    documents: tuple[Tensor, Tensor]
-    grid_rows: int
-
-
-def _call(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    offsets: Offsets,
-    scale: float | None,
-    window: int | None,
-) -> _Call:
-    check(op, q, k, v, mask, window)
-    pair = mask.document_pair()
-    natural = q.shape[-1] ** -0.5 if scale is None else scale
-    head, per_key = q.shape[-1], q.shape[2] // k.shape[2]
-    flags = dict(
-        CAUSAL=mask.causal, WINDOW=window is not None, DOCUMENTS=pair is not None, HEAD=head,
-        WIDTH=max(16, power_of_2(head)), PRECISION=_precision(q),
-    )  # fmt: skip
-    numbers = (q.shape[1], k.shape[1], q.shape[2], per_key, offsets[0] - offsets[1], window or 0)
-    documents = (q, q) if pair is None else (pair[0].contiguous(), pair[1].contiguous())
-    return _Call((*numbers, natural * math.log2(math.e)), flags, natural, documents, q.shape[0])
-
-
-def _precision(q: Tensor) -> str:
-    """Of products: float32 by three of TF32 where the device has that, exact elsewhere; 16 bits are as they are."""
-    if not architecture(q.device).startswith("sm_"):
-        return "ieee"
-    return "tf32x3" if q.dtype == torch.float32 else "tf32"
-
-
-def _tile(kernel: str, q: Tensor) -> dict[str, Any]:
-    """float32 takes twice the memory and three products for one, so it has rows of its own."""
-    name = f"{kernel}_float32" if q.dtype == torch.float32 else kernel
-    return tile(name, q.shape[-1], architecture(q.device))
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(s for x in tensors for s in x.stride()[:3])
-
-
 def _triton_forward(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *, mask: Mask = CAUSAL, offsets: Offsets = (0, 0),
     scale: float | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = q_BTHK, k_BSGK, v_BSGK
-    call = _call("attend_forward", q, k, v, mask, offsets, scale, window)
-    b, t, h, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
-    options = _tile("flash_forward", q)
-    launch(
-        _attend_forward_kernel, (-(-t // options["QUERIES"]), b * h if out.numel() else 0),
-        q, k, v, out, lse, *call.documents, *call.numbers, *_strides(q, k, v), **call.flags, **options,
-    )  # fmt: skip
-    return out, lse
+    check("attend_forward", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    return _kernels.forward(q_BTHK, k_BSGK, v_BSGK, mask=mask, offsets=offsets, scale=scale, window=window)
 
 
 def _triton_backward(
@@ -824,33 +418,12 @@ def _triton_backward(
     dlse: Tensor | None = None, mask: Mask = CAUSAL, offsets: Offsets = (0, 0), scale: float | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, out, lse = q_BTHK, k_BSGK, v_BSGK, out_BTHK.contiguous(), lse_BHT.contiguous()
-    call = _call("attend_backward", q, k, v, mask, offsets, scale, window)
-    _check_backward(dout_BTHK, q, out, lse, dlse)
-    dout = dout_BTHK if dout_BTHK.stride(-1) == 1 else dout_BTHK.contiguous()
-    b, t, h, head = q.shape
-    s, g = k.shape[1:3]
-    delta = torch.empty_like(lse)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    options = tile("flash_delta", head, architecture(q.device))
-    launch(
-        _delta_kernel, (-(-t // options["QUERIES"]), b * h if q.numel() else 0), dout, out,
-        None if dlse is None else dlse.contiguous(), delta, t, h, *_strides(dout), LSE=dlse is not None, HEAD=head,
-        WIDTH=call.flags["WIDTH"], **options,
+    check("attend_backward", q_BTHK, k_BSGK, v_BSGK, mask, window)
+    _check_backward(dout_BTHK, q_BTHK, out_BTHK, lse_BHT, dlse)
+    return _kernels.backward(
+        dout_BTHK, q_BTHK, k_BSGK, v_BSGK, out_BTHK, lse_BHT,
+        dlse=dlse, mask=mask, offsets=offsets, scale=scale, window=window,
     )  # fmt: skip
-    strides = _strides(q, k, v, dout)
-    options = _tile("flash_keys", q)
-    launch(
-        _attend_keys_kernel, (-(-s // options["KEYS"]), b * g if k.numel() else 0), q, k, v, dout, lse, delta, dk, dv,
-        *call.documents, *call.numbers, call.natural_scale, *strides, **call.flags, **options,
-    )  # fmt: skip
-    options = _tile("flash_queries", q)
-    launch(
-        _attend_queries_kernel, (-(-t // options["QUERIES"]), b * h if q.numel() else 0), q, k, v, dout, lse, delta,
-        dq, *call.documents, *call.numbers, call.natural_scale, *strides, **call.flags, **options,
-    )  # fmt: skip
-    return dq, dk, dv
 
 
 def _triton_attend_lse(

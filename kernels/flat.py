@@ -1,9 +1,8 @@
-"""Passes over flat gradients and weights: sum of squares with the overflow check, and casting copies.
+"""Sums the squares of flat gradients and says whether all elements are finite, in one pass.
 
-`square_sum` reads every element once and stays on the device, so a clip factor never waits for it: partial
-sums of fixed blocks in float32, added in float64, in one order, without atomics.  An element that is not
-finite makes its block's sum not finite (as does a square beyond float32, 1.8e19 in magnitude, which is an
-overflow to a loss scaler too).
+The pass stays on the device, so a clip factor never waits for it.  Fixed blocks give partial sums in float32, which
+are added in float64 in one order, without atomics.  An element that is not finite makes its block's sum not finite.
+A square beyond float32 (1.8e19 in magnitude) does so too; a loss scaler counts it as an overflow as well.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0) -> Tens
 
     unscale: every element is divided by it in the same pass, in place, and squared afterwards.
     """
-    _check("square_sum", tensors)
+    _check(tensors)
     if not tensors:
         return torch.zeros(2, dtype=torch.float64)
     sums = []
@@ -44,31 +43,11 @@ def _total(sums: Tensor) -> Tensor:
     return torch.stack((total, (~total.isfinite()).double()))
 
 
-def pack_(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """flat = all tensors one behind the other, cast to its dtype."""
-    torch._foreach_copy_(_views("pack_", flat, tensors), list(tensors))
-
-
-def unpack_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """The reverse of `pack_`: each tensor takes its piece of flat, cast to its own dtype."""
-    torch._foreach_copy_(list(tensors), _views("unpack_", flat, tensors))
-
-
-def _views(op: str, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    _check(op, [flat, *tensors])
-    sizes = [t.numel() for t in tensors]
-    if flat.dim() != 1 or flat.numel() != sum(sizes):
-        raise ValueError(
-            f"{op}: flat has shape {tuple(flat.shape)}; legal is ({sum(sizes)},), all tensors together"
-        )
-    return [piece.view(t.shape) for piece, t in zip(flat.split(sizes), tensors, strict=True)]
-
-
-def _check(op: str, tensors: Sequence[Tensor]) -> None:
+def _check(tensors: Sequence[Tensor]) -> None:
     for index, x in enumerate(tensors):
         if not x.is_contiguous() or not x.is_floating_point() or x.device != tensors[0].device:
             raise ValueError(
-                f"{op}: tensor {index} is {x.dtype} on {x.device} with strides {x.stride()}; "
+                f"square_sum: tensor {index} is {x.dtype} on {x.device} with strides {x.stride()}; "
                 f"legal is floating, contiguous and on {tensors[0].device}"
             )
 
@@ -104,7 +83,7 @@ def _square_kernel(
 
 
 def _triton_square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0) -> Tensor:
-    _check("square_sum", tensors)
+    _check(tensors)
     if not tensors:
         return torch.zeros(2, dtype=torch.float64)
     device = tensors[0].device
@@ -123,39 +102,7 @@ def _triton_square_sum(tensors: Sequence[Tensor], unscale: float | Tensor = 1.0)
     return _total(sums)
 
 
-@jit
-def _copy_kernel(source, target, source_start, target_start, numel, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + source_start + i, mask=i < numel)
-    tl.store(target + target_start + i, value.to(tl.float32), mask=i < numel)
-
-
-def _copies(op: str, flat: Tensor, tensors: Sequence[Tensor], into_flat: bool) -> None:
-    _views(op, flat, tensors)
-    options = tile("pack", 1, architecture(flat.device))
-    start = 0
-    for x in tensors:
-        source, target = (x, flat) if into_flat else (flat, x)
-        starts = (0, start) if into_flat else (start, 0)
-        launch(
-            _copy_kernel, (-(-x.numel() // options["BLOCK"]),), source, target, *starts, x.numel(), **options
-        )
-        start += x.numel()
-
-
-def _triton_pack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    _copies("pack_", flat, tensors, True)
-
-
-def _triton_unpack(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    _copies("unpack_", flat, tensors, False)
-
-
-TRITON = {
-    "square_sum": TritonOp(_triton_square_sum, {"tensors": FLAT, "unscale": SCALAR}),
-    "pack_": TritonOp(_triton_pack, {"flat": FLAT, "tensors": FLAT}),
-    "unpack_": TritonOp(_triton_unpack, {"flat": FLAT, "tensors": FLAT}),
-}
+TRITON = {"square_sum": TritonOp(_triton_square_sum, {"tensors": FLAT, "unscale": SCALAR})}
 
 
 def reference(tensors: Sequence[Tensor], unscale: float = 1.0) -> Tensor:

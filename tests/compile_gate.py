@@ -300,9 +300,9 @@ def amd_row(launch: Launch, arch: str, made: Any) -> Row:
 # ------------------------------------------------------------------------------------------------------ cases
 
 GATHERS = {"_draw_kernel"}
-DIVIDES_EXACTLY = {"_quantise_kernel", "_draw_kernel"}
-"""Their bits are those of the CPU."""
 """Kernels that load next to nothing."""
+DIVIDES_EXACTLY = {"_draw_kernel"}
+"""Kernels whose bits are those of the CPU."""
 MULTIPLIES = {"_attend_forward_kernel", "_attend_keys_kernel", "_attend_queries_kernel"}
 SHORT = {*MULTIPLIES, "_delta_kernel", "_norm_weights_wide"}
 """Kernels whose first program index counts tiles of the tokens of one sequence, or of the columns of one row, of which
@@ -392,17 +392,8 @@ def production_cases() -> dict[str, Callable[[], None]]:
         flat(), half(), flat(), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1
     )
     cases["square_sum"] = lambda: op["square_sum"]([half(), flat()], scale)
-    cases["pack_"] = lambda: op["pack_"](flat(), [half()])
-    cases["quantise"] = lambda: op["quantise"](half())
-    packed, scales = meta(1 << 28, dtype=torch.int8), meta(1 << 20, dtype=torch.float32, grad=False)
-    cases["dequantise"] = lambda: op["dequantise"](packed, scales, torch.bfloat16)
-    cases["dequantise_add_"] = lambda: op["dequantise_add_"](flat(), packed, scales)
     ids, table = meta(4, 4096, dtype=torch.int64), meta(128256, 4096, dtype=torch.float32, grad=False)
     cases["embedding_grad_"] = lambda: op["embedding_grad_"](table, meta(4, 4096, 4096), ids)
-    for width in (1024, 4096):
-        cases[f"softmax {width}"] = lambda w=width: both(
-            op["softmax"](meta(4, 8, w, w), meta(w, w, dtype=torch.bool), 0.1, causal=True)
-        )
     documents = meta(4, 4096, dtype=torch.int64)
     for head in (64, 128):
         q, k = meta(4, 4096, 2048 // head, head), meta(4, 4096, 512 // head, head)
@@ -420,8 +411,6 @@ def production_cases() -> dict[str, Callable[[], None]]:
     wide = functools.partial(meta, (1 << 32) + 1024, dtype=torch.float32, grad=False)
     cases["adamw_ beyond 2**31"] = lambda: op["adamw_"](wide(), huge(), wide(), wide(), low=huge(), **adamw)
     cases["square_sum beyond 2**31"] = lambda: op["square_sum"]([huge()])
-    cases["pack_ beyond 2**31"] = lambda: op["pack_"](wide(), [huge()])
-    cases["quantise beyond 2**31"] = lambda: op["quantise"](huge())
     cases["gelu beyond 2**31"] = lambda: both(op["gelu"](meta(1 << 20, 4096)))
     cases["rms_norm beyond 2**31"] = lambda: both(op["rms_norm"](meta(1 << 20, 4096), meta(4096), 1e-5))
     cases["cross_entropy beyond 2**31"] = lambda: both(

@@ -149,19 +149,6 @@ def rotary_cases() -> list[Case]:
     return [*found, against_torch("rotary strided", strided, (2, 3, 6, 8))]
 
 
-def softmax_cases() -> list[Case]:
-    mask = torch.rand(2, 1, 5, 37, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask[0, 0, 2] = False  # a row that sees nothing
-    return [
-        against_torch("softmax", lambda o, x: o.softmax(x, None, 0.7), (2, 1, 5, 37)),
-        against_torch("softmax causal", lambda o, x: o.softmax(x, None, 0.7, causal=True), (2, 7, 9)),
-        against_torch("softmax mask", lambda o, x: o.softmax(x, mask.to(x.device), 2.0), (2, 1, 5, 37)),
-        against_torch("softmax both", lambda o, x: o.softmax(x, mask.to(x.device), 2.0, True), (2, 1, 5, 37)),
-        against_torch("softmax wide", lambda o, x: o.softmax(x), (2, 1500)),
-        against_torch("softmax of one", lambda o, x: o.softmax(x), (3, 1)),
-    ]
-
-
 def loss_cases() -> list[Case]:
     found: list[Case] = []
     for rows_, columns in ((5, 11), (3, 1030), (1, 1)):
@@ -389,14 +376,6 @@ def flat_cases() -> list[Case]:
         flag: Tensor = o.square_sum([x.detach(), bad])[1:]
         return flag
 
-    def packed(o: Ops, *xs: Tensor) -> list[Tensor]:
-        wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
-        flat = torch.zeros(sum(x.numel() for x in xs), dtype=wide, device=xs[0].device)
-        o.pack_(flat, [x.detach() for x in xs])
-        back = [torch.zeros_like(x, requires_grad=False) for x in xs]
-        o.unpack_(back, flat)
-        return [flat, *back]
-
     def embedding(o: Ops, grad: Tensor, dy: Tensor) -> Tensor:
         ids = torch.tensor([[3, 9, 3, 3], [0, 11, 9, 4]], device=dy.device)  # 11 - 1 is beyond the table
         total = grad.detach().clone()
@@ -414,7 +393,6 @@ def flat_cases() -> list[Case]:
             backward=False,
         ),
         Case("square_sum of NaN", not_finite, partial(not_finite, TORCH), ((70,),), backward=False),
-        Case("pack", packed, partial(packed, TORCH), shapes, backward=False),
         Case(
             "embedding_grad_", embedding, partial(embedding, TORCH), ((10, 600), (2, 4, 600)), backward=False
         ),
@@ -428,7 +406,6 @@ def cases() -> list[Case]:
         activation_cases(),
         rotary_cases(),
         attention_cases(),
-        softmax_cases(),
         loss_cases(),
         step_cases(),
         flat_cases(),

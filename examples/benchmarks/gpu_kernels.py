@@ -311,12 +311,6 @@ def pointwise(ops: Ops, x: Make, size: Callable[[int], int], t: int, device: str
         reference=lambda a, r: TORCH.dropout_add(a, r, 0.1, where(a)), rows=t, few=min(t, 256),
         work=(6.0 * t * d, 4.0 * t * d),
     )  # fmt: skip
-    s = size(4096)
-    yield Task(
-        f"softmax causal {8 * s} x {s}", lambda n: [x(n // s, s, s)], ours=lambda a: ops.softmax(a, None, 0.1, True),
-        peers=peers(lambda a: TORCH.softmax(a, None, 0.1, True)),
-        reference=lambda a: TORCH.softmax(a, None, 0.1, True), rows=8 * s, few=s, work=(32.0 * s * s, 48.0 * s * s),
-    )  # fmt: skip
 
 
 def attention(ops: Ops, best: Ops, x: Make, t: int, tiny: bool, device: str) -> Iterator[Task]:
@@ -442,27 +436,6 @@ def flat_passes(ops: Ops, x: Make, tiny: bool, device: str) -> Iterator[Task]:
         f"square_sum {n} bf16", lambda k: [x(k).detach()], ours=lambda a: ops.square_sum([a]),
         peers={"eager": lambda a: torch._foreach_norm([a], dtype=torch.float32)},
         reference=lambda a: TORCH.square_sum([a]), rows=n, few=min(n, 1 << 20), work=(2.0 * n, None),
-    )  # fmt: skip
-    yield Task(
-        f"cast and pack {n}", lambda k: [torch.empty(k, dtype=torch.bfloat16, device=device), x(k, **full).detach()],
-        ours=lambda flat, a: (ops.pack_(flat, [a]), flat)[1], peers={"eager": lambda flat, a: flat.copy_(a)},
-        reference=lambda flat, a: a, rows=n, few=min(n, 1 << 20), work=(6.0 * n, None),
-    )  # fmt: skip
-    yield Task(
-        f"quantise {n} bf16", lambda k: [x(k).detach()], ours=lambda a: ops.quantise(a), peers=peers(TORCH.quantise),
-        reference=lambda a: TORCH.quantise(a), rows=n, few=min(n, 1 << 20), work=(3.02 * n, None),
-    )  # fmt: skip
-
-    def arrived(k: int) -> list[Tensor]:
-        q = torch.randint(-127, 128, (k,), dtype=torch.int8, device=device)
-        return [x(k, **full).detach(), q, torch.rand(-(-k // 256), device=device)]
-
-    yield Task(
-        f"dequantise and add {n}", arrived,
-        ours=lambda total, q, scale: (ops.dequantise_add_(total, q, scale), total)[1],
-        peers=peers(TORCH.dequantise_add_),
-        reference=lambda total, q, scale: total + TORCH.dequantise(q, scale.float(), torch.float64),
-        rows=n, few=min(n, 1 << 20), work=(9.02 * n, None),
     )  # fmt: skip
     m = n // 16
     yield Task(

@@ -58,7 +58,6 @@ WIDE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
         for head in (64, 128)
     },
     "swiglu 14336": (lambda o, x: o.swiglu(x), ((64, 2 * 14336),)),
-    "softmax 20000": (lambda o, x: o.softmax(x, None, 0.5), ((64, 20000),)),
 }  # fmt: skip
 
 
@@ -83,12 +82,6 @@ def test_initial_values_have_the_bits_of_the_cpu(draw: str, ops: Ops) -> None:
     start, stop = 4 * 2**32 - 500_001, 4 * 2**32 + 500_003
     got = getattr(ops, draw)((2**32 - 3, 2**31 + 11), start, stop, device="cuda")
     assert torch.equal(got.cpu(), getattr(TORCH, draw)((2**32 - 3, 2**31 + 11), start, stop))
-
-
-def test_int8_has_the_bits_of_the_cpu(ops: Ops) -> None:
-    x = torch.randn(100_003) * torch.logspace(-6, 6, 100_003)
-    for got, want in zip(ops.quantise(x.to(CUDA)), TORCH.quantise(x), strict=True):
-        assert torch.equal(got.cpu(), want)
 
 
 def test_adamw_has_the_same_bits_however_a_buffer_is_cut(ops: Ops) -> None:
@@ -160,9 +153,6 @@ def test_offsets_beyond_2_to_the_31_are_right(ops: Ops) -> None:
     expected = TORCH.square_sum([flat[last].clone()])
     flat[: last.start].zero_()
     torch.testing.assert_close(ops.square_sum([flat])[0], expected[0], rtol=1e-5, atol=0)
-    low = torch.zeros_like(flat)
-    ops.pack_(low, [flat])
-    assert torch.equal(low[last], flat[last])
 
 
 def test_adamw_steps_the_elements_behind_2_to_the_31(ops: Ops) -> None:

@@ -38,7 +38,6 @@ def attention(**more: Any) -> dict[str, Any]:
 def calls() -> dict[str, dict[str, Any]]:
     """One legal call of every op that has a Triton path, with every tensor that it can take."""
     x, w = f(2, 3, 8), f(8)
-    q, scale = TORCH.quantise(f(300))
     out, lse = TORCH.attend_forward(**attention())
     return {
         "layer_norm": dict(x=x, weight=w, bias=f(8, seed=1), eps=1e-5),
@@ -66,13 +65,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "sgd_": dict(param=f(9), grad=f(9), momentum_buffer=f(9), lr=0.1, momentum=0.9, low=f(9)),
         "lion_": dict(param=f(9), grad=f(9), exp_avg=f(9), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, low=f(9)),
         "square_sum": dict(tensors=[f(5), f(9)], unscale=torch.tensor(2.0)),
-        "pack_": dict(flat=f(14), tensors=[f(5), f(9)]),
-        "unpack_": dict(tensors=[f(5), f(9)], flat=f(14)),
-        "quantise": dict(x=f(300)),
-        "dequantise": dict(q=q, scale=scale),
-        "dequantise_add_": dict(total=f(300), q=q, scale=scale),
         "embedding_grad_": dict(grad=f(5, 8), dy=f(2, 3, 8), ids=i(2, 3)),
-        "softmax": dict(x=f(3, 5), mask=i(3, 5, high=3) > 0),
         "normal": dict(key=(1, 2), start=0, stop=4),
         "uniform": dict(key=(1, 2), start=0, stop=4),
     }  # fmt: skip
@@ -136,8 +129,8 @@ def test_a_tensor_on_another_device_is_refused(op: str, name: str) -> None:
 
 
 ANY_LENGTH = {
-    *(("layer_norm", "x"), ("rms_norm", "x"), ("gelu", "x"), ("square_sum", "tensors"), ("quantise", "x")),
-    *(("linear_cross_entropy", "weight"), ("embedding_grad_", "grad"), ("dequantise", "q")),
+    *(("layer_norm", "x"), ("rms_norm", "x"), ("gelu", "x"), ("square_sum", "tensors")),
+    *(("linear_cross_entropy", "weight"), ("embedding_grad_", "grad")),
 }
 
 
@@ -187,9 +180,7 @@ def _dense(value: Any) -> Any:
 def _results(returned: Any, made: dict[str, Any]) -> list[Tensor]:
     """What an op gives: what it returns, and else what it wrote (its gradient may be used up)."""
     if returned is None:
-        keep = {
-            n: x for n, x in made.items() if n not in ("grad", "tensors") or "ids" in made or "flat" in made
-        }
+        keep = {n: x for n, x in made.items() if n not in ("grad", "tensors") or "ids" in made}
         return [
             x for v in keep.values() for x in (v if isinstance(v, list) else [v]) if isinstance(x, Tensor)
         ]
@@ -213,7 +204,6 @@ def test_rows_may_be_strided(op: str) -> None:
         ("attend", dict(mask=Mask(documents=f(2, 3))), "documents of the queries are torch.float32"),
         ("attend", dict(mask=Mask(documents=i(2, 4))), r"documents of the queries have shape \(2, 4\)"),
         ("attend", dict(window=0), "window=0; legal is 1 or more"),
-        ("dequantise", dict(dtype=torch.int8), "dtype=torch.int8; legal is a floating one"),
         ("normal", dict(device="cuda"), "device is cuda; legal is cpu"),
         ("normal", dict(start=-1), "elements -1 to 4; legal is 0 <= start <= stop"),
         ("dropout", dict(p=1.0), "p=1.0; legal is 0 <= p < 1"),

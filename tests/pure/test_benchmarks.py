@@ -54,7 +54,7 @@ def test_every_kernel_is_checked_and_timed_in_the_benchmark_of_kernels(tmp_path:
     done = ran("gpu_kernels.py", "--dry-run", "--out", str(tmp_path / "kernels.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert len(rows) > 50
+    assert len(rows) >= 50
     for row in rows:
         assert row["note"] == "" and row["ms"]["ours"] > 0, row
         assert row["name"].endswith(" backward") or row["error"] is not None, row

@@ -71,7 +71,7 @@ SOUND = Row(
         (dict(registers=255, warps=16), "", "255 registers x 16 warps exceed 65536"),
         (dict(loads_128=0), "", "no 128-bit load"),
         (dict(tensor_core=0), "", "no tensor-core instruction"),
-        (dict(launch=replace(SOUND.launch, kernel="_quantise_kernel")), "div.full.f32 %f1", "a division"),
+        (dict(launch=replace(SOUND.launch, kernel="_draw_kernel")), "div.full.f32 %f1", "a division"),
     ],
 )
 def test_a_kernel_that_breaks_a_rule_is_a_fault_of_the_gate(
