@@ -17,6 +17,7 @@ from rich.console import Console
 
 from colossal_lite import doctor, exchange, kernels, launcher
 from colossal_lite.doctor import Row, report
+from colossal_lite.launcher import join
 from colossal_lite.memory import disk
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +205,7 @@ def test_the_launcher_says_what_started_it_and_that_gloo_works(monkeypatch: pyte
     row = find(tuple(launcher.findings()), "launch", "launcher")
     assert row.status == "fault" and "WORLD_SIZE is not set" in row.why
     monkeypatch.setattr(
-        launcher, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no socket\nmore"))
+        join, "launch", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no socket\nmore"))
     )
     row = find(tuple(launcher.findings()), "launch", "gloo")
     assert row == Row("launch", "gloo", "fails", "fault", "no socket")

@@ -92,6 +92,9 @@ NEIGHBOURS = {
     ("checkpoint", "checkpoint_files"): "what a directory holds, and how ranks come to agree on one",
     ("context", "data"): "a context knows which part of a batch its rank loads",
 }
+OF_THE_ROOT = {"colossal_lite.__version__", "colossal_lite.stands_aside"}
+"""What every file may import from the package's root: it hides no other file."""
+
 ONLY = {"models": {"kernels"}}
 """Rooms that may import less than their level allows."""
 
@@ -156,7 +159,7 @@ class Source:
     def edges(self) -> Iterator[tuple[int, str]]:
         """(line, file) for each file of this project that it imports; `__init__` is the package's root."""
         for line, name in self.imports():
-            if name.split(".")[0] == "colossal_lite" and name != "colossal_lite.__version__":
+            if name.split(".")[0] == "colossal_lite" and name not in OF_THE_ROOT:
                 yield line, self._file(name.split(".")[1:])
 
     def _file(self, parts: list[str]) -> str:

@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_lite import launcher
 from colossal_lite.comm import CommError
 from colossal_lite.config import ConfigError
-from colossal_lite.launcher import LaunchError, launch
+from colossal_lite.launcher import LaunchError, join, launch
 from colossal_lite.launcher.env import Launch
 from colossal_lite.mesh import Mesh
 from colossal_lite.parallel.roles import ModelFacts
@@ -243,10 +242,10 @@ def test_a_rank_takes_the_device_of_its_local_rank(
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     if " " in chosen:
         with pytest.raises(ConfigError) as caught:
-            launcher._device(backend, launched)
+            join._device(backend, launched)
         assert chosen in str(caught.value) and not current
     else:
-        assert str(launcher._device(backend, launched)) == chosen
+        assert str(join._device(backend, launched)) == chosen
         assert current == ([int(chosen[-1])] if "cuda" in chosen else [])
 
 

@@ -1,0 +1,337 @@
+"""`launch`: from a configuration and an environment to a `Context`, on every rank.
+
+Note: the order of a launch, and who owns what.
+Everything that can be refused is refused first, from numbers alone: no store is opened and no group is made
+for a configuration that cannot run.  Then the ranks meet in the store: they count themselves, so that a
+missing rank is named, and compare configurations, so that all refuse where two differ.  Then groups are made.
+
+- *Store.*  Torchrun's agent serves it, or rank 0 does, on the loopback interface where the world is one node.
+  The server lives as long as the process; each launch has its own prefix in it.
+- *Default group.*  The first context makes it and the last destroys it.  The count lives in the group's own
+  store, under a key of this rank; a group that someone else has made is used and left alone.
+- *Sub-groups* belong to the context's mesh.  A world of one makes no group unless a store is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from colossal_lite import exchange, kernels
+from colossal_lite.comm import CommError, everyones
+from colossal_lite.config import Config, ConfigError, Problem
+from colossal_lite.context import Context, LastWords, StopSignals
+from colossal_lite.doctor import Row
+from colossal_lite.launcher import env
+from colossal_lite.launcher.env import Launch, LaunchError
+from colossal_lite.mesh import Mesh
+from colossal_lite.watch import Watch
+
+if TYPE_CHECKING:
+    from colossal_lite.parallel.roles import ModelFacts
+
+__all__ = ["LaunchError", "findings", "launch", "run"]
+
+# How long rank 0 keeps a store that it serves for ranks that have not closed yet.
+LINGER_S = 5.0
+
+
+def launch(
+    config: Mapping[str, Any] | str | Path | Config,
+    model_facts: ModelFacts | None = None,
+    *,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Context:
+    """Join this process to its world. Collective: every rank calls it, with the same configuration.
+
+    `config` is a dict, a .py, .json or .toml file, or a Config; `overrides` are options that lie over it
+    (`--parallel.tensor.size 2`).  Place and world come from the environment (torchrun, SLURM, OpenMPI, none),
+    or from `rank` and `world_size`, which go with a `store` that all those ranks share.
+
+    Raises ConfigError for a configuration that cannot run in this world (or, with `model_facts`, with this
+    model), LaunchError for an environment that contradicts itself, CommError if ranks do not arrive within
+    `timeout_s`.
+    """
+    place = _place(store, rank, world_size)
+    loaded = Config.load(config, overrides)
+    loaded.check_built()
+    checked = loaded.check_world(place.world_size)
+    if model_facts is not None:
+        checked.check_model(model_facts)
+    device = _device(checked.backend, place)
+    _check_kernels(checked.kernels, device)
+    if place.rank == 0:
+        for line in filter(None, (place.note, *checked.notices, *checked.warnings())):
+            warnings.warn(line, stacklevel=2)
+    owned = ExitStack()
+    try:
+        return _join(place, checked, device, store, owned)
+    except BaseException:
+        owned.close()
+        raise
+
+
+def run(main: Callable[[], object]) -> int:
+    """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be.
+
+    A ValueError that this package raises is addressed to the user: its text is printed, without a traceback.
+    Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is told of
+    every error, for its summary.
+    """
+    try:
+        main()
+    except Exception as error:
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
+        ours = str(last.f_globals.get("__name__")).startswith("colossal_lite.")
+        if not (isinstance(error, ValueError) and ours):
+            get_error_handler().record_exception(error)
+            raise
+        get_error_handler().record_exception(error.with_traceback(None))
+        if not isinstance(error, ConfigError | LaunchError) or env.speaks(env.environment()):
+            print(error, file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def findings() -> Iterator[Row]:
+    """What `doctor` says about launchers and backends. Starts and ends a world of one on gloo."""
+    try:
+        place = env.detect(env.environment())
+        yield Row("launch", "launcher", place.describe(), "note" if place.note else "ok", place.note)
+    except LaunchError as error:
+        yield Row("launch", "launcher", "refused", "fault", str(error))
+    try:
+        with launch({"backend": "gloo"}, store=dist.HashStore(), rank=0, world_size=1):
+            everyones(b"works", 1)
+        yield Row("launch", "gloo", "works")
+    except RuntimeError as error:
+        yield Row("launch", "gloo", "fails", "fault", str(error).partition("\n")[0])
+    if (why := exchange.why_not()) is None:
+        yield Row("launch", "shared memory", "works between ranks of one host")
+    else:
+        yield Row("launch", "shared memory", "not used", "note", why)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        yield Row("launch", "nccl", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        why = "no CUDA device" if dist.is_nccl_available() else "torch is built without it"
+        yield Row("launch", "nccl", "not used", "note" if torch.cuda.is_available() else "ok", why)
+
+
+# ------------------------------------------------------------------------------------------ who, and on what
+
+
+def _place(store: dist.Store | None, rank: int | None, world_size: int | None) -> Launch:
+    if rank is None and world_size is None:
+        return env.detect(env.environment())
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        legal = "both or neither, and 0 <= rank < world_size"
+        raise LaunchError(f"rank={rank}, world_size={world_size}; legal: {legal}")
+    if store is None and world_size > 1:
+        raise LaunchError(
+            f"rank={rank}, world_size={world_size} without a store; legal: a torch.distributed store"
+        )
+    # How these ranks lie on nodes is not said: devices as if all were here, sockets as if they were not.
+    return Launch("none", rank, world_size, local_rank=rank, local_world_size=1 if world_size == 1 else 0)
+
+
+def _device(backend: str, place: Launch) -> torch.device:
+    """CUDA where there is any, one device a rank, unless the backend is gloo."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "gloo" or (backend == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise ConfigError([Problem("backend", backend, "no CUDA device is visible", "'auto', 'gloo'")])
+    # SLURM may show each task its own device only.
+    index = 0 if place.kind == "slurm" and count == 1 else place.local_rank
+    if index >= count:
+        seen = f"{count} CUDA device{'s' if count > 1 else ''} visible, none for local rank {index}"
+        raise ConfigError([Problem("backend", backend, seen, f"'gloo', or at most {count} ranks a node")])
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_kernels(choice: str, device: torch.device) -> None:
+    """Kernels that somebody asked for by name have to run here: nothing falls back in silence."""
+    why = kernels.why_not_triton(device.type) if choice == "triton" else None
+    if why is not None:
+        raise ConfigError([Problem("kernels", choice, why, kernels.LEGAL_WITHOUT)])
+
+
+# ---------------------------------------------------------------------------------------------- how they meet
+
+
+def _join(
+    place: Launch, config: Config, device: torch.device, given: dist.Store | None, owned: ExitStack
+) -> Context:
+    """Meet the other ranks and make the groups; what has to be given back is pushed on `owned`."""
+    timeout = timedelta(seconds=config.timeout_s)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    alone = place.world_size == 1 and given is None
+    with env.gloo_on_loopback(place.one_node and not alone):
+        if alone:
+            store: dist.Store = dist.HashStore()
+        else:
+            store = _own_keys(given or _launchers_store(place, timeout), place)
+            _roll_call(store, place, config, timeout)
+            if given is None and not place.agent_store:
+                owned.callback(_leave_together, store, place)
+            if place.world_size > 1 or not dist.is_initialized():
+                _enter_default_group(store, place, backend, device, timeout)
+                owned.callback(_leave_default_group, place)
+        words = LastWords(store, place.rank)
+        watch = Watch(store, place.rank, place.world_size)
+        owned.callback(watch.close)
+        mesh = Mesh.create(
+            config.layout(),
+            place.rank,
+            timeout_s=config.timeout_s,
+            backend=backend,
+            share_memory=device.type == "cpu" and config.backend == "auto",
+            explain=words.heard,
+            watch=watch,
+        )
+    owned.callback(mesh.destroy)
+    # Last: until here a rank may wait long for others, and SIGTERM has to end it.
+    signals = StopSignals()
+    owned.callback(signals.restore)
+    signals.install()
+    return Context(config, mesh, device, place.local_rank, store, place.describe(), words, signals, owned)
+
+
+def _launchers_store(place: Launch, timeout: timedelta) -> dist.Store:
+    """A connection to the store of this process's launcher; rank 0 serves it where no agent does."""
+    address, port = place.store_address, place.master_port
+    if place.rank == 0 and not place.agent_store:
+        _serve(address, port)
+    try:
+        return dist.TCPStore(address, port, place.world_size, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        where, reason = env.endpoint(address, port), str(error).partition("\n")[0]
+        raise CommError(f"{place.describe()}: no store at {where} within {timeout}: {reason}") from error
+
+
+@functools.cache
+def _serve(address: str, port: int) -> dist.Store:
+    """The server, kept with the process: one rank may begin its next launch before another ends this one."""
+    try:
+        if not env.is_loopback(address):
+            return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+        # A socket that torch makes listens on every interface, and the store asks nobody who he is.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+        fd = listener.detach()
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    except (OSError, RuntimeError) as error:
+        where, reason = env.endpoint(address, port), str(error).partition("\n")[0]
+        raise LaunchError(
+            f"rank 0 cannot serve at {where}: {reason}; set MASTER_PORT to a free port"
+        ) from error
+
+
+def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
+    """A prefix for this launch: ranks agree on it because each has launched as often as the others."""
+    ours = dist.PrefixStore(f"colossal_lite/{place.restart_count}", store)
+    return dist.PrefixStore(str(ours.add(f"launches/{place.rank}", 1)), ours)
+
+
+def _roll_call(store: dist.Store, place: Launch, config: Config, timeout: timedelta) -> None:
+    """Return when all ranks are here with one configuration. Raises CommError, ConfigError."""
+    settings = json.loads(json.dumps(config.values()))
+    store.set(f"here/{place.rank}", "")
+    if place.rank == 0:
+        store.set("config", json.dumps(settings))
+    _await("config", store, place, timeout)
+    first = json.loads(store.get("config"))
+    differ = [path for path in {**first, **settings} if first.get(path) != settings.get(path)]
+    if differ:
+        rows = ", ".join(f"{path}={settings.get(path)!r} against {first.get(path)!r}" for path in differ)
+        store.compare_set("differ", "", f"rank {place.rank} has {rows} on rank 0")
+    if store.add("arrived", 1) == place.world_size:
+        store.set("complete", "")
+    _await("complete", store, place, timeout)
+    if store.check(["differ"]):
+        text = store.get("differ").decode()
+        raise ConfigError([Problem("config", text, "differs between ranks", "the same on every rank")])
+
+
+def _await(key: str, store: dist.Store, place: Launch, timeout: timedelta) -> None:
+    """Wait until a rank has set this key. Raises CommError with the ranks that have not arrived."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        missing = [rank for rank in range(place.world_size) if not store.check([f"here/{rank}"])]
+        ranks = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        late = (
+            f"ranks {ranks} of {place.world_size} have not arrived"
+            if missing
+            else "a rank stopped on arrival"
+        )
+        raise CommError(f"rank {place.rank}: {late}; timeout_s is {timeout.total_seconds():g}") from error
+
+
+def _enter_default_group(
+    store: dist.Store, place: Launch, backend: str, device: torch.device, timeout: timedelta
+) -> None:
+    """Make torch's default group, or use it. Raises LaunchError if it is another world's."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,  # communicators are made now, not in a step
+        )
+    elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.world_size):
+        here, there = (
+            f"rank {place.rank} of {place.world_size}",
+            f"rank {dist.get_rank()} of {dist.get_world_size()}",
+        )
+        raise LaunchError(
+            f"this process is {there} already and cannot be {here} as well; close that context first"
+        )
+    elif _count_contexts(place, 0) == 0:
+        _count_contexts(place, 1)  # somebody else's: one use that no context gives back
+    _count_contexts(place, 1)
+
+
+def _leave_default_group(place: Launch) -> None:
+    if dist.is_initialized() and _count_contexts(place, -1) <= 0:
+        dist.destroy_process_group()
+
+
+def _count_contexts(place: Launch, change: int) -> int:
+    """Uses of the default group by this process, after the change; 0 if its store has ended."""
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        return int(group.get_group_store().add(f"colossal_lite/contexts/{place.rank}", change))
+    except RuntimeError:
+        return 0
+
+
+def _leave_together(store: dist.Store, place: Launch) -> None:
+    """Rank 0 serves the store: others may still want to read in it why a rank has stopped."""
+    try:
+        if store.add("left", 1) == place.world_size:
+            store.set("all left", "")
+        if place.rank == 0:
+            store.wait(["all left"], timedelta(seconds=LINGER_S))
+    except RuntimeError:  # a rank has died, or rank 0 was the first to leave
+        return
