@@ -1,10 +1,8 @@
-"""The op table: every fused operation of a model and of its optimizer, with a torch path for every device.
+"""Computes the fused operations of models and optimizers, by torch and by Triton kernels.
 
-Note: a model or a parallel layer holds an `Ops` and calls nothing else of this package.  `TORCH` is the
-default; the engine chooses with `select` and hands the choice to every module that has an attribute `ops`.
-Nothing here is global state, communicates, reads the environment, or stalls the device; sums run in float32
-or better; a saved tensor is never overwritten.  The formulas stand at the head of each op's file, beside its
-float64 reference.
+Read ops.py first: it holds the table of all operations and chooses their paths.  Each operation has a file with its
+formula, its torch path and a float64 reference.  Its kernel is there too, or in the file that adds `_triton` to the
+name.  launch.py declares, loads and launches kernels.  No file here may import another part of colossal_lite.
 """
 
 from __future__ import annotations
@@ -12,36 +10,14 @@ from __future__ import annotations
 if __name__ == "kernels":
     raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
 
-import functools
-import inspect
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
-
-import torch
-from torch import Tensor, nn
-
-from . import activation as _activation
-from . import attention as _attention
-from . import cross_entropy as _cross_entropy
-from . import dropout as _dropout
-from . import embedding as _embedding
-from . import flat as _flat
-from . import int8 as _int8
-from . import launch
-from . import linear_cross_entropy as _linear_cross_entropy
-from . import norm as _norm
-from . import optimizer as _optimizer
-from . import philox as _philox
-from . import rotary as _rotary
-from . import softmax as _softmax
-from .attention import CAUSAL, FULL, Mask
+from .mask import CAUSAL, FULL, Mask
+from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
 from .philox import Draws, Rows
 
 __all__ = [
     "CAUSAL",
     "FULL",
+    "LEGAL_WITHOUT",
     "TORCH",
     "Draws",
     "Dropout",
@@ -50,235 +26,6 @@ __all__ = [
     "Ops",
     "Rows",
     "select",
+    "triton_paths",
     "why_not_triton",
 ]
-
-Choice = Literal["auto", "torch", "triton"]
-Op = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class OpChoice:
-    """Which path an op takes, and why."""
-
-    op: str
-    path: Literal["torch", "triton"]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ops:
-    """One callable per op; signatures in the files named.  `choices` says for each where it leads."""
-
-    layer_norm: Op = _norm.layer_norm
-    rms_norm: Op = _norm.rms_norm
-    add_layer_norm: Op = _norm.add_layer_norm
-    add_rms_norm: Op = _norm.add_rms_norm
-    gelu: Op = _activation.gelu
-    swiglu: Op = _activation.swiglu
-    rotary: Op = _rotary.rotary
-    attend: Op = _attention.attend
-    attend_lse: Op = _attention.attend_lse
-    attend_forward: Op = _attention.attend_forward
-    attend_backward: Op = _attention.attend_backward
-    attend_merge_: Op = _attention.merge_
-    cross_entropy: Op = _cross_entropy.cross_entropy
-    linear_cross_entropy: Op = _linear_cross_entropy.linear_cross_entropy
-    cross_entropy_partial: Op = _cross_entropy.partial
-    cross_entropy_combine: Op = _cross_entropy.combine
-    cross_entropy_gradient: Op = _cross_entropy.gradient
-    dropout: Op = _dropout.dropout
-    dropout_add: Op = _dropout.dropout_add
-    adamw_: Op = _optimizer.adamw_
-    sgd_: Op = _optimizer.sgd_
-    lion_: Op = _optimizer.lion_
-    square_sum: Op = _flat.square_sum
-    pack_: Op = _flat.pack_
-    unpack_: Op = _flat.unpack_
-    quantise: Op = _int8.quantise
-    dequantise: Op = _int8.dequantise
-    dequantise_add_: Op = _int8.dequantise_add_
-    embedding_grad_: Op = _embedding.embedding_grad_
-    softmax: Op = _softmax.softmax
-    normal: Op = _philox.normal
-    uniform: Op = _philox.uniform
-    choices: tuple[OpChoice, ...] = ()
-
-    def describe(self) -> tuple[OpChoice, ...]:
-        """One line per op, in table order."""
-        by_name = {choice.op: choice for choice in self.choices}
-        return tuple(by_name.get(op, OpChoice(op, "torch", "the default")) for op in self.names())
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cls) if field.name != "choices")
-
-
-TORCH = Ops()
-
-
-_FILES = (
-    _activation, _attention, _cross_entropy, _dropout, _embedding, _flat, _int8, _linear_cross_entropy, _norm,
-    _optimizer, _philox, _rotary, _softmax,
-)  # fmt: skip
-
-
-def select(
-    choice: Choice = "auto", device_type: str = "cpu", *, strict: bool | None = None, compiled: bool = False
-) -> Ops:
-    """The ops for one kind of device.
-
-    "auto" takes Triton on CUDA, where it is installed, and torch elsewhere; what a kernel cannot do (float64,
-    heads beyond 256) goes to torch.  "triton" is strict: such a call raises.  `strict` says otherwise for either.
-    compiled: torch.compile works here and compiles the model: it makes AdamW on the CPU, and on CUDA "auto" leaves it
-    the ops that it fuses with their neighbours (FUSED); other Triton ops are called from between the compiled parts.
-    Raises ValueError for a choice that this device or installation has not; the interpreter serves "triton" on the
-    CPU, only if a person switched it on.
-    """
-    if choice not in ("auto", "torch", "triton"):
-        raise ValueError(f"kernels: {choice!r}; legal are 'auto', 'torch' and 'triton'")
-    if choice == "torch" or (choice == "auto" and device_type != "cuda") or device_type == "meta":
-        if not compiled or device_type != "cpu":
-            return TORCH
-        reason = OpChoice("adamw_", "torch", "one pass, by torch.compile")
-        return replace(TORCH, adamw_=_optimizer.compiled_adamw_(), choices=(reason,))
-    why = why_not_triton(device_type)
-    if why is None:
-        return _triton_ops(choice, device_type, choice == "triton" if strict is None else strict, compiled)
-    if choice == "auto" and not strict:
-        return replace(TORCH, choices=tuple(OpChoice(op, "torch", why) for op in TORCH.names()))
-    raise ValueError(f"kernels: {choice!r} cannot be: {why}; legal are {LEGAL_WITHOUT}")
-
-
-FUSED = ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary", "softmax")
-"""Ops of a block that torch.compile fuses with what stands beside them."""
-LEGAL_WITHOUT = "'auto', 'torch' (or a CUDA device, or TRITON_INTERPRET=1 to test kernels on a CPU)"
-
-
-def why_not_triton(device_type: str) -> str | None:
-    """Why the Triton kernels cannot run on a kind of device; None if they can."""
-    if device_type not in ("cpu", "cuda"):
-        return f"triton has no kernels for device {device_type!r}"
-    try:
-        launch.load()
-    except ImportError as error:
-        return f"triton is not installed ({error})"
-    if launch.interpreting() != (device_type == "cpu"):
-        in_words = (
-            "triton has no kernels for device 'cpu'",
-            "TRITON_INTERPRET=1 has kernels interpreted, on the CPU",
-        )
-        return in_words[device_type != "cpu"]
-    return None
-
-
-def triton_paths() -> dict[str, launch.TritonOp]:
-    """Every op that has a Triton path."""
-    return {op: path for file in _FILES for op, path in getattr(file, "TRITON", {}).items()}
-
-
-def _triton_ops(choice: Choice, device_type: str, strict: bool, compiled: bool) -> Ops:
-    paths, left = triton_paths(), {}
-    if compiled:  # torch.compile would trace into a launch, and through the checks before it
-        paths = {op: replace(path, run=torch.compiler.disable(path.run)) for op, path in paths.items()}
-        left = dict.fromkeys(FUSED if choice == "auto" else (), "left to torch.compile, which fuses it")
-        paths = {op: path for op, path in paths.items() if op not in left}
-    reasons = dict.fromkeys(paths, "in the interpreter" if device_type == "cpu" else f"on {device_type}")
-    if choice == "auto":
-        best = functools.partial(_attention.attend_best, paths["attend"].run)
-        paths["attend"] = replace(paths["attend"], run=best)
-        reasons["attend"] += ": torch's flash or cuDNN for causal and full masks, Triton for the others"
-    rest = "refused" if strict else "torch"
-    choices = tuple(
-        OpChoice(op, "triton", f"{reasons[op]}; float64: {rest}")
-        if op in paths
-        else OpChoice(op, "torch", left.get(op, "has no kernel"))
-        for op in TORCH.names()
-    )
-    table = {op: _guarded(op, path, getattr(TORCH, op), device_type, strict) for op, path in paths.items()}
-    return replace(TORCH, **table, choices=choices)
-
-
-def _guarded(op: str, path: launch.TritonOp, plain: Op, device_type: str, strict: bool) -> Op:
-    """The Triton path behind its checks; what it cannot do is handed to torch, or refused if strict.
-
-    Raises ValueError, naming op, argument, what was given and what is legal, for a tensor on another device, of a
-    dtype or with strides that the kernel would misread.  Calls on meta tensors alone take the torch path.
-    """
-    names = list(inspect.signature(plain).parameters)
-
-    def call(*args: Any, **named: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | named
-        found = list(_tensors(given))
-        devices = {x.device for _, _, x in found}
-        if "device" in names:
-            devices.add(torch.device(given.get("device", "cpu")))
-        if {device.type for device in devices} == {"meta"}:
-            return plain(*args, **named)
-        reason = None
-        for label, _, x in found:
-            if x.device.type != device_type or x.device != found[0][2].device:
-                legal = f"a {device_type} tensor" if x.device.type != device_type else f"{found[0][2].device}"
-                raise ValueError(f"{op}: {label} is on {x.device}; legal is {legal}")
-            if x.dtype == torch.float64 and x.dim():
-                reason = f"{label} is torch.float64"
-        if wrong := {device.type for device in devices} - {device_type}:
-            raise ValueError(f"{op}: device is {wrong.pop()}; legal is {device_type}")
-        reason = reason or path.refuses(*args, **named)
-        if reason is not None:
-            if strict:
-                raise ValueError(f"{op}: {reason}, which strict kernels do not hand to torch")
-            return plain(*args, **named)
-        for label, name, x in found:
-            takes = path.takes[name]
-            takes.check(op, label, x, given.get(takes.like))
-        return path.run(*args, **named)
-
-    return call
-
-
-@functools.cache
-def _plain(name: str) -> str:
-    """q_BTHK is q to people."""
-    return re.sub("_[A-Z]+$", "", name)
-
-
-def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """(how people call it, its parameter, the tensor) of each tensor that an op was given, alone or in a list."""
-    for name, value in given.items():
-        plain = _plain(name)
-        if isinstance(value, Tensor):
-            yield plain, name, value
-        elif isinstance(value, list | tuple):
-            yield from ((f"{plain}[{i}]", name, x) for i, x in enumerate(value) if isinstance(x, Tensor))
-
-
-class Dropout(nn.Module):
-    """Drop-in for nn.Dropout on [B, T, D] activations, with the residual addition behind it.
-
-    `rows` is set by the engine: called in each forward, it names the tokens of the micro-batch at hand.
-    Without it (a plain training loop) torch's own generator draws the mask.
-    """
-
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        self.p = p
-        self.rows: Callable[[], Rows] | None = None
-        self.ops = TORCH
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """dropout(x), added to the residual if there is one."""
-        if not self.training or self.p == 0.0 or self.rows is None:
-            y = nn.functional.dropout(x, self.p, self.training)
-            return y if residual is None else residual + y
-        rows = self.rows()
-        y = (
-            self.ops.dropout(x, self.p, rows)
-            if residual is None
-            else self.ops.dropout_add(x, residual, self.p, rows)
-        )
-        assert isinstance(y, Tensor)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

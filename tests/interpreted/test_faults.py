@@ -71,23 +71,23 @@ WHOLE, LAST = "attend edge of a whole tile", "attend edge of the last tile"
 LOSS = "cross_entropy 5 x 11, smoothing 0.1, z-loss 0.01"
 FAULTS = [
     # a mask that is off by one
-    ("attention", "(distance >= 0)", "(distance > 0)", "attend causal"),
-    ("attention", "(distance < window)", "(distance <= window)", "attend window"),
-    ("attention", "tl.maximum(first + 1, 0) // KEYS", "tl.maximum(first + 2, 0) // KEYS", WHOLE),
-    ("attention", "end, tl.maximum(first + QUERIES, 0)", "end, tl.maximum(first + QUERIES - 1, 0)", LAST),
-    ("attention", "tl.maximum(begin - lag, 0) //", "tl.maximum(begin - lag + QUERIES, 0) //", "attend causal"),
-    ("attention", "(of_query == of_key)", "(of_query >= of_key)", "attend documents"),
+    ("attention_triton", "(distance >= 0)", "(distance > 0)", "attend causal"),
+    ("attention_triton", "(distance < window)", "(distance <= window)", "attend window"),
+    ("attention_triton", "tl.maximum(first + 1, 0) // KEYS", "tl.maximum(first + 2, 0) // KEYS", WHOLE),
+    ("attention_triton", "end, tl.maximum(first + QUERIES, 0)", "end, tl.maximum(first + QUERIES - 1, 0)", LAST),
+    ("attention_triton", "tl.maximum(begin - lag, 0) //", "tl.maximum(begin - lag + QUERIES, 0) //", "attend causal"),
+    ("attention_triton", "(of_query == of_key)", "(of_query >= of_key)", "attend documents"),
     ("norm", "out -= tl.sum(g, axis=0) / features", "out -= 0.0", "layer_norm 37"),
     ("norm", "centred = tl.where(inside, value - centre, 0.0)", "centred = value - centre", "layer_norm 37"),
     ("cross_entropy", "here = (label >= 0) & (label < columns)\n    at", "here = label > 0\n    at", LOSS),
     # a scale that is missing
-    ("attention", "dk_tile * natural_scale", "dk_tile", "attend causal"),
-    ("attention", "dq_tile * natural_scale", "dq_tile", "attend causal"),
-    ("attention", "total * shrink[:, None]", "total", "attend causal over tiles"),
-    ("attention", "total -= tl.load(dlse + at", "total += tl.load(dlse + at", "attend causal"),
+    ("attention_triton", "dk_tile * natural_scale", "dk_tile", "attend causal"),
+    ("attention_triton", "dq_tile * natural_scale", "dq_tile", "attend causal"),
+    ("attention_triton", "total * shrink[:, None]", "total", "attend causal over tiles"),
+    ("attention_triton", "total -= tl.load(dlse + at", "total += tl.load(dlse + at", "attend causal"),
     ("dropout", "value.to(tl.float32) * scale", "value.to(tl.float32)", "dropout 37"),
     ("cross_entropy", "1.0 + 2.0 * z_loss", "1.0 + z_loss", LOSS),
-    ("optimizer", "/ (tl.sqrt(v) * correction2 + eps)", "/ (tl.sqrt(v) + eps)", "adamw 1024 by a number"),
+    ("optimizer_triton", "/ (tl.sqrt(v) * correction2 + eps)", "/ (tl.sqrt(v) + eps)", "adamw 1024 by a number"),
     ("softmax", "scale * p * (d - mean)", "p * (d - mean)", "softmax"),
     ("activation", "slope = phi + h * tl.exp", "slope = phi + tl.exp", "gelu exact bias 37"),
     # a race, or a place outside
@@ -101,17 +101,33 @@ FAULTS = [
 
 
 def planted(file: str, old: str, new: str, folder: Path) -> ModuleType:
-    """The kernels of one file with one fault, beside the right ones."""
-    source = Path(kernels.__file__).with_name(f"{file}.py").read_text()
+    """The kernels of one file with one fault, beside the right ones; those of x_triton.py come with a copy of x.py."""
+    source = source_of(file)
     assert old in source, f"{file}.py has no {old!r} any more"
-    path = folder / f"{file}.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"colossal_lite.kernels.planted_{file}", path)
+    module = loaded(f"planted_{file}", source.replace(old, new), folder)
+    if file.endswith("_triton"):
+        caller, imported = file.removesuffix("_triton"), f"from . import {file} as"
+        source = source_of(caller)
+        assert imported in source, f"{caller}.py does not call {file}.py any more"
+        module = loaded(
+            f"planted_{caller}", source.replace(imported, f"from . import planted_{file} as"), folder
+        )
+    load()
+    return module
+
+
+def source_of(file: str) -> str:
+    return Path(kernels.__file__).with_name(f"{file}.py").read_text()
+
+
+def loaded(name: str, source: str, folder: Path) -> ModuleType:
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(f"colossal_lite.kernels.{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    load()
     return module
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite import kernels
 from colossal_lite.kernels import TORCH, Dropout, Ops, Rows, select
+from colossal_lite.kernels.ops import _triton_ops
 from colossal_lite.models import GPT, GPTConfig
 from tests import interpreter  # noqa: F401  (repairs bf16)
 
@@ -158,7 +158,7 @@ def test_a_step_with_one_of_the_other_kernels_is_a_step_without(op: str, optimiz
 @pytest.mark.parametrize("choice", ["auto", "triton"])
 def test_a_compiled_step_calls_the_kernels_from_between_its_parts(choice: Literal["auto", "triton"]) -> None:
     """Dynamo alone, without inductor: what it traces, and where it lets go.  Quoted: 2 passed, 2026-11-21."""
-    table = kernels._triton_ops(choice, "cpu", strict=False, compiled=True)
+    table = _triton_ops(choice, "cpu", strict=False, compiled=True)
     by_op = {c.op: (c.path, c.reason) for c in table.describe()}
     fused = ("torch", "left to torch.compile, which fuses it")
     assert (by_op["rms_norm"] == fused) is (choice == "auto") and by_op["cross_entropy"][0] == "triton"
