@@ -7,12 +7,12 @@ name.  launch.py declares, loads and launches kernels.  No file here may import 
 
 from __future__ import annotations
 
-if __name__ == "kernels":
-    raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
+from colossal_lite import stands_aside
 
-from .mask import CAUSAL, FULL, Mask
-from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
-from .philox import Draws, Rows
+if not stands_aside(__name__):
+    from .mask import CAUSAL, FULL, Mask
+    from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
+    from .philox import Draws, Rows
 
 __all__ = [
     "CAUSAL",
