@@ -6,6 +6,7 @@ Public names are loaded on first use: importing the package loads neither torch 
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_here = Path(__file__).parent
+# An editable install is a folder of links, for type checkers. What runs is the tree itself, with its new files.
+_here = Path(__file__).resolve().parent
+__path__[:] = [str(_here)]
 if not (_here / "kernels").is_dir():  # a source tree: kernels/ and launcher/ lie beside this folder
     __path__.append(str(_here.parent))
 
@@ -48,12 +51,37 @@ _MODULE_OF = {
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
-    return module if name == _MODULE_OF[name] else getattr(module, name)
+if not TYPE_CHECKING:  # to a type checker, a name that is not listed above is a mistake
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+        return module if name == _MODULE_OF[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF})
+
+
+def stands_aside(name: str) -> bool:
+    """Whether a folder at the root was imported by its bare `name`, which then means another package.
+
+    With the root on sys.path, `import kernels` finds our folder, and hides a public package of that name.  So what
+    the rest of the path offers is loaded in its place.  If it offers nothing, the module is left empty, as a folder
+    without __init__.py would be: it has no __file__, so nobody takes it for an installed package.
+    """
+    if name.startswith(f"{__name__}."):
+        return False
+    from importlib.machinery import ModuleSpec
+    from importlib.util import module_from_spec
+
+    folder = Path(sys.modules[name].__path__[0]).resolve()
+    places = [n for n, place in enumerate(sys.path, 1) if Path(place, name).resolve() == folder]
+    rest = sys.path[places[-1] :] if places else []
+    specs = (finder.find_spec(name, rest) for finder in sys.meta_path)
+    spec = next(filter(None, specs), None) or ModuleSpec(name, None, is_package=True)
+    sys.modules[name] = module_from_spec(spec)
+    if spec.loader is not None:
+        spec.loader.exec_module(sys.modules[name])
+    return True

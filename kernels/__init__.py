@@ -1,18 +1,18 @@
 """Computes the fused operations of models and optimizers, by torch and by Triton kernels.
 
-Read ops.py first: it holds the table of all operations and chooses their paths.  Each operation has a file with its
-formula, its torch path and a float64 reference.  Its kernel is there too, or in the file that adds `_triton` to the
-name.  launch.py declares, loads and launches kernels.  No file here may import another part of colossal_lite.
+May import: nothing of ours.  Read first: `ops`.  It holds the table of all operations and chooses their paths.  Each
+operation has a file with its formula, its torch path and a float64 reference.  Its kernel is there too, or in the file
+that adds `_triton` to the name.  `launch` declares, loads and launches kernels.
 """
 
 from __future__ import annotations
 
-if __name__ == "kernels":
-    raise ImportError("import colossal_lite.kernels: the folder kernels/ is installed under that name")
+from colossal_lite import stands_aside
 
-from .mask import CAUSAL, FULL, Mask
-from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
-from .philox import Draws, Rows
+if not stands_aside(__name__):
+    from .mask import CAUSAL, FULL, Mask
+    from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
+    from .philox import Draws, Rows
 
 __all__ = [
     "CAUSAL",

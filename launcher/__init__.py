@@ -6,11 +6,10 @@ Read first: `start`.  Its names are loaded on first use, so the command starts w
 
 from __future__ import annotations
 
-if __name__ == "launcher":
-    raise ImportError("import colossal_lite.launcher: the folder launcher/ is installed under that name")
-
 import importlib
 from typing import TYPE_CHECKING
+
+from colossal_lite import stands_aside
 
 if TYPE_CHECKING:
     from .env import LaunchError as LaunchError
@@ -21,8 +20,9 @@ if TYPE_CHECKING:
 _MODULE_OF = {"LaunchError": "env", "findings": "start", "launch": "start", "run": "start"}
 __all__ = sorted(_MODULE_OF)
 
+if not stands_aside(__name__) and not TYPE_CHECKING:
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

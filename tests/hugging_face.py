@@ -1,15 +1,8 @@
-"""Small Hugging Face models with random weights, made here: GPT-2 and Llama, without a download.
-
-A source tree on sys.path makes our folder `kernels/` look like the package of that name, which transformers asks for.
-"""
+"""Small Hugging Face models with random weights, made here: GPT-2 and Llama, without a download."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
-
-if "transformers" not in sys.modules:
-    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # "not installed", to importlib and transformers
 
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
