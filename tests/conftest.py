@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.pool import pool
+from tests.shared.pool import pool
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("suite")

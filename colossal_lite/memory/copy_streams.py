@@ -12,7 +12,7 @@ its own stream, and the host goes on; a host that reads the bytes itself waits f
 after all that the computing had been given when it was asked for (`now`): so it reads what was written by then, and
 overwrites nothing that is still read.  Everything else that one stream needs of another is an event among `before`.
 Cost: an event a copy, two with a time for each wait.
-Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/world/test_streams.py.
+Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/offload/test_streams.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Ops, Rows, select
-from tests.kernel_cases import (
+from tests.shared.kernel_cases import (
     TOLERANCE,
     Case,
     assert_agree,

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from colossal_lite.kernels import TORCH, norm, select
-from tests.interpreter import sanitized
-from tests.kernel_cases import Case, check, check_narrow, check_split, norm_cases, optimizer_steps, rows
+from tests.shared.interpreter import sanitized
+from tests.shared.kernel_cases import (
+    Case,
+    check,
+    check_narrow,
+    check_split,
+    norm_cases,
+    optimizer_steps,
+    rows,
+)
 
 OPS = select("triton", "cpu", strict=True)
 CARRY = 4 * 2**32  # where the counter needs its second word

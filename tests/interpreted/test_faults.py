@@ -16,8 +16,8 @@ import torch
 from colossal_lite import kernels
 from colossal_lite.kernels import select
 from colossal_lite.kernels.launch import jit, launch, load, tl
-from tests.interpreter import SANITIZER, sanitized
-from tests.kernel_cases import cases, check
+from tests.shared.interpreter import SANITIZER, sanitized
+from tests.shared.kernel_cases import cases, check
 
 OPS = select("triton", "cpu", strict=True)
 CASES = {case.name: case for case in cases()}

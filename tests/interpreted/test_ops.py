@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from colossal_lite.kernels import TORCH, Ops, linear_cross_entropy, select
-from tests.interpreter import sanitized  # before anything imports triton
-from tests.kernel_cases import Case, cases, check
+from tests.shared.interpreter import sanitized  # before anything imports triton
+from tests.shared.kernel_cases import Case, cases, check
 
 OPS = select("triton", "cpu", strict=True)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests import interpreter  # noqa: F401  (before anything imports triton)
-from tests.parity import Case, assert_parity
+from tests.shared import interpreter  # noqa: F401  (before anything imports triton)
+from tests.shared.parity import Case, assert_parity
 
 CASES = {
     "gpt2 alone": Case("gpt2", dropout=0.2, ragged=True, world_size=1),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Mask, Ops, Rows, launch, select, triton_paths
-from tests.interpreter import sanitized  # before anything imports triton
+from tests.shared.interpreter import sanitized  # before anything imports triton
 
 OPS = select("triton", "cpu")
 ADAMW = dict(step=3, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from colossal_lite.kernels import TORCH, Dropout, Ops, Rows, select
 from colossal_lite.kernels.ops import _triton_ops
 from colossal_lite.models import GPT, GPTConfig
-from tests import interpreter  # noqa: F401  (repairs bf16)
+from tests.shared import interpreter  # noqa: F401  (repairs bf16)
 
 OPS = select("triton", "cpu", strict=True)
 GPT2 = GPTConfig(vocabulary=31, layers=1, heads=2, width=16, sequence=8, dropout=0.2)

@@ -1,0 +1,224 @@
+"""A rank that hangs, dies or leaves the sequence of collectives is named by the others, with its phase and its line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import colossal_lite as cl
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.distributed import watchdog
+from colossal_lite.distributed.communicator import CommError
+from colossal_lite.engine import engine as engine_module
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from tests.shared.parity import Case
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+TIMEOUT_S = 1.5
+CASE = Case(dropout=0.1, config=dict(timeout_s=TIMEOUT_S))
+
+
+def hang(env: RankEnv) -> None:
+    """Until another rank has told what it saw, and long enough for the watch to have answered."""
+    end = time.monotonic() + 20
+    while not env.store.check(["told"]) and time.monotonic() < end:
+        time.sleep(0.05)
+    raise InterruptedError("this rank has hung for long enough")
+
+
+def plant(env: RankEnv, engine: cl.Engine, patch: pytest.MonkeyPatch, where: str) -> None:
+    """Make this rank hang at one place of its second step."""
+
+    def here(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if engine.steps == 1:
+                hang(env)
+            return original(*args, **kwargs)
+
+        return changed
+
+    target: dict[str, tuple[Any, str]] = {
+        "forward": (engine.model.get_submodule("blocks.1"), "forward"),
+        "backward": (Chunk, "accept"),
+        "reduce": (Chunk, "finish_reduce"),
+        "agreement": (engine_module, "fast_squares"),
+        "update": (ChunkOptimizer, "update"),
+    }
+    if where in target:
+        owner, name = target[where]
+        patch.setattr(owner, name, here(getattr(owner, name)))
+
+
+def train_with_a_hang(env: RankEnv, where: str, guilty: int, folder: str) -> tuple[str, float]:
+    said, start = "", 0.0
+    with env.launch(CASE.full_config) as context, pytest.MonkeyPatch.context() as patch:
+        engine = cl.initialize(CASE.model, context=context)
+        if env.rank == guilty:
+            plant(env, engine, patch, where)
+        cut = context.local_batch(CASE.global_batch)
+        try:
+            for number in range(3):
+                inputs, labels = CASE.batch(number)
+                start = time.monotonic()
+                if env.rank == guilty and number == 1 and where == "between steps":
+                    hang(env)
+                engine.train_step((inputs[cut], labels[cut]))
+                if env.rank == guilty and number == 1 and where == "save":
+                    hang(env)
+                if where == "save" and number == 1:
+                    engine.save(folder)
+        except (CommError, CheckpointError) as error:
+            said = str(error)
+            env.store.set("told", "")
+        except InterruptedError:
+            pass
+    return said, time.monotonic() - start
+
+
+HANGS = [
+    (where, guilty, world_size)
+    for where in ("between steps", "forward", "backward", "agreement", "update", "save")
+    for guilty, world_size in ((1, 2), (0, 2))
+]
+
+
+@pytest.mark.parametrize(("where", "guilty", "world_size"), [*HANGS, ("forward", 2, 3), ("update", 0, 3)])
+def test_a_hang_is_named_with_phase_and_line(where: str, guilty: int, world_size: int, tmp_path: Any) -> None:
+    ended = run_world(train_with_a_hang, world_size, where, guilty, str(tmp_path))
+    told = [said for rank, (said, _) in enumerate(ended) if rank != guilty and said]
+    first = next(said for said in told if "stopped:" not in said.splitlines()[0])
+    if where == "save":
+        assert f"of ranks {guilty};" in first
+        return
+    assert f"rank {guilty} has not come to it: rank {guilty} is in phase '{where}' of step 1, at" in first, (
+        first
+    )
+    assert "test_watch.py:" in first and "in hang" in first, first
+    innocent = [rank for rank in range(world_size) if rank != guilty]
+    assert not any(f"rank {rank} has not come" in first for rank in innocent)
+    assert all(taken_s < TIMEOUT_S + 6 for _, taken_s in ended)
+
+
+DESYNCS = {
+    "skips one": "has not come to it",
+    "leaves": "has not come to it",
+    "another operation": "made broadcast of [8] float32 as call 2 there",
+}
+
+
+def collectives(env: RankEnv, kind: str, guilty: int) -> str:
+    with env.launch(dict(timeout_s=TIMEOUT_S)) as context:
+        world = context.mesh.world
+        try:
+            for number in range(3):
+                x = torch.ones(8)
+                if env.rank == guilty and number == 1:
+                    if kind == "skips one":
+                        continue
+                    if kind == "leaves":
+                        hang(env)
+                    world.broadcast(x, source=guilty)
+                else:
+                    world.all_reduce(x)
+            hang(env)
+        except CommError as error:
+            env.store.set("told", "")
+            return str(error)
+        except InterruptedError:
+            return ""
+    return ""
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+@pytest.mark.parametrize("kind", DESYNCS)
+def test_a_rank_that_leaves_the_sequence_is_named(kind: str, guilty: int) -> None:
+    ended = run_world(collectives, 3, kind, guilty)
+    told = [said for rank, said in enumerate(ended) if said and rank != guilty]
+    assert any(f"rank {guilty} {DESYNCS[kind]}" in said for said in told), ended
+    assert not any(f"rank {rank} has not come" in said for said in told for rank in {0, 1, 2} - {guilty})
+
+
+def die(env: RankEnv, guilty: int, number: int) -> str:
+    with env.launch(dict(timeout_s=TIMEOUT_S)) as context:
+        context.mesh.progress.phase = "forward"
+        context.mesh.world.barrier()
+        time.sleep(0.4)  # a first beat
+        if env.rank == guilty:
+            os.kill(os.getpid(), number)
+        context.mesh.world.all_reduce(torch.ones(8))
+    return ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_died_or_is_stopped_is_named(number: signal.Signals) -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(die, 2, 1, number, timeout_s=30)
+    said = caught.value.failures[0].summary
+    assert "rank 1 does not answer: it has died or is stopped; it was last heard in phase 'forward'" in said
+
+
+def train(env: RankEnv) -> int:
+    with env.launch(CASE.full_config) as context:
+        engine = cl.initialize(CASE.model, context=context)
+        cut = context.local_batch(CASE.global_batch)
+        for number in range(3):
+            inputs, labels = CASE.batch(number)
+            engine.train_step((inputs[cut], labels[cut]))
+        return len([1 for key in ("alarm", "record/0", "record/1") if context.store.check([key])])
+
+
+def test_a_run_without_faults_raises_no_alarm_and_leaves_no_thread() -> None:
+    import threading
+
+    assert run_world(train, 2) == [0, 0]
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_a_watch_that_the_store_keeps_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    gate = threading.Event()
+
+    class Deaf(torch.distributed.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return not gate.wait(60)
+
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.0)
+    monkeypatch.setattr(watchdog, "END_S", 0.1)
+    ours = watchdog.Watchdog(Deaf(), rank=1, world_size=2)
+    time.sleep(0.05)
+    with pytest.warns(UserWarning, match=r"rank 1: its watch has not ended in 0.1 s.* nothing is lost"):
+        ours.close()
+    gate.set()
+    assert ours._thread is not None
+    ours._thread.join(20)
+    assert not ours._thread.is_alive()
+
+
+def keep(env: RankEnv) -> list[bool]:
+    """Whether a tensor that a function of the main thread has made is gone when it has returned, while beats are made
+    as fast as they can be."""
+
+    def holder() -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(4)
+        time.sleep(0.002)  # a beat may be made here
+        return weakref.ref(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "LOOK_S", 0.0)
+        patch.setattr(watchdog, "BEAT_S", 0.0)
+        with env.launch(CASE.full_config):
+            return [holder()() is None for _ in range(300)]
+
+
+def test_a_watch_keeps_no_tensor_of_the_main_thread_alive() -> None:
+    for gone in run_world(keep, 2):
+        assert all(gone)

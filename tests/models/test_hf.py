@@ -1,0 +1,257 @@
+"""GPT-2 and Llama to and from Hugging Face: bits one way and back, and the logits of the reference library."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from colossal_lite.checkpoint.checkpointer import Checkpointer
+from colossal_lite.checkpoint.files import inspect, listed
+from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.rendezvous import LocalStore
+from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
+from colossal_lite.checkpoint.tools import export, import_
+from colossal_lite.launcher import command
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, load_pretrained, to_hf, write_hf
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
+from tests.shared.pool import RankEnv, run_world
+
+LLAMA: dict[str, Any] = dict(position="rotary", norm="rms", activation="swiglu", bias=False)
+SIZES: dict[str, Any] = dict(vocabulary=61, layers=2, heads=4, width=32, sequence=16)
+CONFIGS: dict[str, GPTConfig] = {
+    "gpt2": GPTConfig(**SIZES),
+    "gpt2 untied, narrow": GPTConfig(**SIZES, tied=False, ffn=48, eps=1e-6),
+    "llama": GPTConfig(**SIZES, **LLAMA, tied=False),
+    "llama grouped, tied": GPTConfig(**SIZES, **LLAMA, kv_heads=2, rotary_base=5e5, eps=1e-6),
+    "llama with biases": GPTConfig(**SIZES, **LLAMA | dict(bias=True), kv_heads=1, tied=False, ffn=40),
+}
+
+
+def model_of(config: GPTConfig) -> GPT:
+    """A model no part of which is trivial: biases and norms are random too."""
+    torch.manual_seed(1)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    return model.eval()
+
+
+def saved(folder: Path, model: GPT, step: int = 3) -> Path:
+    """A checkpoint of the model, as a run would leave it."""
+    held = [
+        HeldTensor(f"model/{n}", ShardSpec(n, dims_of(p.shape)), p.detach())
+        for n, p in model.named_parameters()
+    ]
+    disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=3, timeout_s=5, heard=str)
+    facts = RunFacts(step, 0, 0, {"seed": 0}, vars(model.config), {}, {})
+    return disk.save(folder, held, facts, asynchronous=False).wait()
+
+
+IDS = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def auto() -> Iterator[Any]:
+    importlib.import_module(
+        "tests.shared.hugging_face"
+    )  # first: it imports transformers the way a source tree must
+    from transformers import AutoModelForCausalLM
+
+    yield AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_opens_with_from_pretrained_and_gives_the_same_logits(
+    name: str, tmp_path: Path, auto: Any
+) -> None:
+    model = model_of(CONFIGS[name])
+    saved(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "hf")
+    theirs, found = auto.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(found[key] for key in found if key.endswith("_keys")), found
+    with torch.no_grad():
+        ours, logits = model(IDS), theirs.eval()(IDS).logits
+        assert float((ours - logits).abs().max()) <= 1e-5 * float(ours.abs().max())
+        assert torch.equal(load_pretrained(tmp_path / "hf").eval()(IDS), ours)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_their_library_saved_gives_its_logits(name: str, tmp_path: Path, auto: Any) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**config_to_hf(CONFIGS[name]))
+    torch.manual_seed(2)
+    theirs = auto.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.2)
+        theirs.save_pretrained(tmp_path / "hf")
+        ours = load_pretrained(tmp_path / "hf").eval()
+        logits = theirs(IDS).logits
+        assert float((ours(IDS) - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back_no_bit_changes(name: str) -> None:
+    config = CONFIGS[name]
+    state = model_of(config).state_dict()
+    theirs = to_hf(config, state)
+    back = from_hf(config, theirs)
+    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
+    assert config_from_hf(config_to_hf(config)) == config_from_hf(
+        config_to_hf(config_from_hf(config_to_hf(config)))
+    )
+    assert GPT(config_from_hf(config_to_hf(config))).state_dict().keys() == state.keys()
+
+
+def test_an_import_is_a_checkpoint_of_step_0_that_a_run_starts_from(tmp_path: Path) -> None:
+    model = model_of(CONFIGS["llama"])
+    write_hf(tmp_path / "hf", config_to_hf(model.config), to_hf(model.config, model.state_dict()))
+    path = import_(tmp_path / "hf", tmp_path / "run")
+    assert inspect(path).step == 0 and inspect(path).model == vars(model.config) | {"kv_heads": 4, "ffn": 128}
+    for state, steps in run_world(start_from, 2, str(tmp_path / "run")):
+        assert steps == 0 and all(
+            torch.equal(state[name], value) for name, value in model.state_dict().items()
+        )
+
+
+def start_from(env: RankEnv, folder: str) -> tuple[dict[str, Tensor], int]:
+    import colossal_lite as cl
+
+    with env.launch(dict(precision="fp32", optimizer=dict(type="adamw", lr=1e-3))) as context:
+        engine = cl.initialize(lambda: GPT(CONFIGS["llama"]), context=context)
+        part = context.local_batch(2)
+        engine.train_step((IDS[:2][part], IDS[:2].roll(-1)[part]))
+        loaded = engine.load(folder)
+        moments = engine.full_optimizer_state()
+        assert not any(value.any() for kinds in moments.values() for value in kinds.values())
+        engine.train_step((IDS[:2][part], IDS[:2].roll(-1)[part]))
+        engine.load(folder)
+        state = engine.full_state_dict()
+        engine.close()
+        return state, loaded.step
+
+
+def test_large_models_are_cut_into_files_with_an_index(
+    tmp_path: Path, auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from colossal_lite.models import hf
+
+    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
+    model = model_of(CONFIGS["gpt2"])
+    write_hf(tmp_path / "hf", config_to_hf(model.config), to_hf(model.config, model.state_dict()))
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    with torch.no_grad():
+        assert torch.equal(load_pretrained(tmp_path / "hf").eval()(IDS), model(IDS))
+        logits = auto.from_pretrained(tmp_path / "hf").eval()(IDS).logits
+        assert torch.allclose(logits, model(IDS), rtol=1e-5, atol=1e-5)
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], object], GPTConfig, str]] = {
+    "no family": (lambda c: None, GPTConfig(**SIZES, position="rotary"), "Hugging Face has no family for it"),
+    "an encoder": (lambda c: None, GPTConfig(**SIZES, causal=False), "Hugging Face has no family for it"),
+    "an encoder of theirs": (lambda c: c.update(is_causal=False), CONFIGS["llama"], "is_causal=False"),
+    "scaled rope": (
+        lambda c: c.update(rope_parameters={"rope_type": "llama3"}),
+        CONFIGS["llama"],
+        "rope_scaling",
+    ),
+    "another activation": (
+        lambda c: c.update(activation_function="relu"),
+        CONFIGS["gpt2"],
+        "activation_function='relu'",
+    ),
+    "another model": (lambda c: c.update(model_type="bert"), CONFIGS["gpt2"], "model_type='bert'"),
+    "a width of heads": (lambda c: c.update(head_dim=64), CONFIGS["llama"], "head_dim=64"),
+    "half of the biases": (lambda c: c.update(mlp_bias=True), CONFIGS["llama"], "mlp_bias=True"),
+    "nothing": (lambda c: c.pop("vocab_size"), CONFIGS["llama"], "vocab_size is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_has_no_other_form_is_refused_by_name(name: str) -> None:
+    change, config, says = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        words = config_to_hf(config)
+        change(words)
+        config_from_hf(words)
+    assert says in str(caught.value)
+
+
+def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    theirs = to_hf(config, model_of(config).state_dict())
+    theirs["extra"] = theirs.pop("model.norm.weight")
+    with pytest.raises(ValueError, match="missing: model.norm.weight\n  unexpected: extra"):
+        from_hf(config, theirs)
+    theirs["model.norm.weight"] = theirs.pop("extra")[:-1]
+    with pytest.raises(ValueError, match=r"shape: norm.weight is \(31,\), its config says \(32,\)"):
+        from_hf(config, theirs)
+
+
+def test_a_folder_is_never_written_over_and_never_read_outside(tmp_path: Path) -> None:
+    model = model_of(CONFIGS["gpt2"])
+    folder = tmp_path / "hf"
+    write_hf(folder, config_to_hf(model.config), to_hf(model.config, model.state_dict()))
+    with pytest.raises(ValueError, match="is there already"):
+        write_hf(folder, {}, {})
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    with pytest.raises(ValueError, match="weights as safetensors"):
+        load_pretrained(folder)
+    index = {"weight_map": {"a": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names the file '../outside.safetensors'"):
+        load_pretrained(folder)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = command.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of(CONFIGS["llama"])
+    for step in (3, 4):
+        saved(tmp_path / "run", model, step)
+    newest, older = listed(tmp_path / "run")
+    code, out, _ = run(capsys, "ckpt", "ls", tmp_path / "run")
+    assert (
+        code == 0 and out.splitlines()[0].startswith("step-00000004  step 4  samples 0") and "1 rank" in out
+    )
+    assert run(capsys, "ckpt", "verify", tmp_path / "run") == (0, f"{newest}: whole\n{older}: whole\n", "")
+    (file,) = newest.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 8
+    file.write_bytes(data)
+    code, out, _ = run(capsys, "ckpt", "verify", newest)
+    assert code == 1 and f"{newest}: damaged" in out and f"{file}: tensor model/" in out
+    code, out, _ = run(capsys, "ckpt", "to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "bf16")
+    assert code == 0 and f"written from {older}" in out
+    code, out, _ = run(capsys, "ckpt", "from-hf", tmp_path / "hf", tmp_path / "again")
+    assert code == 0 and inspect(listed(tmp_path / "again")[0]).tensors["model/norm.weight"].dtype == "BF16"
+    (newest / "manifest.json").unlink()
+    code, out, _ = run(capsys, "ckpt", "ls", tmp_path / "run")
+    assert code == 1 and "DAMAGED" in out
+    code, out, err = run(capsys, "ckpt", "to-hf", newest, tmp_path / "hf2")
+    assert (code, out) == (2, "") and "holds no checkpoint" in err
+    code, out, err = run(capsys, "ckpt", "ls", tmp_path / "none")
+    assert (code, out) == (2, "") and "holds no checkpoint" in err
+
+
+def test_a_damaged_checkpoint_alone_is_no_export(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", model_of(CONFIGS["gpt2"]))
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,280 @@
+"""Every optimizer of the table, and a user's own, steps as the plain one does; schedules; what is refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torch_schedules
+
+import colossal_lite as cl
+from colossal_lite.config.schema import LRSchedulerConfig
+from colossal_lite.kernels import TORCH
+from colossal_lite.numerics.lr_schedules import learning_rate_factor
+from colossal_lite.numerics.optimizers import OPTIMIZERS, Group, rule_of
+from tests.shared.parity import Case, assert_parity
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+# Adaptive steps enlarge rounding where a true gradient is zero, as a key bias has it: Llama has no biases.
+NOT_MATRICES = [dict(match="*norm*", type="adamw", lr=1e-2, betas=(0.8, 0.9))]
+CONFIGS: dict[str, Case] = {
+    "sgd": Case(
+        config=dict(optimizer=dict(type="sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1))
+    ),
+    "adam": Case(
+        "llama", config=dict(optimizer=dict(type="adam", lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9)))
+    ),
+    "adamw": Case(config=dict(optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1, eps=1e-6))),
+    "lion": Case("llama", config=dict(optimizer=dict(type="lion", lr=1e-2, weight_decay=0.1))),
+    "lamb": Case(config=dict(optimizer=dict(type="lamb", lr=1e-2, weight_decay=0.1))),
+    "muon": Case(
+        "llama", config=dict(optimizer=dict(type="muon", lr=0.1, weight_decay=0.1, groups=NOT_MATRICES))
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_steps_as_the_plain_one(name: str, world_size: int) -> None:
+    assert CONFIGS.keys() == OPTIMIZERS.keys()
+    case = CONFIGS[name]
+    config = dict(case.config) | dict(clip_grad_norm=0.5, gradient_accumulation=2)
+    assert_parity(case, config=config, world_size=world_size, ragged=True, steps=4)
+
+
+GROUPS = [
+    dict(match="*.bias", weight_decay=0.0),
+    dict(match="blocks.0.*", lr=0.5),
+    dict(match="token*", type="sgd"),
+]
+
+
+def test_each_group_has_its_own_settings_and_type() -> None:
+    optimizer = dict(type="adamw", lr=1e-2, weight_decay=0.3, groups=GROUPS)
+    assert_parity(Case(config=dict(optimizer=optimizer)))
+
+
+def _own(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=1e-2, weight_decay=0.1)
+
+
+OWN = {
+    "nadam": _own,
+    "two groups": partial(torch.optim.Adadelta, lr=0.5),
+    "rprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_optimizer_of_ones_own_steps_as_in_a_plain_loop(name: str) -> None:
+    config = dict(clip_grad_norm=0.5, gradient_accumulation=2)
+    assert_parity(Case("llama", config=config, own=OWN[name], ragged=True, steps=4))
+
+
+def test_an_optimizer_of_ones_own_follows_the_schedule() -> None:
+    schedule = dict(type="linear", total_steps=5, final_ratio=0.2)
+    plain = partial(torch_schedules.LinearLR, start_factor=1.0, end_factor=0.2, total_iters=5)
+    assert_parity(Case("llama", config=dict(lr_scheduler=schedule), own=_own, schedule=plain))
+
+
+def own_in_bf16(env: RankEnv) -> dict[str, Any]:
+    case = Case(config=dict(precision="bf16"), own=_own)
+    with env.launch(case.full_config) as context:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = cl.initialize(case.model, context=context, optimizer=_own)
+        before = engine.full_state_dict()
+        for number in range(2):
+            result = engine.train_step(case.batch(number))
+        state = engine.full_optimizer_state()["token.weight"]
+        rows = {row.kind: row.now_bytes for row in engine.memory_report()}
+        value = dict(engine.model.named_parameters())["token.weight"]
+        master = engine.full_state_dict()["token.weight"]
+        return dict(
+            lr=result.lr,
+            said=[str(w.message) for w in caught],
+            moved=not torch.equal(master, before["token.weight"]),
+            published=torch.equal(master.bfloat16(), value.cpu()),
+            state={name: (tuple(t.shape), t.dtype) for name, t in state.items()},
+            bytes=rows["optimizer"],
+            elements=sum(p.numel() for p in engine.model.parameters()),
+        )
+
+
+def test_an_optimizer_of_ones_own_updates_the_master_weights() -> None:
+    (out,) = run_world(own_in_bf16, 1)
+    assert out["lr"] == 1e-2 and out["moved"] and out["published"]
+    assert out["state"]["exp_avg"] == ((37, 16), torch.float32)
+    assert out["bytes"] >= 8 * out["elements"]
+    assert any("config.optimizer has no effect" in line for line in out["said"])
+
+
+def refused(env: RankEnv, what: str) -> None:
+    config: dict[str, Any] = {}
+    own: Any = None
+    if what == "no callable":
+        own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    if what == "no optimizer":
+        own = len
+    if what == "closure":
+        own = torch.optim.LBFGS
+    if what == "some only":
+        own = _some_only
+    if what == "foreign":
+        own = _foreign
+    if what == "muon":
+        config = dict(optimizer=dict(type="muon", lr=0.1))
+    if what == "group":
+        config = dict(optimizer=dict(type="sgd", lr=0.1, groups=[dict(match="nothing.*", lr=1.0)]))
+    if what == "lamb, cut":
+        config = dict(optimizer=dict(type="lamb", lr=0.1))
+    if what == "muon, cut":
+        others = [dict(match=match, type="adamw") for match in ("*norm*", "*bias")]
+        config = dict(optimizer=dict(type="muon", lr=0.1, groups=others))
+    if what == "own, cut":
+        own = _own
+    case = Case(config=config, tensor=env.world_size)
+    with env.launch(case.full_config) as context:
+        cl.initialize(case.model, context=context, optimizer=own)
+
+
+def _some_only(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params[1:], lr=1.0)
+
+
+def _foreign(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+REFUSED = {
+    "no callable": "SGD is not callable",
+    "no optimizer": "returned int",
+    "closure": "LBFGS needs a closure",
+    "some only": "lacks token.weight",
+    "foreign": "1 parameters that it was not given",
+    "muon": r"norm.bias \(16,\): muon updates matrices only",
+    "group": "no trainable parameter has such a name",
+    "lamb, cut": "blocks.0.attention.qkv.weight: lamb needs whole tensors, and each rank holds a part",
+    "muon, cut": "blocks.0.attention.qkv.weight: muon needs whole tensors, and each rank holds a part",
+    "own, cut": r"no tensor axis \(now 2\)",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_in_words(what: str) -> None:
+    with pytest.raises(WorldError, match=REFUSED[what]):
+        run_world(refused, 2 if "cut" in what else 1, what)
+
+
+# ---------------------------------------------------------------------------------------- rules and schedules
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_muon_in_sixteen_bits_is_torchs_own_to_the_bit(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(5, *shape, generator=generator)
+    theirs = nn.Parameter(start.clone())
+    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.9)
+    group = Group("*", "muon", 0.1, (0.0, 0.0), 1.0, 0.2, 0.9, True)
+    ours, state = start.clone(), {"momentum_buffer": torch.zeros(shape)}
+    for step, gradient in enumerate(gradients, 1):
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        rule_of(group, torch.bfloat16).update(
+            TORCH, group, ours, gradient.clone(), state, step=step, lr=0.1, grad_scale=1.0
+        )
+    assert torch.equal(ours, theirs.detach())
+
+
+def test_a_parameter_of_zeros_leaves_lamb_with_a_ratio_of_one() -> None:
+    group = Group("*", "lamb", 0.1, (0.9, 0.999), 1e-6, 0.0, 0.0, False)
+    for start, gradient in ((0.0, 3.0), (2.0, 0.0)):
+        weight = torch.full((4,), start)
+        state = {name: torch.zeros(4) for name in OPTIMIZERS["lamb"].states}
+        OPTIMIZERS["lamb"].update(
+            TORCH, group, weight, torch.full((4,), gradient), state, step=1, lr=0.1, grad_scale=1.0
+        )
+        expected = start - 0.1 * (1.0 if gradient else 0.0)
+        assert torch.allclose(weight, torch.full((4,), expected), atol=1e-6)
+
+
+TOTAL, FINAL, START = 40, 0.1, 0.04
+THEIRS: dict[str, Any] = {
+    "cosine": partial(torch_schedules.CosineAnnealingLR, T_max=TOTAL, eta_min=FINAL),
+    "linear": partial(torch_schedules.LinearLR, start_factor=1.0, end_factor=FINAL, total_iters=TOTAL),
+    "polynomial": partial(torch_schedules.PolynomialLR, total_iters=TOTAL, power=2.0),
+    "one_cycle": partial(
+        torch_schedules.OneCycleLR, max_lr=1.0, total_steps=TOTAL + 1, pct_start=11 / (TOTAL + 1),
+        div_factor=1 / START, final_div_factor=START / FINAL,
+    ),
+}  # fmt: skip
+OURS: dict[str, Any] = {
+    "cosine": dict(final_ratio=FINAL),
+    "linear": dict(final_ratio=FINAL),
+    "polynomial": dict(power=2.0),
+    "one_cycle": dict(final_ratio=FINAL, start_ratio=START, warmup_steps=10),
+    "wsd": dict(final_ratio=FINAL, warmup_steps=5, decay_steps=10),
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_a_schedule_is_torchs_own(kind: str) -> None:
+    config = LRSchedulerConfig(type=kind, total_steps=TOTAL, **OURS[kind])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = THEIRS[kind](optimizer)
+    for step in range(TOTAL + 1):
+        expected = optimizer.param_groups[0]["lr"]
+        assert learning_rate_factor(config, step) == pytest.approx(expected, rel=1e-9, abs=1e-12), step
+        if step < TOTAL:
+            optimizer.step()
+            schedule.step()
+
+
+def test_warm_up_stable_decay_is_three_lines() -> None:
+    config = LRSchedulerConfig(type="wsd", total_steps=TOTAL, **OURS["wsd"])
+    factors = [learning_rate_factor(config, step) for step in range(TOTAL + 5)]
+    assert factors[:5] == pytest.approx([n / 6 for n in range(1, 6)])
+    assert set(factors[5:31]) == {1.0}
+    assert factors[30:41] == pytest.approx([1.0 - n * (1.0 - FINAL) / 10 for n in range(11)])
+    assert set(factors[40:]) == {FINAL}
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("kind", OURS)
+def test_a_schedule_rises_to_one_falls_to_its_end_and_never_jumps(kind: str, warmup: int) -> None:
+    options = OURS[kind] | dict(warmup_steps=warmup)
+    config = LRSchedulerConfig(type=kind, total_steps=TOTAL, **options)
+    factors = [learning_rate_factor(config, step) for step in range(TOTAL + 10)]
+    assert factors[warmup] == 1.0 and max(factors) == 1.0 and min(factors) >= 0.0
+    final = options.get("final_ratio", 0.0)
+    assert all(factor == pytest.approx(final, abs=1e-12) for factor in factors[TOTAL:])
+    rises = [b - a for a, b in zip(factors, factors[1:], strict=False)]
+    assert all(rise > 0 for rise in rises[:warmup]) and all(rise <= 1e-12 for rise in rises[warmup:])
+    steepest = math.pi / 2 / min(config.decay_steps or TOTAL, TOTAL - warmup) * max(1.0, config.power)
+    assert all(-rise <= steepest for rise in rises[warmup:])
+
+
+def test_a_constant_schedule_is_one() -> None:
+    assert {learning_rate_factor(LRSchedulerConfig(), step) for step in range(9)} == {1.0}
+
+
+def scheduled(env: RankEnv) -> list[float]:
+    case = Case(config=dict(lr_scheduler=dict(type="polynomial", total_steps=4, power=2.0)))
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        return [engine.train_step(case.batch(number)).lr for number in range(5)]
+
+
+def test_a_step_says_the_learning_rate_it_took() -> None:
+    assert run_world(scheduled, 1) == [pytest.approx([0.5 * (1 - n / 4) ** 2 for n in range(5)])]
+
+
+def test_the_schedule_of_a_run_is_the_plain_loops() -> None:
+    schedule = dict(type="cosine", total_steps=4, final_ratio=0.1)
+    plain = partial(torch_schedules.CosineAnnealingLR, T_max=4, eta_min=0.05)
+    assert_parity(Case(config=dict(lr_scheduler=schedule), schedule=plain, steps=5))

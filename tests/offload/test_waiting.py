@@ -1,0 +1,290 @@
+"""How long a step waits for its links: what the simulator says of its plan, nothing where computing can hide them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import colossal_lite as cl
+from colossal_lite.offload.optimizer_states import AHEAD
+from colossal_lite.offload.state_storage import BELOW
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
+from colossal_lite.schedule.plan import DISK, Action, ActionKind
+from colossal_lite.schedule.simulator import simulate
+from colossal_lite.zero import build_chunks as build
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from tests.shared.pool import RankEnv, run_world
+from tests.shared.virtual import Clock
+
+WIDTH, VOCABULARY, LAYERS = 2048, 8, 8
+RECORD_BYTES = 2 * 4 * WIDTH
+"""Of a layer's chunk: two moments of its weight."""
+STEPS = 4
+NOTHING_MORE: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer's parts, one layer's update, and one record's copy over each link."""
+
+    forward: float
+    backward: float
+    update: float
+    copy: float
+    disk: float = 0.0
+
+    def __call__(self, action: Action) -> float:
+        if action.chunk is not None and action.chunk >= LAYERS:
+            return self.copy / 2  # a gradient or weights, where a record is two moments
+        if action.kind in (ActionKind.FETCH, ActionKind.EVICT):
+            return self.disk if action.resource == DISK else self.copy
+        return {ActionKind.F: self.forward, ActionKind.B: self.backward, ActionKind.UPDATE: self.update}[
+            action.kind
+        ]
+
+    @property
+    def computed(self) -> float:
+        return LAYERS * (self.forward + self.backward + self.update)
+
+
+class _Planted(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        layer.clock.compute(f"F{layer.number}", layer.seconds.forward)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.layer.clock.compute(f"B{ctx.layer.number}", ctx.layer.seconds.backward)
+        return dy, dy.sum((0, 1)), None
+
+
+class Layer(nn.Module):
+    """A layer of planted seconds."""
+
+    def __init__(self, clock: Clock, seconds: Seconds, number: int) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.number = clock, seconds, number
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Planted.apply(x, self.weight, self)
+        return y
+
+
+class Model(nn.Module):
+    """ids [B, T] to logits [B, T, VOCABULARY] of layers and nothing else that trains."""
+
+    def __init__(self, clock: Clock, seconds: Seconds) -> None:
+        super().__init__()
+        self.register_buffer(
+            "table", torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
+        )
+        self.layers = nn.ModuleList(Layer(clock, seconds, number) for number in range(LAYERS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table[ids]
+        for layer in self.layers:
+            x = layer(x)
+        return x[..., :VOCABULARY]
+
+
+def ran(
+    env: RankEnv, seconds: Seconds, memory: dict[str, Any], more: dict[str, Any] = NOTHING_MORE
+) -> tuple[dict[str, float], float, float, list[str]]:
+    """Of the last of some real steps on a clock of planted seconds: seconds waited for each link, of the step, and
+    computed in it; and the order of its computing."""
+    clock = Clock()
+    update = ChunkOptimizer.update
+
+    def timed(self: ChunkOptimizer, chunk: Any, used: Any, **more: Any) -> None:
+        update(self, chunk, used, **more)
+        clock.compute(f"U{chunk.spec.id}", seconds.update)
+
+    speeds = dict(link_bandwidth=round(RECORD_BYTES / seconds.copy))
+    if memory["placement"] == "disk" and seconds.disk:
+        speeds["disk_bandwidth"] = round(RECORD_BYTES / seconds.disk)
+    config = (
+        dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1)) | more | dict(memory=memory | speeds)
+    )
+    ids = torch.arange(8).view(2, 4)
+    patches = clock.patched(), patch.object(ChunkOptimizer, "update", timed)
+    if memory.get("update_on") == "host":
+        clock.planted_s["cpu"] = seconds.update
+        patches = clock.patched(), nullcontext()
+    with env.launch(config) as context, patches[0], patches[1], patch.object(build, "CHUNK_BYTES", 4 * WIDTH):
+        engine = cl.initialize(Model(clock, seconds), context=context)
+        assert len(engine._chunks) == LAYERS
+        before = clock.now_s, clock.computed_s
+        for _ in range(STEPS):
+            engine.train_step((ids, ids.roll(1)))
+            step_s, computed_s = clock.now_s - before[0], clock.computed_s - before[1]
+            before = clock.now_s, clock.computed_s
+            order, clock.order = clock.order, []
+        return {row.link: row.waited_s for row in engine.link_report()}, step_s, computed_s, order
+
+
+def predicted(
+    seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
+) -> tuple[float, float]:
+    """By the simulator: seconds waited for the link up, and of the step, from the end of one backward to the next."""
+    units = [[number] for number in range(LAYERS)]
+    plan, memory = run_of(units, STEPS, ahead=AHEAD, below=below, on_host=on_host)
+    made = simulate(plan, seconds, memory=memory)
+    assert made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
+        "and for nothing else"
+    )
+    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
+    start_s, end_s = last[STEPS - 2], last[STEPS - 1]
+    return made.waited_s("h2d", start_s, end_s), end_s - start_s
+
+
+HIDES = Seconds(forward=2.0, backward=4.0, update=0.5, copy=2.5)
+TOO_SLOW = Seconds(forward=2.0, backward=4.0, update=0.5, copy=8.0)
+ROUNDED = 5e-4
+"""Of bandwidths: settings are whole bytes a second."""
+LINK_ALONE = Seconds(forward=0.01, backward=0.02, update=0.0, copy=8.0)
+
+
+def test_the_plan_of_a_run_holds_its_slots_and_reads_as_it_runs() -> None:
+    plan, memory = run_of([[0], [1, 2], [3]], 2, ahead=1)
+    assert str(plan) == (
+        "0F0 1F0 2F0 0FETCH#0 1FETCH#1 2B0 1B0 0B0 "
+        "0UPDATE0#0 0EVICT#0 1FETCH#2 0F1 1UPDATE0#1 1EVICT#1 2FETCH#3 1UPDATE0#2 1EVICT#2 1F1 2UPDATE0#3 2EVICT#3 2F1 "
+        "0FETCH#0 1FETCH#1 2B1 1B1 0B1 "
+        "0UPDATE1#0 0EVICT#0 1FETCH#2 1UPDATE1#1 1EVICT#1 2FETCH#3 1UPDATE1#2 1EVICT#2 2UPDATE1#3 2EVICT#3"
+    )
+    for ahead in (0, 1, 2):
+        for below in (None, 0, 1, 2):
+            plan, memory = run_of([[0], [1, 2], [3], [4]], 3, ahead=ahead, below=below)
+            check(plan, memory=memory)
+
+
+@pytest.mark.parametrize("seconds", [HIDES, TOO_SLOW, LINK_ALONE], ids=["hides", "too slow", "link alone"])
+def test_a_real_step_on_planted_seconds_waits_as_the_simulator_says_of_its_plan(seconds: Seconds) -> None:
+    ((waited, step_s, computed_s, order),) = run_world(ran, 1, seconds, dict(placement="host"))
+    assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
+        computed_s + waited["h2d"]
+    )
+    assert waited == {"h2d": pytest.approx(predicted(seconds)[0], abs=1e-6), "d2h": 0.0}
+    assert predicted(seconds)[1] == pytest.approx(step_s, abs=1e-6)
+    # A step runs the update that the next forward begins with at once.
+    updates = [word for number in range(1, LAYERS) for word in (f"U{number}", f"F{number}")]
+    assert order == ["F0", *updates, *(f"B{number}" for number in reversed(range(LAYERS))), "U0"]
+
+
+def test_waits_are_under_five_percent_of_a_step_whose_computing_can_hide_its_copies() -> None:
+    ((waited, step_s, _, _),) = run_world(ran, 1, HIDES, dict(placement="host"))
+    assert sum(waited.values()) <= 0.05 * step_s
+
+
+@pytest.mark.parametrize("copy_s", [1.0, 2.5, 4.0, 8.0, 50.0])
+def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: float) -> None:
+    """What is asked for behind the first update must be there for the last, and the forwards and updates between are
+    all that hides it; and all that goes up has these, and a backward before them."""
+    seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
+    behind, last = LAYERS - (AHEAD + 1), LAYERS - 1
+    waited, _ = predicted(seconds)
+    assert waited == pytest.approx(
+        max(
+            0.0,
+            behind * copy_s - last * seconds.forward - behind * seconds.update,
+            LAYERS * (copy_s - seconds.backward) - last * (seconds.forward + seconds.update),
+        )
+    )
+
+
+@pytest.mark.parametrize("copy_s", [2.5, 4.0])
+@pytest.mark.parametrize("disk_s", [0.0, 1.0, 2.5, 8.0])
+def test_a_step_from_the_disk_waits_as_its_plan_says(disk_s: float, copy_s: float, tmp_path: Path) -> None:
+    seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s, disk=disk_s)
+    ((waited, step_s, computed_s, _),) = run_world(
+        ran, 1, seconds, dict(placement="disk", disk_dir=str(tmp_path))
+    )
+    assert (waited["h2d"], step_s) == pytest.approx(predicted(seconds, BELOW), rel=ROUNDED)
+    assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
+        computed_s + sum(waited.values())
+    )
+    if disk_s <= 1.0 and copy_s <= HIDES.copy:
+        assert sum(waited.values()) <= 0.05 * step_s
+    if disk_s == 8.0:
+        assert step_s == pytest.approx(2 * LAYERS * disk_s, rel=ROUNDED), "the disk never rests"
+
+
+WEIGHTS = dict(
+    precision="bf16", zero=dict(stage=3), optimizer=dict(type="sgd", lr=0.1),
+)  # fmt: skip
+"""Masters beside bf16 weights: an update writes the weights and reads none."""
+
+
+@pytest.mark.parametrize("copy_s", [0.5, 1.9, 5.0, 20.0])
+def test_weights_that_rest_on_the_host_are_waited_for_no_longer_than_a_unit_ahead_cannot_hide(
+    copy_s: float,
+) -> None:
+    """At stage 3, one unit ahead.  The first two are on the device from their update; each of the others has the
+    forward of the one before to hide behind.  Their way back is waited for at the end of the step, where nothing but
+    the updates behind each hides it."""
+    seconds = Seconds(
+        forward=2.0, backward=4.0, update=0.5, copy=4 * copy_s
+    )  # of 8 bytes, where weights have 2
+    memory = dict(placement="static", host_fraction=dict(weights=1.0))
+    ((waited, step_s, computed_s, _),) = run_world(ran, 1, seconds, memory, WEIGHTS)
+    assert waited == pytest.approx(
+        {
+            "h2d": (LAYERS - 2) * max(0.0, copy_s - seconds.forward),
+            "d2h": LAYERS * copy_s - (LAYERS - 1) * seconds.update,
+        },
+        rel=4 * ROUNDED,
+    )
+    assert step_s == pytest.approx(computed_s + sum(waited.values())) and computed_s == seconds.computed
+    if copy_s <= seconds.forward:
+        assert waited["h2d"] <= 0.05 * step_s
+
+
+# ---- updates on the host ----
+
+ON_HOST = dict.fromkeys(range(LAYERS), Crossing((ChunkPart.GRADIENT, ChunkPart.WEIGHTS)))
+"""Of float32 weights, which are their own masters."""
+HOST_HIDES = replace(HIDES, copy=1.0)
+HOST_BUSY = Seconds(forward=2.0, backward=4.0, update=5.0, copy=1.0)
+
+
+def host_bound(seconds: Seconds) -> float:
+    """Of a lane down, one that updates and one up: what fills them, for the first weights, which a forward needs first
+    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward."""
+    lanes = seconds.copy, seconds.update, seconds.copy / 2
+    return sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
+
+
+@pytest.mark.parametrize(
+    "seconds", [HOST_HIDES, TOO_SLOW, HOST_BUSY], ids=["hides", "slow link", "slow host"]
+)
+def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no_longer_than_the_bound(
+    seconds: Seconds,
+) -> None:
+    waited, step_s = predicted(seconds, on_host=ON_HOST)
+    assert waited == pytest.approx(host_bound(seconds))
+    ((real, real_s, computed_s, _),) = run_world(ran, 1, seconds, dict(placement="host", update_on="host"))
+    assert computed_s == pytest.approx(LAYERS * (seconds.forward + seconds.backward))
+    assert real == {"h2d": pytest.approx(waited, abs=1e-6), "d2h": 0.0, "cpu": 0.0}
+    assert real_s == pytest.approx(step_s, abs=1e-6)
+    if seconds is HOST_HIDES:
+        assert sum(real.values()) <= 0.05 * real_s
+
+
+def test_with_the_first_chunk_on_the_device_nothing_is_waited_for_where_computing_hides_the_rest() -> None:
+    """Its state has come in the backward."""
+    but_the_first = {chunk: ON_HOST[chunk] for chunk in range(1, LAYERS)}
+    waited, _ = predicted(HOST_HIDES, on_host=but_the_first)
+    assert waited == 0.0 and predicted(HOST_HIDES, on_host=ON_HOST)[0] > 0.0

@@ -1,0 +1,156 @@
+"""Hugging Face's GPT-2 and Llama, as they are, on data, tensor and sequence axes: the serial run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from tests.shared.parity import Case, assert_parity, initial_values, relative_error, serial_run
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+CASES = {
+    "data 2": Case(world_size=2, ragged=True),
+    "tensor 2": Case(world_size=2, tensor=2),
+    "tensor 2, whole": Case(world_size=2, tensor=2, sequence_parallel=False),
+    "tensor 4": Case(world_size=4, tensor=4, config=dict(clip_grad_norm=0.05)),
+    "data 2 x tensor 2": Case(
+        world_size=4, tensor=2, ragged=True, config=dict(gradient_accumulation=2, clip_grad_norm=0.05)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("family", "tied"), [("hf-gpt2", True), ("hf-llama", False), ("hf-llama", True)])
+def test_every_gradient_is_the_serial_one(family: str, tied: bool, name: str) -> None:
+    assert_parity(CASES[name], family=family, tied=tied, build="module")
+
+
+def test_dropout_of_gpt2_is_exact_where_activations_are_cut_and_where_they_are_whole() -> None:
+    assert_parity(CASES["tensor 2"], family="hf-gpt2", build="module", dropout=0.2)
+
+
+@pytest.mark.parametrize("family", ["hf-gpt2", "hf-llama"])
+def test_a_callable_is_built_on_meta_and_its_initialisers_replayed(family: str) -> None:
+    assert_parity(CASES["tensor 2"], family=family, tied=family == "hf-gpt2", steps=1)
+
+
+# ---- a sequence axis ----
+
+HALVES = Case(world_size=2, sequence=2, tokens=16, build="module", ragged=True)
+SEQUENCES = {
+    "ring": HALVES,
+    "allgather_kv": replace(HALVES, sequence_mode="allgather_kv"),
+    "ulysses": replace(HALVES, sequence_mode="ulysses"),
+    "usp": replace(HALVES, world_size=4, sequence=4, sequence_mode="usp", ulysses=2),
+    "ring_full": replace(HALVES, sequence_mode="ring_full", causal=False),
+    "ring, full": replace(HALVES, causal=False),
+    "ring x tensor 2": replace(HALVES, world_size=4, tensor=2, config=dict(clip_grad_norm=0.05)),
+    "ulysses x tensor 2, whole": replace(
+        HALVES, world_size=4, sequence_mode="ulysses", tensor=2, sequence_parallel=False
+    ),
+    "ring x 2d": replace(HALVES, world_size=8, tensor=4, mode="2d"),
+    "ring x data 2, ZeRO-1, recomputed": replace(
+        HALVES,
+        world_size=4,
+        config=dict(zero=dict(stage=1), activation_checkpoint="full", gradient_accumulation=2),
+    ),
+}
+
+
+BESIDE_LLAMA = ("allgather_kv", "ring, full", "ring x tensor 2", "ring x data 2, ZeRO-1, recomputed")
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_gradient_of_gpt2_is_the_serial_one_on_a_sequence_axis(name: str) -> None:
+    assert_parity(SEQUENCES[name], family="hf-gpt2", steps=1)
+
+
+@pytest.mark.parametrize("name", [name for name in SEQUENCES if name not in BESIDE_LLAMA])
+def test_every_gradient_of_llama_is_the_serial_one_on_a_sequence_axis(name: str) -> None:
+    assert_parity(SEQUENCES[name], family="hf-llama", tied=False, steps=1)
+
+
+def test_dropout_of_gpt2_is_exact_on_a_sequence_axis() -> None:
+    assert_parity(SEQUENCES["usp"], family="hf-gpt2", dropout=0.2, build="callable")
+
+
+def padded(case: Case) -> dict[str, Tensor]:
+    """Sequences of different lengths, padding behind them; its labels are ignored, its keys hidden."""
+    inputs, labels = case.batch(0)
+    inside = torch.arange(inputs.shape[1])[None] < torch.tensor([[16], [5], [1], [9], [12], [8]])
+    return dict(input_ids=inputs, labels=labels.masked_fill(~inside, -100), attention_mask=inside.long())
+
+
+def on_ranks(env: RankEnv, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of a padded batch; parameters after a step of one's own loop."""
+    with env.launch(case.full_config) as context:
+        torch.manual_seed(3)
+        engine = cl.initialize(case.model(), context=context)
+        engine.forward_backward(padded(case))
+        gradients = engine.full_gradients()
+        torch.manual_seed(3)
+        own = cl.initialize(case.model(), context=context)
+        inputs, labels = case.batch(0)
+        loss = nn.functional.cross_entropy(own(inputs).logits.flatten(0, 1), labels.flatten())
+        own.backward(loss, int((labels != -100).sum()))
+        own.step()
+        return gradients, own.full_state_dict()
+
+
+@pytest.mark.parametrize("family", ["hf-gpt2", "hf-llama"])
+@pytest.mark.parametrize("mode", ["ring", "usp"])
+def test_padding_is_hidden_and_an_own_loop_sees_whole_logits(mode: str, family: str) -> None:
+    case = replace(SEQUENCES[mode], family=family, tied=family == "hf-gpt2", steps=1)
+    model = case.model().double()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in initial_values(case).items():
+            named[name].copy_(value)
+    batch = padded(case)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    (truth,) = serial_run(case)
+    for gradients, state in run_world(on_ranks, case.world_size, case):
+        for name, parameter in named.items():
+            assert parameter.grad is not None
+            assert relative_error(gradients[name], parameter.grad, 1.0) < 1e-10, name
+        for name, expected in truth.parameters.items():
+            assert relative_error(state[name], expected, 1.0) < 1e-10, name
+
+
+def refused(env: RankEnv, what: str) -> None:
+    case = replace(HALVES, family="hf-gpt2")
+    model: Any = case.model()
+    if what == "attention dropout":
+        model.config.attn_pdrop = 0.1
+    if what == "another model":
+        model.config.model_type = "mamba"
+    config = case.full_config
+    if what == "causal":
+        config["parallel"] = dict(sequence=dict(size=2, mode="ring_full"))
+    with env.launch(config) as context:
+        engine = cl.initialize(model, context=context)
+        batch = padded(case)
+        if what == "positions":
+            batch["position_ids"] = torch.arange(16).expand(6, 16)
+        engine.train_step(batch)
+
+
+REFUSALS = {
+    "attention dropout": "of GPT2LMHeadModel is not built with attn_pdrop=0.1; legal: 0.0",
+    "another model": "model_type='mamba'; legal: 'gpt2', 'llama'",
+    "positions": "position_ids of a Hugging Face model under sequence > 1.*legal: input_ids, attention_mask, labels",
+    "causal": "parallel.sequence.mode = 'ring_full'.*attention is causal",
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_their_attention_cannot_do_is_refused_by_name(what: str) -> None:
+    with pytest.raises(WorldError, match=REFUSALS[what]) as error:
+        run_world(refused, 2, what)
+    assert error.value.ranks("raised") == [0, 1]
