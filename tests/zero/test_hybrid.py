@@ -34,7 +34,7 @@ from tests.zero.test_zero import (
 
 
 def hybrid(stage: int, shard: int = 2, **more: Any) -> dict[str, Any]:
-    return dict(zero=dict(stage=stage, shard=shard, **more))
+    return dict(zero=dict(stage=stage, shard_size=shard, **more))
 
 
 ORDERED = dict(sum_order="ordered")
