@@ -64,7 +64,10 @@ MOVED: Mapping[str, str] = {
     "parallel.swap": "parallel.layer_swap",
     "pipeline.footprint": "schedule.footprint",
     "pipeline.profile": "pipeline.layer_profile",
-    "pipeline.schedule": "schedule.pipeline_schedules config.pipeline_schema pipeline.step_plan schedule.step_passes schedule.schedule_drawing",
+    "pipeline.schedule": (
+        "schedule.pipeline_schedules config.pipeline_schema "
+        "pipeline.step_plan schedule.step_passes schedule.schedule_drawing"
+    ),
     "pipeline.units": "pipeline.model_units pipeline.stages",
     "plan": "schedule.plan schedule.checker",
     "planned_step": "planner.step_estimate",
