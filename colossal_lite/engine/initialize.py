@@ -25,7 +25,8 @@ from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import check_batch
 from colossal_lite.engine.context import Context
-from colossal_lite.engine.engine import Built, Engine
+from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore, TaskRecords

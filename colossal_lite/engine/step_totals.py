@@ -18,6 +18,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import to_device
+from colossal_lite.numerics.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,27 @@ class LocalSums:
         """(loss, weight) of this rank: auxiliary losses are told where they are emitted, those of labels if `tells`."""
         loss, weight, auxiliary = self._row
         return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
+
+
+class OpenStep:
+    """The step under way: its number, its loss scale, and what was summed for it so far."""
+
+    def __init__(self, loss_scale: LossScale, device: torch.device) -> None:
+        self.number = 0
+        """Steps made before it."""
+        self.loss_scale = loss_scale
+        self.sums = LocalSums(device)
+        self.totals: StepTotals | None = None
+        """None until backward has ended on all ranks."""
+        self.by_count: bool | None = None
+        """In a loop of the user's own, whether `backward` gets counts; None before its first call."""
+        self.calls = 0
+        """In a loop of the user's own, the calls of `backward`."""
+
+    def clear(self) -> None:
+        """Drop the sums and totals; number and loss scale stay."""
+        self.totals, self.by_count, self.calls = None, None, 0
+        self.sums.clear()
 
 
 def all_reduce_totals(

@@ -37,7 +37,7 @@ class TaskResume:
         """Whether the engine has yet to leave what is to outlive it."""
         return self.outlives and not self._has_left
 
-    def take_up(self) -> Mapping[str, Any] | None:
+    def resume(self) -> Mapping[str, Any] | None:
         """The facts of the engine before, whose records are this one's now; None if there was none. Collective with a
         store. Raises ValueError, on every rank, for what cannot be taken up."""
         if not self.outlives:
@@ -67,7 +67,7 @@ class TaskResume:
             buffer.copy_(kept.facts["buffers"][name])
         return kept.facts
 
-    def kept(self, steps: int, loss_scale: Any) -> ParkedState:
+    def park(self, steps: int, loss_scale: Any) -> ParkedState:
         """All state, at rest, is brought to the store; what is not there."""
         self._chunked.park(steps)
         facts = {
@@ -78,13 +78,13 @@ class TaskResume:
         }
         return ParkedState(self._form(), facts)
 
-    def leave(self, kept: ParkedState | None) -> None:
+    def release(self, parked: ParkedState | None) -> None:
         """The records are no longer this engine's; None: what it leaves is not whole."""
         if self._has_left:
             return
         self._has_left = True
         if self.outlives:
-            self._records.leave(kept)
+            self._records.leave(parked)
         else:
             self._records.close()
 
