@@ -45,7 +45,7 @@ from colossal_lite.engine.engine_state import EngineState
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.step_totals import LocalSums, OpenStep, StepTotals, all_reduce_totals
-from colossal_lite.engine.update_timing import refuse_second_backward
+from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
@@ -118,6 +118,7 @@ class Engine:
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
+        self._loop = UserLoop(parts, self._open, self._micro_batches)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # of the context, unless this is closed before: that may be long after
@@ -143,10 +144,10 @@ class Engine:
     @noting_faults
     def forward_backward(self, batch: Any) -> Tensor:
         """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
-        with self._measured():
+        with self._parts.measured():
             parts = self._begin(batch)
         self._forecast([part.inputs for part in parts])
-        with self._measured():
+        with self._parts.measured():
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -164,7 +165,7 @@ class Engine:
         lacked a gradient for is updated. Then raises ValueError for gradients that were not finite: the weights have
         been updated with them, and a checkpoint has to be loaded."""
         if self._open.totals is None:
-            self._finish_manual()
+            self._finish_user_step()
         totals = self._open.totals
         assert totals is not None
         factor = self._rate_factor
@@ -228,25 +229,12 @@ class Engine:
     @noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
-        self._refuse_own_loop("engine(x)")
-        self._updates.refuse_within("engine(x)")
+        local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
-        samples = torch.arange(first, first + inputs.shape[0], device=self.context.device)
-        strategy = self._parallelized.strategy
-        local = strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
-        self._streams.begin(self.steps, local.samples, local.token_positions)
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        with self._measured(), self._weights.forward():
+        with self._parts.measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
-        logits = getattr(outputs, "logits", outputs)
-        if not isinstance(logits, Tensor):
-            return outputs
-        whole = strategy.whole_batch(strategy.whole_vocabulary(logits))
-        if logits is outputs:
-            return whole
-        outputs.logits = whole
-        return outputs
+        return self._loop.whole_outputs(outputs)
 
     def zero_grad(self) -> None:
         """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
@@ -263,32 +251,7 @@ class Engine:
         the global number; None: every data rank weighs the same, and the losses of several calls add up.
         With `optimizer.update_when="backward"` the weights are updated when this returns, up to those that `step`
         updates; there is one call a step."""
-        self._refuse_own_loop("backward")
-        if self._open.by_count is not None and self._open.by_count != (count is not None):
-            raise ValueError(
-                "backward: count is given in some calls of this step and not in others; give it in all or none"
-            )
-        self._updates.refuse_within("backward")
-        if self._open.by_count is not None:
-            refuse_second_backward(self.context.config)
-        self._open.by_count = count is not None
-        is_scaled = self.loss_scale != 1.0  # then, and only then, a count on the device is waited for
-        seed = self._open.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
-        self._before_backward()
-        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        total = wide if count is None else wide * count
-        self._open.sums.add(total.detach(), 0 if count is None else count)
-        if self._updates.within_backward:
-            if count is None:
-                self._open.sums.weigh_alike()
-            self._updates.begin(self._open.sums.reported_loss(self._tells), self._rate_factor)
-        self._open.calls += 1
-        is_last = self._open.calls == self.context.config.gradient_accumulation
-        self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
-        with self._measured(), self._weights.backward():
-            (total if seed == 1.0 else total * seed).backward()
-        if self._sharding.by_micro_batch:
-            self._reduce_all()
+        self._loop.backward(loss, count, self._rate_factor)
 
     # ---- whole tensors ----
 
@@ -453,7 +416,7 @@ class Engine:
             return outputs
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
-            self._before_backward()
+            self._parts.before_backward()
             if self._updates.within_backward:
                 self._updates.begin(sums.reported_loss(self._tells), self._rate_factor)
             self._auxiliary.seed = self._seed(parts[i])
@@ -516,19 +479,6 @@ class Engine:
         holders = self._stages.holders(stages_of(chunk.spec))
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
-    def _refuse_own_loop(self, what: str) -> None:
-        """Raises ValueError where the engine alone can go through a step."""
-        if self._runtime.comm.size > 1:
-            raise ValueError(
-                f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
-                f"forward_backward and step, eval_step, or parallel.pipeline=1"
-            )
-        if self._auxiliary.names:
-            raise ValueError(
-                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
-                f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
-            )
-
     def _agree(self) -> StepTotals:
         """Every rank knows the same sums afterwards. The ranks that hold one sum of a chunk add the squares of a share
         each, so that no element counts twice."""
@@ -552,30 +502,17 @@ class Engine:
     def _tells(self) -> bool:
         """Whether this rank's sums count; in a loop of the user's own every tensor rank has the whole micro-batch's
         loss."""
-        if self._open.by_count is None:
-            return self._tells_loss
-        return self.mesh.coord("pipeline", "sequence", "tensor") == 0
+        return self._tells_loss if self._open.by_count is None else self._loop.tells_loss
 
     @property
     def _rate_factor(self) -> float:
         """What the learning rates of this step are multiplied with."""
         return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
 
-    def _before_backward(self) -> None:
-        """Gradients come now; what of the optimizer's state is needed first may come meanwhile."""
-        # The forward has, unless this backward is not of the last one: places have their order.
-        self._weights.run_deferred()
-        if self._memory_budget is None or self._memory_budget.placement is not None:
-            self._optimizer.prepare()
-
-    def _finish_manual(self) -> None:
-        if self._open.by_count is None:
-            raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
-        if not self._open.by_count:
-            self._open.sums.weigh_alike()  # however many calls
-        if not self._sharding.by_micro_batch:
-            self._reduce_all()
-        with self._measured():
+    def _finish_user_step(self) -> None:
+        """End the backward of a user's own loop: reduce what is left, and agree."""
+        self._loop.finish()
+        with self._parts.measured():
             self._hooks.conclude()
             self._open.totals = self._agree()
         self._settle()
@@ -595,13 +532,6 @@ class Engine:
         """Before the first update under a budget: where everything rests from now on."""
         if self._memory_budget is not None:
             self._memory_budget.settle()
-
-    def _measured(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._memory_budget is None else self._memory_budget.measured()
-
-    def _reduce_all(self) -> None:
-        for chunk in reversed(self._chunks):
-            self._hooks.reduce(chunk.spec.id)
 
 
 def _chunk_of(action: Action) -> int:

@@ -8,6 +8,7 @@ replaced.  Hooks and gates are on the model from here on; `Engine.close` removes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,17 @@ class EngineParts:
     """None where all state is on the device for good."""
     metering: Metering
     updates: Updates
+
+    def before_backward(self) -> None:
+        """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
+        # The forward has run them, unless this backward belongs to an earlier one. The slots are used in order.
+        self.weights.run_deferred()
+        if self.memory_budget is None or self.memory_budget.placement is not None:
+            self.optimizer.prepare()
+
+    def measured(self) -> AbstractContextManager[None]:
+        """Measure the device memory in use, if a budget still has to choose a placement."""
+        return nullcontext() if self.memory_budget is None else self.memory_budget.measured()
 
 
 def assemble(built: Built, context: Context, factory: Factory | None) -> EngineParts:

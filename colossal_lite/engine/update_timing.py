@@ -218,17 +218,3 @@ def spoilt(why: str) -> ValueError:
         f"{why} in backward (optimizer.update_when='backward'), so that they are a mix; legal: load a checkpoint, or "
         f"optimizer.update_when='step', which skips such a step"
     )
-
-
-def refuse_second_backward(config: Config) -> None:
-    """Raises ValueError where a step has one micro-batch, and a loop of the user's own calls backward again."""
-    if config.precision.gradient == "bf16":
-        raise ValueError(
-            "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
-            "'auto', or one call a step"
-        )
-    if config.optimizer.update_when == "backward":
-        raise ValueError(
-            "backward: a second call before step, and optimizer.update_when='backward' has updated the weights in the "
-            "first; legal: 'step', or one call a step"
-        )
