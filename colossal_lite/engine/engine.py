@@ -1,26 +1,24 @@
-"""The training step, on one page, and what it needs around it.
+"""Runs training steps: forward, backward, gradient reduction, one agreement of the ranks, and updates.
 
-Note: a step.
-`train_step` executes a plan: F and B of each micro-batch, REDUCE of each chunk (begun by hooks while B runs), then one
-small all-reduce in which the ranks agree on the sums of loss, tokens and squares, on which parameters were used, and on
-whether to stop, then UPDATE of each chunk, at once or beside the next forward (updates.py).  Backward is seeded with
-the *sum* of the token losses, so that no count is needed before it; the division by the global number of valid tokens
-is done together with the clip factor inside the optimizer.  Hence the loss is the mean over all valid tokens of the
-global batch whatever the cut, with what a model emits beside it (auxiliary.py), and gradients are those of that loss.
-A step whose loss or gradient is not finite, or that has no valid token, is skipped and says so.
+Note: the numbers of a step.
+Backward is seeded with the *sum* of the token losses, so it needs no token count.  The optimizer divides by the global
+number of valid tokens, together with the clip factor.  So the loss is the mean over all valid tokens of the global
+batch, however it is split.  Auxiliary losses (transforms/auxiliary_loss.py) are added to it.  The gradients are those
+of that loss.  A step is skipped if its loss or gradient is not finite, or if it has no valid token.
 
-Cost of data parallelism per step: what zero/stages.py says of each gradient chunk (at stage 0 one all-reduce), one
-all-reduce of `5 + parameters` float64, and, where the model has dropout or auxiliary losses, one all-gather of the
-ranks' batch sizes.
+Cost of data parallelism per step: the collectives of each gradient chunk (zero/state_bytes.py; at stage 0 one
+all-reduce), and one all-reduce of `5 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
+the ranks' batch sizes.
 
-With `optimizer.update_when="backward"` the UPDATE of each chunk stands right behind its REDUCE, while backward runs,
-and loss and tokens are agreed on before it too (zero/in_backward.py).  There a gradient that is not finite cannot be
-skipped: the step raises, and nothing goes on but from a checkpoint.  Until `step` is over some weights are new and
-others are not, so whatever else would read or change them is refused.
+Note: updates in backward, `optimizer.update_when="backward"`.
+The UPDATE of each chunk follows its REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on loss and
+tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training continues
+only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing them raises.
 
-A pipeline is the same step with a longer plan (pipeline/schedule.py `step_plan`): this rank's stages, messages between
-them, TIED_REDUCE of what several stages use.  Its cost beside: the messages, and the all-gather of batch sizes in any
-case, so that all data ranks cut into as many micro-batches.
+Note: a pipeline.
+The step is the same with a longer plan (pipeline/step_plan.py): this rank's stages, the messages between them, and
+TIED_REDUCE of chunks that several stages use.  It adds the cost of the messages.  The batch sizes are always gathered,
+so all data ranks cut their batch into equally many micro-batches.
 """
 
 from __future__ import annotations
@@ -85,7 +83,18 @@ class StepResult:
 
 
 class Engine:
-    """A model in training. Made by `initialize`; see DESIGN 2 for the two ways to drive it."""
+    """Trains a model. Made by `initialize`; see DESIGN 2 for the two ways to drive it.
+
+    The phases of a step, in `forward_backward` (1 to 4) and `step` (5 and 6):
+    1. `_begin`: check the batch, cut it into micro-batches, start the counts of the step.
+    2. `_run`: run the plan, F and B of each micro-batch. Hooks start the REDUCE of a chunk while B runs.
+    3. `StageHooks.conclude`: wait until every chunk is reduced.
+    4. `_agree`: one all-reduce of loss, tokens, squares, parameters in use, and the request to stop.
+    5. UPDATE of each chunk: at once, beside the next forward, or already in phase 2 (update_timing.py).
+    6. Count the step, and call the callbacks.
+
+    `EngineState` reads, saves and loads between steps; `EngineReports` reports; `UserLoop` is phase 2 of a loop that
+    the user writes."""
 
     def __init__(
         self, built: Built, context: Context, criterion: Criterion | None, optimizer: Factory | None = None,
@@ -121,7 +130,7 @@ class Engine:
         self._loop = UserLoop(parts, self._open, self._micro_batches)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
-        self._at_end = ExitStack()  # of the context, unless this is closed before: that may be long after
+        self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.checkpoints.settle)
         context.on_close(self._at_end.close)
@@ -137,13 +146,13 @@ class Engine:
     # ---- a step ----
 
     def train_step(self, batch: Any) -> StepResult:
-        """One optimizer step on this rank's part of the global batch."""
+        """Run one optimizer step on this rank's part of the global batch."""
         self.forward_backward(batch)
         return self.step()
 
     @noting_faults
     def forward_backward(self, batch: Any) -> Tensor:
-        """Gradients of the global mean loss, which is returned: 0-d, equal on every rank."""
+        """Compute gradients of the global mean loss. Returns that loss: 0-d, equal on every rank."""
         with self._parts.measured():
             parts = self._begin(batch)
         self._forecast([part.inputs for part in parts])
@@ -161,16 +170,16 @@ class Engine:
     def step(self) -> StepResult:
         """Update the parameters from the gradients gathered since the last step.
 
-        With `optimizer.update_when="backward"` backward has updated them: the step is counted, and what some rank has
-        lacked a gradient for is updated. Then raises ValueError for gradients that were not finite: the weights have
-        been updated with them, and a checkpoint has to be loaded."""
+        With `optimizer.update_when="backward"` backward has updated them. Then this counts the step, and updates
+        chunks for which some rank had no gradient. It raises ValueError if a gradient was not finite: the weights have
+        been updated with it, and a checkpoint has to be loaded."""
         if self._open.totals is None:
             self._finish_user_step()
         totals = self._open.totals
         assert totals is not None
         factor = self._rate_factor
         skipped = not totals.is_finite or totals.weight == 0
-        self._weights.flush()  # of modules that were not used, the weights may still be on their way
+        self._weights.flush()  # weights of unused modules may still be in a copy or gather
         if self._updates.under_way:
             self._updates.end(totals)
             if not totals.is_finite:
@@ -184,10 +193,10 @@ class Engine:
             self._open.loss_scale = self._open.loss_scale.after(totals.is_finite)
         tokens = (
             int(totals.weight) if self._open.by_count is not False else 0
-        )  # unknown when backward got no counts
+        )  # unknown if backward got no counts
         self._open.clear()
         if deferred is None:
-            self._hooks.clear()  # of a step that was skipped, or updated in backward
+            self._hooks.clear()  # the step was skipped, or has updated in backward
             self._updates.remake()
         elif self._updates.defers:
             self._weights.defer(deferred)
@@ -228,7 +237,7 @@ class Engine:
 
     @noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on this rank's micro-batch; logits come over the full vocabulary."""
+        """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
@@ -237,28 +246,28 @@ class Engine:
         return self._loop.whole_outputs(outputs)
 
     def zero_grad(self) -> None:
-        """Forget gradients that no step has used. Collective after a step that was given up on every rank: an error in
-        its forward or backward that was caught. Raises ValueError where they have updated weights already
-        (`optimizer.update_when="backward"`): a checkpoint has to be loaded."""
+        """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
+        rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
+        has to be loaded."""
         self._state.zero_grad()
 
     @noting_faults
     def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
-        """Add the gradient of `loss` (0-d); where gradients are reduced by micro-batch, every rank makes as many
-        calls.
+        """Add the gradient of `loss` (0-d). Every rank makes equally many calls if each micro-batch is reduced.
 
-        `count`: the loss is a mean over so many tokens, and the step divides by
-        the global number; None: every data rank weighs the same, and the losses of several calls add up.
-        With `optimizer.update_when="backward"` the weights are updated when this returns, up to those that `step`
-        updates; there is one call a step."""
+        `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
+        rank has the same weight, and the losses of several calls add up.
+        With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
+        updates. Then a step has one call."""
         self._loop.backward(loss, count, self._rate_factor)
 
-    # ---- whole tensors ----
+    # ---- full tensors ----
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients of the global mean loss, unclipped, by the serial model's parameter names.
 
-        After `forward_backward`, before `step`. A parameter that no rank used has zeros.
+        After `forward_backward`, before `step`. Zeros for a parameter that no rank used. Copies in host memory.
+        Collective. Raises ValueError where there are none.
         """
         return self._state.full_gradients()
 
@@ -286,68 +295,66 @@ class Engine:
     ) -> Saving:
         """Write a checkpoint `directory/step-NNNNNNNN`, whole or not at all. Collective: every rank calls it.
 
-        `samples`: what the run has used of its stream (`Loader.samples`); `extra`: JSON of one's own.  With
-        `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then tells how it ended.
-        Raises CheckpointError, on every rank alike, if it failed twice; training may go on.
+        `samples`: samples that the run has used (`Loader.samples`); `extra`: the caller's own JSON.  With
+        `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then returns or raises.
+        Raises CheckpointError on every rank if it failed twice; training may go on.
         """
         return self._state.save(Path(directory), samples=samples, extra=extra)
 
     def load(self, directory: str | Path) -> Loaded:
         """Continue from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
-        Any mesh may have saved it.  Raises CheckpointError, on every rank alike, if there is none, or if it does not
-        fit (and then changes nothing). After an error halfway the weights are a mix, and no step begins until another
-        load has gone well.
+        Any mesh may have saved it.  Raises CheckpointError on every rank if there is none, or if it does not fit; then
+        nothing has changed. After an error halfway the weights are part old, part new. No step begins until another
+        load has succeeded.
         """
         return self._state.load(Path(directory))
 
     def resume(self, directory: str | Path) -> Loaded | None:
-        """`load`, or None where `directory` holds no checkpoint yet."""
+        """`load`, or None if `directory` holds no checkpoint yet."""
         return self._state.resume(Path(directory))
 
     # ---- reports ----
 
     def memory_report(self) -> tuple[MemoryRow, ...]:
-        """Bytes of weights, masters, gradients and optimizer state on this rank and on which tier (of a kind that rests
-        on several a row each), of the slots in which gradients wait to be summed, of those through which state visits
-        the device, of what these share under a budget, of messages of a pipeline, and of frozen parameters. All are
-        allocated once, at the start, in the first step or when a budget is settled; of slots the peak is what steps
-        have used. A model whose backward leaves parameters out may take more of them than were planned. After `metered`
-        steps, what those held beside it."""
+        """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, the
+        buffers through which gradients and state pass, the arena they share under a budget, and pipeline messages.
+        All are allocated once: at the start, in the first step, or when a budget chooses a placement. The peak of a
+        buffer is what steps have used. It may exceed the plan if backward leaves parameters out. After `metered` steps
+        also activations, temporaries and exchange."""
         return self._reports.memory_report()
 
     def metered(self) -> AbstractContextManager[None]:
-        """Meter the steps within: `memory_report` then has rows more, with the peaks of what a step held beside the
-        state: `activations`, what a forward leaves for backward, logits included; `temporaries`, on top at the worst
-        moment; `exchange`, what lay in the host's memory for other ranks to read, since the launch.
+        """Meter the steps within. `memory_report` then has three rows more, with peaks beside the state: `activations`,
+        saved by forward for backward, logits included; `temporaries`, on top of these at the peak; `exchange`, in host
+        memory for other ranks to read, since the launch.
 
-        Costs a call of Python for each operation of torch (on a CPU a step of 12 ms took 28, one of 1.8 s no longer),
-        and nothing outside. Raises ValueError before the first
-        step, which makes what stays, and with `compile`, whose code does not tell.
-        """
+        Costs a call of Python for each torch operation: on a CPU a step of 12 ms took 28, one of 1.8 s no longer. It
+        costs nothing outside. Raises ValueError before the first step, which allocates the state, and with `compile`,
+        whose operations cannot be seen."""
         return self._reports.metered()
 
     def memory_timeline(self) -> MemoryTimeline:
-        """What this rank held over the moments of a metered step (of the one that held most), by kind and tier, beside
-        the forecast: `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
+        """Bytes on this rank over the metered step with the highest peak, by kind and tier, beside the forecast:
+        `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
         return self._reports.memory_timeline()
 
     def timeline(self) -> ScheduleTimeline:
-        """What each rank of this pipeline did in the last step, and when, by its host's clock. Collective."""
+        """The actions of each rank of this pipeline in the last step, in seconds of its host's clock. Collective."""
         return self._reports.timeline()
 
     def schedule_report(self) -> ScheduleReport:
-        """The last step or evaluation of this pipeline as its plan foretold it, by the costs that it is cut by, and as
-        it was measured: `.trace()` for Perfetto, `.svg()`. Collective. Raises ValueError before the first step."""
+        """The last step or evaluation of this pipeline: as simulated from the costs of its units, and as measured.
+        `.trace()` for Perfetto, `.svg()`. Collective. Raises ValueError before the first step."""
         return self._reports.schedule_report()
 
     def on_step(self, callback: Callable[[StepResult], None], *, reads_weights: bool | None = None) -> None:
         """Call `callback` with the result of every step from now on.
 
-        It finds the model's parameters as new as the step where ranks keep them whole between steps, which waits for
-        updates and gathers that would otherwise run beside the next forward; `reads_weights=False` says that it reads
-        none, and waits for nothing.  At zero.stage=3 parameters have no values between steps (they read as NaN): there
-        a callback reads `full_state_dict()`, on every rank, and True raises ValueError."""
+        Where ranks hold full weights between steps, the callback finds the updated ones. For that the step waits for
+        updates and gathers that would otherwise run beside the next forward. `reads_weights=False`: it reads none, and
+        the step does not wait.  At zero.stage=3 parameters read as NaN between steps. There a callback reads
+        `full_state_dict()`, on every rank, and True raises ValueError."""
         if reads_weights and isinstance(self._weights, ParameterGather):
             raise ValueError(
                 "on_step: reads_weights=True at zero.stage=3, where a rank has a shard of each weight between steps; "
@@ -358,12 +365,12 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 gradients are multiplied with while they are fp16; 1 in every other dtype."""
+        """Factor on fp16 gradients while they are fp16; 1 for every other dtype."""
         return self._open.loss_scale.scale
 
     def link_report(self) -> tuple[LinkRow, ...]:
-        """Of each link between tiers, since the last step began; empty where all state rests on the device.  What a
-        step owes to its updates counts in the one in which they run."""
+        """Bytes and waiting seconds of each link between tiers since the last step began. Empty if all state is on the
+        device.  Copies of a deferred update count in the step in which they run."""
         return self._reports.link_report()
 
     @property
@@ -372,8 +379,8 @@ class Engine:
         return self.mesh.ledger
 
     def close(self) -> None:
-        """Take the hooks off the model; its parameters keep their values. A save in flight is waited for.  With a
-        store, all state is there from now on, for the next engine of its task."""
+        """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
+        all state is in it afterwards, for the next engine of the task."""
         self._state.checkpoints.settle()
         self._state.regain_weights()
         parked = self._state.park()
@@ -386,7 +393,7 @@ class Engine:
         self._state.release(parked)
         self._at_end.pop_all()
 
-    # ---- what the actions do ----
+    # ---- the phases ----
 
     def _begin(self, batch: Any) -> tuple[Batch, ...]:
         self.mesh.progress.phase = "batch"
@@ -395,7 +402,7 @@ class Engine:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
-        self._open.clear()  # the losses of one that was given up before any gradient came
+        self._open.clear()  # losses of a step that ended before any gradient
         self.mesh.ledger.clear()
         self._reports.begin_step()
         return self._read(batch)
@@ -405,7 +412,7 @@ class Engine:
         return self._micro_batches.of(batch)
 
     def _run(self, parts: tuple[Batch, ...], sums: LocalSums) -> None:
-        """Execute the plan of a step on its micro-batches; loss and weight are added to `sums`."""
+        """Run the plan of a step on its micro-batches; add loss and weight to `sums`."""
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
@@ -448,12 +455,12 @@ class Engine:
         self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
     def _pass_over(self) -> None:
-        """The forward of a micro-batch without samples."""
+        """Take part in the weight gathers of a forward without samples."""
         with self._weights.forward():
             return
 
     def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
-        """What a stage gives for a micro-batch: of the last one the sum of the token losses, ready for backward."""
+        """Run a stage on a micro-batch. The last stage returns the sum of the token losses, scaled for backward."""
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, local.token_positions)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
@@ -470,18 +477,18 @@ class Engine:
         return loss if seed == 1.0 else loss * seed
 
     def _seed(self, part: Batch) -> float:
-        """What the loss of a micro-batch is multiplied with in backward; the same on every stage."""
+        """Factor on the loss of a micro-batch in backward; the same on every stage."""
         return self._open.loss_scale.seed(part.labels.numel())
 
     def _tied_reduce(self, action: Action) -> None:
-        """Sum a chunk over the stages that use it, before anything of it is sharded."""
+        """Sum a chunk over the stages that use it, before it is sharded."""
         chunk = self._hooks.chunk(_chunk_of(action))
         holders = self._stages.holders(stages_of(chunk.spec))
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
     def _agree(self) -> StepTotals:
-        """Every rank knows the same sums afterwards. The ranks that hold one sum of a chunk add the squares of a share
-        each, so that no element counts twice."""
+        """Sum loss, weight and squares over all ranks. Ranks that hold the same sum of a chunk each add the squares of
+        a share of it, so no element counts twice."""
         self.mesh.progress.phase = "agreement"
         if self._sharding.ordered:
             squares = ordered_squares(self._chunks, self._in_order, self.mesh, self.context.device)
@@ -500,13 +507,12 @@ class Engine:
 
     @property
     def _tells(self) -> bool:
-        """Whether this rank's sums count; in a loop of the user's own every tensor rank has the whole micro-batch's
-        loss."""
+        """Whether this rank reports its loss and weight; in a user's own loop `UserLoop` decides."""
         return self._tells_loss if self._open.by_count is None else self._loop.tells_loss
 
     @property
     def _rate_factor(self) -> float:
-        """What the learning rates of this step are multiplied with."""
+        """Factor on the learning rates of this step."""
         return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
 
     def _finish_user_step(self) -> None:
@@ -518,8 +524,8 @@ class Engine:
         self._settle()
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
-        """Before a batch under a budget, whose micro-batches have such inputs [B, T]: one that `plan` foretells not to
-        fit is refused. Models and losses that `plan` does not know, and the kernels of a GPU, are measured."""
+        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. Models
+        and losses that `plan` does not know, and the kernels of a GPU, are measured instead."""
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
@@ -529,7 +535,7 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        """Before the first update under a budget: where everything rests from now on."""
+        """Under a budget, before the first update: choose the placement of all state."""
         if self._memory_budget is not None:
             self._memory_budget.settle()
 
