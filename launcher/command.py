@@ -1,8 +1,8 @@
-"""The command `colossal-lite`: a frozen dataclass a command, its options as fields and `run` as its action.
+"""Runs the command `colossal-lite`: each command is a frozen dataclass, with options as fields and `run` as its action.
 
-Note: exit codes.  0: done; 1: the answer is bad news; 2: the request cannot be, and standard error says why,
-without a traceback.  Workers are started by torchrun, not from here.  Commands that need torch import it
-themselves: `config` and `schedule` start without.
+Note: exit codes.  0: done.  1: the answer is bad news.  2: the request is not possible, and standard error says why,
+without a traceback.  Workers are started by torchrun, not from here.  Commands that need torch import it themselves, so
+`config` and `schedule` start without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from colossal_lite.models import GPTConfig
 
 PROGRAM = "colossal-lite"
-# Commands that a later part brings. They are refused by name.
+# Commands that are not built yet. They are refused by name.
 NOT_BUILT: Mapping[str, str] = {
     "bench": "benchmarks in one command; scripts are in examples/benchmarks",
 }

@@ -1,8 +1,8 @@
-"""What this machine has for training, what fell back, and why: plain rows, and a table of them.
+"""Checks this machine for training: versions, devices, limits and fallbacks, as rows and as a table.
 
-Note: a row is data.  Each probe yields rows of one group; a probe that fails becomes a row that says how, so
-that a report on a broken machine is still a report.  Nothing is downloaded, compiled or left behind.  Of the
-environment only variables in VARIABLES are shown: others may hold secrets.
+Note: a row is data.  Each probe yields rows of one group.  A probe that fails becomes a row that says how, so a broken
+machine still gets a report.  Nothing is downloaded, compiled or left on disk.  Of the environment only the variables in
+VARIABLES are shown: others may hold secrets.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...
 
 
 def attempt(group: str, probe: Probe) -> Iterator[DoctorRow]:
-    """The rows of a probe; where it fails, a row that says so in place of the rest."""
+    """The rows of a probe; if it fails, a row that says so in place of the rest."""
     try:
         yield from probe()
     except Exception as error:  # whatever is broken on this machine is what the report is about
@@ -165,7 +165,7 @@ def devices() -> Iterator[DoctorRow]:
 
 
 def kernel_paths() -> Iterator[DoctorRow]:
-    """Where each op leads on the devices that are there."""
+    """The implementation that each op uses on the devices here."""
     types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device_type in types:
         why = kernels.why_not_triton(device_type)
@@ -179,7 +179,7 @@ def kernel_paths() -> Iterator[DoctorRow]:
 
 
 def corpus() -> Iterator[DoctorRow]:
-    """The default text for training: it has to be there without a download."""
+    """The default text for training: it must be present without a download."""
     try:
         found = read_corpus()
     except ValueError as error:
@@ -230,7 +230,7 @@ def _space(name: str, path: Path, enough_bytes: int, use: str) -> DoctorRow:
 
 
 def _direct(name: str, path: Path) -> DoctorRow:
-    """Whether `memory.disk_dir` could be there, and whether it goes past the page cache."""
+    """Whether `memory.disk_dir` could be there, and whether its files bypass the page cache."""
     try:
         file = DiskFile(path, FileLayout(()), label="doctor")
     except DiskError as error:
@@ -243,7 +243,7 @@ def _direct(name: str, path: Path) -> DoctorRow:
 
 
 def limits() -> Iterator[DoctorRow]:
-    """What the system allows a process. A limit that is too low shows late, and as something else."""
+    """Limits of the system on a process. A limit that is too low shows late, as another error."""
     import resource  # not on every platform
 
     unlimited = resource.RLIM_INFINITY

@@ -1,15 +1,15 @@
-"""Who started this process, and where the ranks meet: the only file that reads the environment.
+"""Detects the launcher and this rank's place in its world: the only file that reads the environment.
 
 Note: launchers.
 `detect` is a pure function of a mapping.  A process belongs to the first launcher whose variables it has:
-- **torchrun**, or anything else that sets `RANK`: taken as it is;
-- **openmpi**, `OMPI_COMM_WORLD_*`: before SLURM, because a batch script that calls mpirun has both;
-- **slurm**, `SLURM_PROCID` inside a step: the batch script itself also has a `SLURM_PROCID`, of 0, and no
-  peers; there the process is a world of one;
-- torchrun's own arguments `PET_*`, in a pod that runs one process and no torchrun;
+- **torchrun**, or another program that sets `RANK`: its variables are used as they are.
+- **openmpi**, `OMPI_COMM_WORLD_*`: before SLURM, because a batch script that calls mpirun has both.
+- **slurm**, `SLURM_PROCID` inside a step.  The batch script itself has `SLURM_PROCID=0` and no peers: it is a world of
+  one.
+- torchrun's own arguments `PET_*`, in a pod that runs one process and no torchrun.
 - **none**: a world of one.
-Variables that contradict one another are refused: a wrong guess here is a job that hangs.  The address of
-rank 0 is never guessed across nodes, except from SLURM's own node list.
+Variables that contradict each other are refused, because a wrong guess is a job that hangs.  The address of rank 0 is
+never guessed across nodes, except from SLURM's own node list.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process. `local_*` count the ranks of this node."""
+    """This process's place as its launcher gives it. `local_*` count the ranks of this node."""
 
     kind: LauncherKind
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    """0 where nobody says."""
+    """0 if the launcher does not say."""
     master_address: str = "127.0.0.1"
     master_port: int = 0
-    """0 where no port is needed: a world of one."""
+    """0 if no port is needed: a world of one."""
     restart_count: int = 0
     run_id: str = ""
     agent_store: bool = False
     """The launcher itself serves the store; otherwise rank 0 does."""
     note: str = ""
-    """One line for people where the situation is legal but may not be what they meant."""
+    """One line for people if the situation is legal but may not be intended."""
 
     @property
     def one_node(self) -> bool:
@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def store_address(self) -> str:
-        """Where rank 0's store is reached: within a node nothing needs to leave the loopback interface."""
+        """Address of rank 0's store: within a node the loopback interface."""
         if self.agent_store or not self.one_node or is_loopback(self.master_address):
             return self.master_address
         return "127.0.0.1"
@@ -249,7 +249,7 @@ def _pod(environ: Mapping[str, str]) -> Launch:
 
 
 def _checked(launch: Launch) -> Launch:
-    """The relations that hold whoever launched."""
+    """Relations that hold for every launcher."""
     pairs = (
         ("rank", launch.rank, "world size", launch.world_size),
         ("local rank", launch.local_rank, "local world size", launch.local_world_size),

@@ -1,15 +1,15 @@
-"""Launches: from a configuration and an environment to a `Context`, on every rank.
+"""Launches: creates a `Context` on every rank from a configuration and the environment.
 
-Note: the order of a launch, and who owns what.
-Everything that can be refused is refused first, from numbers alone: no store is opened and no group is made
-for a configuration that cannot run.  Then the ranks meet in the store: they count themselves, so that a
-missing rank is named, and compare configurations, so that all refuse where two differ.  Then groups are made.
+Note: the order of a launch, and ownership.
+Everything that can be refused from numbers alone is refused first: then no store is opened and no group created.  Next
+the ranks meet in the store.  They count themselves, so that a missing rank is named.  They compare configurations, so
+that all refuse if two differ.  Groups are created last.
 
-- *Store.*  Torchrun's agent serves it, or rank 0 does, on the loopback interface where the world is one node.
-  The server lives as long as the process; each launch has its own prefix in it.
-- *Default group.*  The first context makes it and the last destroys it.  The count lives in the group's own
-  store, under a key of this rank; a group that someone else has made is used and left alone.
-- *Sub-groups* belong to the context's mesh.  A world of one makes no group unless a store is given.
+- *Store.*  Torchrun's agent serves it, or rank 0 does, on the loopback interface if the world is one node.  The server
+  lives as long as the process.  Each launch has its own prefix in it.
+- *Default group.*  The first context creates it and the last destroys it.  Each rank counts its contexts in the group's
+  own store.  A group that other code created is used and not destroyed.
+- *Sub-groups* belong to the context's mesh.  A world of one creates no group unless a store is given.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _device(backend: str, place: Launch) -> torch.device:
 
 
 def _check_kernels(choice: str, device: torch.device) -> None:
-    """Kernels that somebody asked for by name have to run here: nothing falls back in silence."""
+    """Refuse kernels that were requested by name and cannot run here: nothing falls back in silence."""
     why = kernels.why_not_triton(device.type) if choice == "triton" else None
     if why is not None:
         raise ConfigError([Problem("kernels", choice, why, kernels.LEGAL_WITHOUT)])
@@ -180,7 +180,7 @@ def _check_kernels(choice: str, device: torch.device) -> None:
 def _join(
     place: Launch, config: Config, device: torch.device, given: dist.Store | None, owned: ExitStack
 ) -> Context:
-    """Meet the other ranks and make the groups; what has to be given back is pushed on `owned`."""
+    """Meet the other ranks and create the groups; `owned` gets what `close` has to free."""
     timeout = timedelta(seconds=config.timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     alone = place.world_size == 1 and given is None
@@ -289,7 +289,7 @@ def _await(key: str, store: dist.Store, place: Launch, timeout: timedelta) -> No
 def _enter_default_group(
     store: dist.Store, place: Launch, backend: str, device: torch.device, timeout: timedelta
 ) -> None:
-    """Make torch's default group, or use it. Raises LaunchError if it is another world's."""
+    """Create torch's default group, or use it. Raises LaunchError if it is another world's."""
     if not dist.is_initialized():
         dist.init_process_group(
             backend,
@@ -328,7 +328,7 @@ def _count_contexts(place: Launch, change: int) -> int:
 
 
 def _leave_together(store: dist.Store, place: Launch) -> None:
-    """Rank 0 serves the store: others may still want to read in it why a rank has stopped."""
+    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped."""
     try:
         if store.add("left", 1) == place.world_size:
             store.set("all left", "")

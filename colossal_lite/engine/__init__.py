@@ -1,4 +1,4 @@
-"""`initialize`, the training step, and the context of a run.
+"""Builds an engine from a model, runs its training steps, and holds the context of a run.
 
 May import: sharding, schedule, config, models, numerics, transforms, observe, distributed, memory, data,
 checkpoint, parallel, zero, pipeline, planner.  Read first: `engine`.

@@ -1,14 +1,13 @@
-"""What `launch` returns: one rank's mesh, device and configuration, from its first group to its last.
+"""Holds one rank's mesh, device and configuration, as `launch` returns them, and frees them when closed.
 
 Note: the life of a context.
-A context owns what `launch` made for it, and gives it back once, in reverse order, when it is closed; a
-second close does nothing.  Two things it says about ranks that end early:
-- a rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store
-  *before* it closes its connections, and never over another rank's words.  The others, whose collective then
-  fails because a connection is closed, read it and raise a `CommError` that begins with it.  So does one whose
-  engine has raised an error that was caught, if it leaves without a call of the engine that went well since;
-- SIGTERM and SIGUSR1 do not end a rank: they are recorded, and whoever runs the steps stops at one that all
-  ranks agree on.
+A context owns what `launch` made for it. `close` frees that once, in reverse order; a second `close` does nothing.  Two
+rules for ranks that end early:
+- A rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store.  It does
+  so *before* it closes its connections, and never overwrites another rank's reason.  The collectives of the others then
+  fail on a closed connection: they read the reason and raise a `CommError` that begins with it.  A rank whose engine
+  raised an error that was caught does the same, unless a later call of the engine succeeded.
+- SIGTERM and SIGUSR1 do not end a rank. They are recorded, and the ranks agree on the step after which all stop.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Context:
     device: torch.device
     local_rank: int
     store: Store
-    """Where the ranks of this context agree on small things; its keys are its own."""
+    """Key-value store of the ranks of this context; its keys are its own."""
     launched: str
-    """One line for people: the launcher, and this rank's place in it."""
+    """One line for people: the launcher, and this rank's place in its world."""
     _failure_board: FailureBoard
     _signals: StopSignals
     _owned: ExitStack
@@ -73,7 +72,7 @@ class Context:
         return self._signals.received is not None
 
     def local_batch(self, global_batch: int) -> slice:
-        """This rank's samples of a batch of `global_batch`: cut over the data axis as `tensor_split` does.
+        """This rank's samples of a batch of `global_batch`: split over the data axis as `tensor_split` does.
 
         Ranks of one data coordinate get the same samples. The slice may be empty.
         """
@@ -111,20 +110,20 @@ class Context:
         return self._failure_board.first_failure()
 
     def report_failure(self, reason: str) -> None:
-        """Tell the other ranks why this one leaves them, unless one of them was first."""
+        """Write into the store why this rank stops, unless another rank was first."""
         self._failure_board.say(reason)
 
     def tell_fault(self) -> None:
-        """As `stops`, where the last call of an engine has raised and its caller has caught that."""
+        """`report_failure`, if the last call of an engine raised and its caller caught the error."""
         if fault := self.mesh.progress.fault:
             self.report_failure(fault)
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the context is closed, before anything is given back; the last one given is first."""
+        """Call `callback` when the context is closed, before anything is freed; the last one added runs first."""
         self._owned.callback(callback)
 
     def close(self) -> None:
-        """Give back groups and signal handlers. A second call does nothing."""
+        """Destroy groups and restore signal handlers. A second call does nothing."""
         self._owned.close()
 
     def __enter__(self) -> Context:
@@ -143,16 +142,16 @@ class Context:
 
 @dataclass(frozen=True)
 class FailureBoard:
-    """Who stopped first and why, told through the store. Neither method raises: both run while ranks end."""
+    """Shares through the store which rank stopped first, and why. No method raises: both run while ranks end."""
 
     store: Store
     rank: int
 
     def say(self, reason: str) -> None:
-        """Tell the others, unless one of them was first."""
+        """Write the reason, unless another rank was first."""
         try:
             self.store.compare_set("stopped", "", f"rank {self.rank} stopped: {reason}")
-        except RuntimeError:  # the store has ended with the rank or the launcher that served it
+        except RuntimeError:  # the rank or launcher that served the store has ended
             return
 
     def first_failure(self) -> str:
@@ -182,7 +181,7 @@ Found = TypeVar("Found")
 def noting_faults(
     call: Callable[Concatenate[Owner, Given], Found],
 ) -> Callable[Concatenate[Owner, Given], Found]:
-    """Other ranks that wait for this one are told what the call has raised, if they ask or it leaves them."""
+    """Record what the call raised, so that ranks that wait for this one can report it."""
 
     @wraps(call)
     def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
@@ -199,7 +198,7 @@ def noting_faults(
 
 @dataclass
 class StopSignals:
-    """Records the stop signals while installed; only the main thread of a process can install handlers."""
+    """Records stop signals while installed. Only the main thread of a process can install handlers."""
 
     received: int | None = None
     _replaced: dict[int, Handler] = field(default_factory=dict)
@@ -213,7 +212,7 @@ class StopSignals:
                 self._replaced[number] = signal.signal(number, self._record)
 
     def restore(self) -> None:
-        """Put the old handlers back, except where somebody else has installed one since."""
+        """Restore the old handlers, except where another handler was installed since."""
         self._open = False
         for number, handler in self._replaced.items():
             while (owner := _owner(handler)) and not owner._open:  # contexts may close in any order

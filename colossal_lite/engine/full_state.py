@@ -1,10 +1,10 @@
-"""The state of a run as the serial model names it: whole tensors, and what of them this rank holds.
+"""Gathers and loads full tensors by the serial model's names, and lists the part of each that this rank holds.
 
-Note: whole and held.
-Every tensor of a run has one name, the serial model's, and one `ShardSpec`; a rank holds a box of it (tensor
-parallelism) and of that an interval (ZeRO), or, of another pipeline stage's tensor, nothing.  Whole tensors are
-gathered one at a time into host memory, and each goes from its stage to the others, so a read costs the rank one
-whole copy of what it returns and the ranks one all-gather and one broadcast a tensor; none of it is in the ledger.
+Note: full and held.
+Every tensor of a run has one name, the serial model's, and one `ShardSpec`.  A rank holds a box of it (tensor
+parallelism), and of that an interval (ZeRO).  It holds nothing of another pipeline stage's tensor.  Full tensors are
+gathered one at a time into host memory, and broadcast from their stage to the others.  A read costs the rank one full
+copy of what it returns, and the ranks one all-gather and one broadcast a tensor.  The ledger does not count these.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 @dataclass(frozen=True)
 class GlobalNames:
-    """What a model calls its tensors before anything of it is taken away."""
+    """Names and shapes of a model's tensors before it is split."""
 
     first: Mapping[str, str]
-    """Every name of a parameter, ties included, to its first."""
+    """First name of each parameter, by all its names (ties)."""
     state: Mapping[str, tuple[int, ...]]
-    """Keys of its `state_dict()`, with whole shapes."""
+    """Keys of its `state_dict()`, with full shapes."""
 
     @classmethod
     def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> GlobalNames:
-        """`specs` by first names: of what is cut already the whole shape is told there."""
+        """`specs` by first names: they have the full shapes of parameters that are split already."""
         first = {id(p): name for name, p in model.named_parameters()}
         firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
         shapes = {
@@ -59,14 +59,14 @@ class GlobalNames:
 
 
 class FullState:
-    """Reads and writes of one model in training, by the serial model's names."""
+    """Reads and writes one model in training, by the serial model's names."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, names: GlobalNames, stages: Stages, specs: Mapping[str, ShardSpec],
         chunks: Sequence[Chunk], weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
         frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
-        """`frozen`: the chunks that do not train."""
+        """`frozen`: chunks of frozen parameters."""
         self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
         self._specs = specs
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
@@ -74,7 +74,7 @@ class FullState:
         self._parameters = names.parameters(model)
 
     def gradients(self, weight: float) -> dict[str, Tensor]:
-        """What the chunks have summed, divided by `weight`; zeros for a parameter that no rank used. Collective."""
+        """The summed gradients, divided by `weight`; zeros for a parameter that no rank used. Collective."""
         with self._mesh.ledger.paused():
             wide = torch.float32  # or wider
             mine = {
@@ -84,8 +84,8 @@ class FullState:
             return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in the
-        dtype that they are kept in. Collective."""
+        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in
+        their own. Collective."""
         first = self._names.first
         with self._mesh.ledger.paused():
             mine = dict(self._tensors("master"))
@@ -151,7 +151,7 @@ class FullState:
         self._optimizer.settle()
 
     def held(self) -> Iterator[HeldTensor]:
-        """All that a run must find again, as this rank holds it: `model/NAME`, and `STATE/NAME` of the optimizer."""
+        """This rank's part of all tensors of a checkpoint: `model/NAME`, and `STATE/NAME` of the optimizer."""
         for chunk in (*self._chunks, *self._frozen):
             buffers: Mapping[str, Tensor] = {"model": chunk.local_shard}
             if isinstance(chunk, Chunk):
@@ -183,7 +183,7 @@ class FullState:
         return self._optimizer.opened(chunk, kind, local, write=write)
 
     def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
-        """Each trainable parameter's whole tensor in host memory from a buffer [owned] of its chunk. Collective."""
+        """Each trainable parameter's full tensor in host memory, from a buffer [owned] of its chunk. Collective."""
         self._weights.flush()
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk) if buffer == "master" else nullcontext():
@@ -193,7 +193,7 @@ class FullState:
                     yield entry.name, self._whole(entry.name, local)
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
-        """The whole tensor of a parameter's shape in host memory, from every rank's part; collective if it is cut."""
+        """Gather a tensor of a parameter's shape into host memory. Collective if the parameter is split."""
         spec, layout = self._specs[name], self._mesh.layout
         if layout.size(*spec.sharding_axes) == 1:
             return to_host(local)
@@ -204,7 +204,7 @@ class FullState:
         return full
 
     def _of_all_stages(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors in host memory of this rank's stages, and those of all others: from the first that has it."""
+        """Add the other stages' tensors to this rank's own; the first stage that has one broadcasts it."""
         pipeline = self._mesh.axis("pipeline")
         if pipeline.size == 1:
             return mine
@@ -238,7 +238,7 @@ def _reader(value: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def own_config(model: nn.Module) -> dict[str, Any] | None:
-    """What a model says of itself, as JSON has it: a dataclass, or Hugging Face's configuration."""
+    """A model's own configuration as JSON values: a dataclass, or Hugging Face's configuration."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         return dict(json.loads(json.dumps(config.to_dict(), default=str)))

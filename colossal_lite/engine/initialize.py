@@ -1,9 +1,9 @@
-"""From a model and a context to an engine: what is decided, refused, allocated and filled before the first step.
+"""Builds an engine from a model and a context: checks, splits, allocates and fills before the first step.
 
 Note: order.
-Facts are checked before anything is built, a model's values are compared between ranks before anything is cut, layers
-are swapped while parameters have no storage, and chunks are allocated last, at their final size, and filled shard by
-shard: no rank ever holds more than its part and one tensor on its way.
+Model and config are checked before anything is built.  A model's values are compared between ranks before it is split.
+Layers are swapped while parameters have no storage.  Chunks are allocated last, at their final size, and filled shard
+by shard.  So a rank never holds more than its part and one tensor in transit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import check_batch
 from colossal_lite.engine.context import Context
-from colossal_lite.engine.engine import Built, Engine
+from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore, TaskRecords
@@ -65,19 +66,19 @@ def initialize(
     store: HostStore | None = None,
     task: str = "model",
 ) -> Engine:
-    """A model and a context to an engine that trains it.
+    """Build an engine that trains `model`. Collective.
 
     An nn.Module keeps its values, which must be the same on every rank (hashes are compared).  A callable is run with
-    parameters on the meta device; its initialisers are replayed from the seed, so it need never fit on one rank.
-    The trainable parameters are those that require a gradient now.  Raises ConfigError for a model that the config
-    cannot cut, ValueError for one that cannot be built or differs between ranks; before anything is allocated.
-    `optimizer` makes a torch optimizer over the list of parameters it is given, in the place of `config.optimizer`.
-    `example`: a batch of this rank as `train_step` will get them, which `pipeline.partition='profiled'` takes its times
-    by; a model that states no sizes needs one there.
-    `store`: where the engine leaves its state under the name `task` when it is closed, for the next engine of that task
-    in this process, which goes on with it as if there had been one engine: weights, masters, moments, step counts, loss
-    scale and buffers (frozen parameters are the model's).  Raises ValueError on every rank if what was left there is
-    not what this engine has; then it is still there.  ConfigError if memory.host_budget has no room for what it leaves.
+    parameters on the meta device. Its initialisers are replayed from the seed, so it need never fit on one rank.
+    Parameters that require a gradient now are trained.  Raises ConfigError for a model that the config cannot split,
+    ValueError for one that cannot be built or differs between ranks, before anything is allocated.
+    `optimizer` makes a torch optimizer over a list of parameters, in place of `config.optimizer`.
+    `example`: a batch of this rank as in `train_step`, with which `pipeline.partition='profiled'` times the layers. A
+    model that states no sizes needs one there.
+    `store`: host memory in which the engine parks its state under the name `task` when it is closed.  The next engine
+    of that task in this process resumes from it, as if there had been one engine: weights, masters, moments, step
+    counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank if the parked
+    state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small for it.
     """
     if store is None:
         records = TaskRecords(task, context.device)
@@ -142,8 +143,8 @@ def _initialize(
 
 
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
-    """The sizes of a model, where it states them. Raises ConfigError for those that the config cannot cut, ValueError
-    for what cannot be trained, or not in parts."""
+    """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split, ValueError
+    for a model that cannot be trained, or not in parts."""
     facts = facts_of(module)
     if facts is not None:
         context.config.check_model(facts)
@@ -158,8 +159,8 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
 def _swap_layers(
     module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams
 ) -> Parallelized:
-    """Every layer of the model becomes this rank's part of it, run again in backward and compiled as the config says;
-    parameters that are cut have no values afterwards."""
+    """Replace layers by this rank's part of them, with activation checkpointing and compilation as configured. Split
+    parameters have no values afterwards."""
     config = context.config
     parallelized = parallelize(
         module,
@@ -180,7 +181,7 @@ def _swap_layers(
 
 
 def _cuts(config: Config, context: Context) -> tuple[str, ...]:
-    """What makes a module see a batch in parts, or twice."""
+    """The settings by which a module sees a batch in parts, or twice."""
     pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
     found = {
         f"data={context.mesh.size('data')}": context.mesh.size("data") > 1,
@@ -192,7 +193,7 @@ def _cuts(config: Config, context: Context) -> tuple[str, ...]:
 
 
 def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
-    """Of a batch that the user shows."""
+    """The first micro-batch of the user's example."""
     pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
         return None
@@ -208,7 +209,7 @@ def _measure(
     module: nn.Module, facts: ModelFacts | None, parallelized: Parallelized, streams: DropoutStreams, context: Context,
     example: Batch | None, criterion: Criterion | None,
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
-    """What times the units of the model, where a pipeline is cut by the clock."""
+    """The function that times the units of the model, for `pipeline.partition='profiled'`."""
     pipeline, given = context.config.parallel.pipeline, context.config.precision
     if pipeline.size == 1 or pipeline.partition != "profiled":
         return None
@@ -232,7 +233,7 @@ def _lay_out(
     context: Context,
     measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None,
 ) -> Stages:
-    """Which units of the model are on which stage of the pipeline; without one, all are here."""
+    """The units of the model on each stage of the pipeline; without a pipeline all are here."""
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
@@ -242,7 +243,7 @@ def _lay_out(
 def _forecast_batch(
     model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
 ) -> Forecast | None:
-    """How `plan` foretells what a step here holds, of a model that can be built once more; None for any other."""
+    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other."""
     pipeline = context.config.parallel.pipeline
     by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
     if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
@@ -283,7 +284,7 @@ def _forecast_batch(
 def _check_optimizer(
     optimizer: object, module: nn.Module, specs: Mapping[str, ShardSpec], context: Context
 ) -> None:
-    """What the optimizer cannot update here, said before anything is allocated."""
+    """Refuse what the optimizer cannot update here, before anything is allocated."""
     config, mesh = context.config, context.mesh
     shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     in_parts = {n for n in shapes if config.zero.stage or mesh.size(*specs[n].sharding_axes) > 1}
@@ -320,9 +321,9 @@ def _build_chunks(
     specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
 ) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
-    """Allocate the chunks of this rank's parameters, of which all are named in `order` of use, and fill them: those
-    that train, if no engine before has left their values, and frozen ones; of these, what is in no chunk is converted
-    where it is."""
+    """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
+
+    Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
     config, device = context.config, context.device
     precision = Precision.of(config.precision)
     layout, coords = context.mesh.layout, context.mesh.coords
@@ -354,7 +355,7 @@ def _build_chunks(
 
 
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Put real parameters without storage of their own in the place of those on meta; ties stay ties."""
+    """Replace parameters on meta by real ones without storage of their own; ties stay ties."""
     real: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):

@@ -1,14 +1,13 @@
-"""What a rank holds and moves, kind by kind and tier by tier, beside what was foretold.
+"""Measures the bytes that a rank holds and copies, by kind and tier, beside the forecast.
 
-Note: what is measured, and when.
-State (weights, masters, gradients, optimizer) is allocated once, at the start or when a budget is settled, and in use
-from then on, so its rows are read off the chunks at any time, and their peak is what they hold.  Of slots (staging,
-gathered, visiting, arena, passing, messages) the peak is what steps have really used, up to the furthest element or of
-the most buffers at once, whatever was set aside; where the plan is right it is as much.  `arena` is one allocation that
-several kinds share (memory/arena.py): beside it `staging` and `visiting` are what was taken beyond the plan, as a rule
-nothing.  What a step holds beside it is seen only by a `Metering` that is on: torch's dispatcher then calls Python for
-each operation, and nothing is paid outside.  Links count the bytes that copies were asked for and the seconds that the
-computing waited; a report of them begins with the step.
+Note: when each row is measured.
+State (weights, masters, gradients, optimizer) is allocated once: at the start, or when a budget chooses a placement.
+Its rows are read from the chunks at any time, and their peak is the allocation.  For buffers (staging, gathered,
+visiting, arena, passing, messages) `peak` is what steps used, not what was allocated.  If the plan is right, both are
+equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
+allocations beyond the plan, normally none.  Activations and temporaries are measured only while a `Metering` is on:
+torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  Links count the bytes of
+requested copies, and the seconds that computing waited for them, from the beginning of the step.
 """
 
 from __future__ import annotations
@@ -40,21 +39,20 @@ from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one kind of state on one tier of this rank: set aside now, in use at the peak, and as the plan
-    foretold."""
+    """Bytes of one kind of state on one tier of this rank: allocated now, used at the peak, and forecast."""
 
     kind: str
     tier: str
     now_bytes: int
     peak_bytes: int
     forecast_bytes: int | None
-    """None where nobody could foretell it."""
+    """None without a forecast."""
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One direction between two tiers since the last step began: bytes that copies were asked for, and seconds that
-    the computing has waited for them."""
+    """One direction between two tiers since the last step began: bytes of requested copies, and seconds that
+    computing waited for them."""
 
     link: str
     moved_bytes: int
@@ -70,9 +68,8 @@ def rows_of_state(
     frozen: Sequence[WeightChunk] = (),
     apart: Sequence[Tensor] = (),
 ) -> tuple[MemoryRow, ...]:
-    """Weights, masters, gradients and optimizer state of a rank on every tier, the slots in which gradients wait to be
-    summed, those of gathered weights, those through which state visits the device, and frozen parameters: of the chunks
-    that do not train, `frozen`, and of those that are in none, `apart`."""
+    """Rows of weights, masters, gradients and optimizer state on every tier, of the buffers of gradients, gathered
+    weights and streamed state, and of frozen parameters.  These are in chunks, `frozen`, or in none, `apart`."""
     precision = Precision.of(config.precision)
     types = ChunkTypes.of(precision)
     widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
@@ -120,8 +117,8 @@ def rows_of_state(
 def _by_tier(
     chunks: Sequence[Chunk], kind: str, optimizer: ChunkOptimizer | OwnOptimizer, device: str
 ) -> Mapping[str, Sequence[Chunk]]:
-    """The chunks by where their state of a kind rests in memory of its own. Weights and gradients have a row on the
-    device in any case, the others where no chunk is."""
+    """The chunks by the tier of their own allocation for a kind of state. Weights and gradients always have a row on
+    the device; the others have one there if there are no chunks."""
     tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") or not chunks else {}
     for chunk in chunks:
         if kind in ("weights", "gradients"):
@@ -136,14 +133,14 @@ def _by_tier(
 
 
 class Metering:
-    """What metered steps held beside the state; nothing before any was."""
+    """Measures what metered steps hold beside the state."""
 
     def __init__(self) -> None:
         self._meter, self._is_on = StepMeter(), False
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Meter the steps within, from the beginning."""
+        """Meter the steps within; forgets what was metered before."""
         self._meter, self._is_on = StepMeter(), True
         hooks = list(self._hooks(model))
         try:
@@ -155,23 +152,23 @@ class Metering:
                 hook.remove()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         if self._is_on:
             self._meter.begin()
 
     def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
-        """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""
+        """Note that the forward of a micro-batch has ended; `shapes` of all micro-batches of the step."""
         if self._is_on and torch.is_grad_enabled():
             self._meter.forward_ended(shapes)
             self._meter.moment("loss")
 
     def updated(self, chunk: int) -> None:
-        """A chunk has had its update."""
+        """Note that a chunk was updated."""
         if self._is_on:
             self._meter.moment(f"update {chunk}")
 
     def rows(self, forecast_batch: Forecast | None, device: str, shared_bytes: int) -> tuple[MemoryRow, ...]:
-        """The peaks beside what `plan` foretells for such steps; `shared_bytes` lay in host memory for other ranks."""
+        """The peaks beside the forecast of `plan` for such steps; `shared_bytes` of host memory for other ranks."""
         meter = self._meter
         if not meter.kept_bytes:
             return ()
@@ -185,7 +182,7 @@ class Metering:
         return tuple(rows)
 
     def timeline(self, rows: Sequence[MemoryRow]) -> MemoryTimeline:
-        """The moments of the metered step that held most, over `rows`. Raises ValueError without `metered` steps."""
+        """The metered step with the highest peak, over `rows`. Raises ValueError without `metered` steps."""
         moments = self._meter.moments
         if not moments:
             raise ValueError(
@@ -202,7 +199,7 @@ class Metering:
         return MemoryTimeline(tuple(moment.name for moment in moments), tuple(levels))
 
     def _hooks(self, model: nn.Module) -> Iterator[Any]:
-        """They tell the meter when a block has gone forward, and when it has its gradients."""
+        """Hooks that note the end of each block's forward, and of its gradients."""
         for name, block in blocks_of(model).items():
             yield block.register_forward_hook(lambda *_, name=name: self._meter.moment(f"forward {name}"))
             first = next((p for p in block.parameters() if p.requires_grad), None)
@@ -213,7 +210,7 @@ class Metering:
 
 
 class LinkMarks:
-    """Where the counts of links stood when the last step began."""
+    """Counts of the links at the beginning of the last step."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.begin(links)
@@ -222,7 +219,7 @@ class LinkMarks:
         self._marks = [(link.moved_bytes, link.waited_s) for link in links]
 
     def rows(self, links: Sequence[Link]) -> tuple[LinkRow, ...]:
-        """What the links have done since."""
+        """The counts since then."""
         return tuple(
             LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
             for link, (moved, waited) in zip(links, self._marks, strict=True)

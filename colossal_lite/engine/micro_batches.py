@@ -1,9 +1,9 @@
-"""From what a user hands to a step to the micro-batches of this rank.
+"""Cuts the batch of a step into the micro-batches of this rank.
 
-Note: all data ranks cut into as many micro-batches, whatever they were handed, so that they execute one plan; what is
-too little for that is empty on some.  They tell each other how many samples they have only where someone asks: dropout,
-whose masks follow from a sample's place in the global batch, a pipeline, and auxiliary losses, for valid labels too.
-Cost, where someone does: one all-gather over `data`.
+Note: all data ranks cut into equally many micro-batches, so that they run one plan.  With too few samples, some ranks
+get empty micro-batches.  Ranks exchange their batch sizes only where these are needed: for dropout, whose masks depend
+on a sample's place in the global batch; for a pipeline; and for auxiliary losses, with the number of valid labels.
+Cost there: one all-gather over `data`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from colossal_lite.parallel.parallelize import Parallelized
 
 
 class MicroBatches:
-    """Reads batches, all of one form."""
+    """Checks batches and cuts them into micro-batches."""
 
     def __init__(self, context: Context, parallelized: Parallelized, vocabulary: int | None) -> None:
-        """`vocabulary`: ids are below it, where it is known."""
+        """`vocabulary`: ids must be below it; None if it is not known."""
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._vocabulary = parallelized, vocabulary
 
     def of(self, batch: Any) -> tuple[Batch, ...]:
-        """Those of a step, or of an evaluation where no gradients are computed; some of them perhaps empty. Collective
-        as `sizes`. Raises ValueError for a batch that has another form, or too few samples."""
+        """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
+        `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
         check_batch(batch, vocabulary=self._vocabulary)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self.sizes(labels)
@@ -43,14 +43,16 @@ class MicroBatches:
         )
         parts = tuple(part for turn in whole.cut(accumulation_steps) for part in turn.cut(count))
         if pipeline.size > 1:
-            for part in parts:  # what cannot be cut is told by every stage, before any waits for another
+            for (
+                part
+            ) in parts:  # every stage raises for a batch that cannot be split, before one waits for another
                 if part.size:
                     self._parallelized.strategy.local_part(part)
         return parts
 
     def sizes(self, labels: Tensor) -> list[int]:
-        """The samples of each data rank, from its `labels`; of this one alone where nobody asks for more. Collective
-        where someone does."""
+        """The number of samples of each data rank, from its `labels`; of this rank alone where the others are not
+        needed. Collective where they are."""
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
@@ -61,5 +63,5 @@ class MicroBatches:
         return [int(size) for size, *_ in rows]
 
     def first_sample(self, sizes: Sequence[int]) -> int:
-        """Where this rank's samples begin in the global batch; only dropout asks."""
+        """The place of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
         return sum(sizes[: self._mesh.coord("data")]) if self._parallelized.has_dropout else 0

@@ -1,8 +1,8 @@
-"""What the ranks agree on at the end of a backward, in one all-reduce over the world.
+"""Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the sums of loss, tokens and squares, which parameters were used, and whether to stop, are one row of float64:
-`5 + parameters` numbers, and with `sum_order="ordered"` a square for each block of 1,024 elements in the place of their
-sum.  Every rank has the same row afterwards, so that whatever follows from it is decided alike everywhere.
+Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, which
+parameters were used, and whether to stop.  With `sum_order="ordered"` a square for each block of 1,024 elements stands
+in place of their sum.  Every rank has the same row afterwards, so all decide alike.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import to_device
+from colossal_lite.numerics.precision import LossScale
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What the ranks have agreed on: sums over the world."""
+    """Sums over the world, equal on every rank."""
 
     loss: float
     weight: float
     squares: float
     stop: bool
     used: Mapping[int, tuple[bool, ...]]
-    """Of each chunk of the whole pipeline, by its number: for which entries some rank has a gradient."""
+    """For each chunk of the whole pipeline, by its number: the entries for which some rank has a gradient."""
 
     @property
     def is_finite(self) -> bool:
@@ -41,50 +42,71 @@ class StepTotals:
 
     @property
     def mean_loss(self) -> Tensor:
-        """0-d; not a number where nothing was counted."""
+        """0-d; NaN without tokens."""
         return torch.tensor(self.loss / self.weight if self.weight else math.nan, dtype=torch.float64)
 
     def clip_factor(self, limit: float | None) -> float:
-        """What gradients are multiplied with so that their norm is `limit` at the most."""
+        """Factor on gradients so that their norm is at most `limit`."""
         return min(1.0, limit / (self.grad_norm + 1e-6)) if limit is not None else 1.0
 
 
 class LocalSums:
-    """What this rank adds up over the micro-batches of a step: on its device, so that nobody waits for it."""
+    """Sums of this rank over the micro-batches of a step, on its device, so that adding does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._row = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, weight: Tensor | int | float) -> None:
-        """Of the labels of a micro-batch."""
+        """Add loss and weight of the labels of a micro-batch."""
         self._row[0] += loss
         self._row[1] += weight
 
     @property
     def auxiliary(self) -> Tensor:
-        """What losses beside that of the labels are added to, 0-d."""
+        """The sum of auxiliary losses, 0-d."""
         return self._row[2]
 
     def weigh_alike(self) -> None:
-        """The losses so far are one mean, which weighs as much as that of any other data rank."""
+        """Give the losses so far the weight 1, as on every other data rank."""
         self._row[1] = 1.0
 
     def clear(self) -> None:
         self._row.zero_()
 
     def reported_loss(self, tells: bool) -> Tensor:
-        """(loss, weight) of this rank: auxiliary losses are told where they are emitted, those of labels if `tells`."""
+        """(loss, weight) that this rank reports: auxiliary losses always, the loss of the labels if `tells`."""
         loss, weight, auxiliary = self._row
         return torch.stack([loss + auxiliary, weight] if tells else [auxiliary, torch.zeros_like(weight)])
+
+
+class OpenStep:
+    """The step under way: its number, its loss scale, and what was summed for it so far."""
+
+    def __init__(self, loss_scale: LossScale, device: torch.device) -> None:
+        self.number = 0
+        """Steps made before it."""
+        self.loss_scale = loss_scale
+        self.sums = LocalSums(device)
+        self.totals: StepTotals | None = None
+        """None until backward has ended on all ranks."""
+        self.by_count: bool | None = None
+        """In a loop of the user's own, whether `backward` gets counts; None before its first call."""
+        self.calls = 0
+        """In a loop of the user's own, the calls of `backward`."""
+
+    def clear(self) -> None:
+        """Drop the sums and totals; number and loss scale stay."""
+        self.totals, self.by_count, self.calls = None, None, 0
+        self.sums.clear()
 
 
 def all_reduce_totals(
     mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool
 ) -> StepTotals:  # fmt: skip
-    """One all-reduce over the world: of what each rank has `told` [2], its terms of the sum of `squares`, which of
-    the entries of its `chunks` it has used, and whether it is asked to stop. Collective.
+    """One all-reduce over the world of each rank's (loss, weight) `told` [2], its terms of the sum of `squares`, the
+    entries of its `chunks` in use, and its request to `stop`. Collective.
 
-    `packed`: the chunks of the whole pipeline.  Raises what `Mesh.check_together` does for ranks that are apart."""
+    `packed`: the chunks of the whole pipeline.  Raises as `Mesh.check_together` if collectives differ."""
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
     flags = [stop, mesh.collectives_differ, *(flag for mine in used for flag in mine)]

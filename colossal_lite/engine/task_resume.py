@@ -1,8 +1,8 @@
-"""What an engine leaves to the next one of its task, and takes up of the one before it (memory/store.py).
+"""Parks an engine's state in the host store when it closes, and resumes the next engine of the task from it.
 
-Note: records stay where they rest, in memory of the host that outlives the engine; what is handed over beside them are
-facts that are no record (steps, step counts, loss scale, buffers) and the form, from which the next engine sees whether
-the records are its own.  Every rank takes up the same, or all are told what does not fit; then nothing is taken.
+Note: the records of a task (`TaskRecords`) are in host memory that outlives the engine.  They stay there.
+Parked beside them are steps, step counts, loss scale and buffers, and the layout of the records.  An engine compares
+that layout with its own.  All ranks resume the same step. If one cannot, all raise the reason and none resumes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 
 class TaskResume:
-    """The two ends of one engine's use of the records of its task."""
+    """Begins and ends one engine's use of the records of its task."""
 
     def __init__(
         self, records: TaskRecords, outlives: bool, model: nn.Module, optimizer: ChunkOptimizer | OwnOptimizer,
         world: Communicator,
     ) -> None:  # fmt: skip
-        """`outlives`: whether the records are to be there for another engine."""
+        """`outlives`: whether another engine may resume from the records."""
         assert not outlives or isinstance(optimizer, ChunkOptimizer)
         self.outlives = outlives
         self._records, self._model, self._optimizer, self._world = records, model, optimizer, world
@@ -34,12 +34,13 @@ class TaskResume:
 
     @property
     def is_due(self) -> bool:
-        """Whether the engine has yet to leave what is to outlive it."""
+        """Whether the engine still has to release records that outlive it."""
         return self.outlives and not self._has_left
 
-    def take_up(self) -> Mapping[str, Any] | None:
-        """The facts of the engine before, whose records are this one's now; None if there was none. Collective with a
-        store. Raises ValueError, on every rank, for what cannot be taken up."""
+    def resume(self) -> Mapping[str, Any] | None:
+        """Use the records of the engine before. Returns its facts; None if there was none. Collective with a store.
+
+        Raises ValueError on every rank if one cannot resume."""
         if not self.outlives:
             return None
         kept, faults = self._records.kept, list(self._records.misfits)
@@ -67,8 +68,8 @@ class TaskResume:
             buffer.copy_(kept.facts["buffers"][name])
         return kept.facts
 
-    def kept(self, steps: int, loss_scale: Any) -> ParkedState:
-        """All state, at rest, is brought to the store; what is not there."""
+    def park(self, steps: int, loss_scale: Any) -> ParkedState:
+        """Copy all state to the store; it must be at rest. Returns what is not in the records."""
         self._chunked.park(steps)
         facts = {
             "steps": steps,
@@ -78,29 +79,29 @@ class TaskResume:
         }
         return ParkedState(self._form(), facts)
 
-    def leave(self, kept: ParkedState | None) -> None:
-        """The records are no longer this engine's; None: what it leaves is not whole."""
+    def release(self, parked: ParkedState | None) -> None:
+        """Give the records back. None: the state is not complete, and no engine may resume from it."""
         if self._has_left:
             return
         self._has_left = True
         if self.outlives:
-            self._records.leave(kept)
+            self._records.leave(parked)
         else:
             self._records.close()
 
     @property
     def _chunked(self) -> ChunkOptimizer:
-        assert isinstance(self._optimizer, ChunkOptimizer), "what one's own keeps, only it knows"
+        assert isinstance(self._optimizer, ChunkOptimizer), "the state of a user's own optimizer is unknown"
         return self._optimizer
 
     def _form(self) -> dict[str, list[Any]]:
-        """What an engine must have to take up what this one leaves."""
+        """The layout that an engine must have to resume from this one."""
         buffers = [[name, [*b.shape], str(b.dtype)] for name, b in self._model.named_buffers()]
         return self._chunked.form() | {"buffers": [buffers]}
 
 
 def _differs(was: Any, wanted: Any) -> str:
-    """The first of a chunk's entries, owned elements, dtype and records in which it is another."""
+    """The first that differs of a chunk's entries, owned elements, dtype and records."""
     if was is None or wanted is None:
         return "there is none now" if wanted is None else "it is new"
     for what, old, new in zip(("entries", "owned elements", "dtype", "records"), was, wanted, strict=False):

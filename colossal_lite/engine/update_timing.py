@@ -1,12 +1,12 @@
-"""When the updates of a step are made: at its end, beside the next forward, or within its backward.
+"""Decides when the updates of a step run: at its end, beside the next forward, or within its backward.
 
 Note: three times, one list of actions.
-An update needs its gradient summed, and the numbers that all updates of a step share: the divisor (tokens and clip
-factor) and the learning rate.  At the end of a step both are known, and every update runs at once; where records come
-over a link the step owes them, and they run beside the next forward (zero/owed.py); with
-`optimizer.update_when="backward"` the tokens are agreed on before backward, nothing is clipped, and each update
-stands right behind the sum of its chunk (zero/in_backward.py).  The actions and what they do are the same,
-`Updates._owing`; only who asks for them differs. Cost within backward: one all-reduce of two float64 more.
+An update needs its summed gradient, and two numbers of the step: the divisor (tokens and clip factor) and the learning
+rate.  Both are known at the end of a step, and every update runs then.  Where state is copied over a link, updates are
+deferred and run beside the next forward (zero/deferred_updates.py).  With `optimizer.update_when="backward"` the ranks
+agree on the tokens before backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
+(zero/backward_updates.py).  The actions are the same, `Updates._actions`.  Cost within backward: one more all-reduce of
+two float64.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 Used = Mapping[int, Sequence[bool]]
-"""Of each chunk, by its number: for which entries some rank has a gradient."""
+"""For each chunk, by its number: the entries for which some rank has a gradient."""
 
 
 class Updates:
-    """The updates of this rank's chunks, one step's after another's."""
+    """Runs the updates of this rank's chunks, step after step."""
 
     def __init__(
         self,
@@ -55,25 +55,24 @@ class Updates:
         self._in_backward = (
             UpdatesInBackward(chunks) if sharding_of(config).frees_gradient_on_update else None
         )
-        self._used: dict[int, Sequence[bool]] = {}  # as far as an update in backward knows
+        self._used: dict[int, Sequence[bool]] = {}  # as far as it is known in backward
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed)
 
     @property
     def within_backward(self) -> bool:
-        """Whether they are made there, and no gradient is kept."""
+        """Whether updates run within backward; then no gradient is kept."""
         return self._in_backward is not None
 
     @property
     def under_way(self) -> bool:
-        """Whether a step is under way that has updated weights, or will before it is known to be one; the same on all
-        ranks."""
+        """Whether a step that updates within backward has begun and not ended; the same on all ranks."""
         return self._in_backward is not None and self._in_backward.goes
 
     @property
     def defers(self) -> bool:
-        """Whether updates run while the next forward does: where state comes over a link. Compiled blocks take no
-        updates into their code."""
+        """Whether updates run beside the next forward: where state is copied over a link. Compiled blocks cannot run
+        updates."""
         state = self._optimizer
         moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
         return moves and self._config.compile == "none"
@@ -81,30 +80,28 @@ class Updates:
     # ---- at the end of a step ----
 
     def deferred(self, totals: StepTotals, factor: float) -> DeferredUpdates:
-        """The updates of a step, every number of which is known; `factor` of the learning rate. From now on the weights
-        are others, wherever their updates run."""
+        """The updates of a step; `factor` of the learning rate. Counts the weights as changed from now on, whenever
+        the updates run."""
         for chunk in self._chunks:
             if any(totals.used[chunk.spec.id]):
                 chunk.count_change()
         scale = totals.weight / totals.clip_factor(self._config.clip_grad_norm)
-        return self._owing(totals.used, factor, scale)
+        return self._actions(totals.used, factor, scale)
 
     # ---- within backward ----
 
     def begin(self, told: Tensor, factor: float) -> None:
-        """Before a backward that updates: the ranks agree on what its updates divide by, from the (loss, weight) that
-        each has `told`. Collective."""
+        """Before a backward that updates: sum the (loss, weight) `told` by each rank, to divide by. Collective."""
         assert self._in_backward is not None
         loss, weight = self._mesh.world.all_reduce(told).tolist()
         if not math.isfinite(loss) or weight == 0:
             self._in_backward.begin(None)
             return
         self._used = {chunk.spec.id: (True,) * len(chunk.spec.entries) for chunk in self._chunks}
-        self._in_backward.begin(self._owing(self._used, factor, weight))
+        self._in_backward.begin(self._actions(self._used, factor, weight))
 
     def end(self, totals: StepTotals) -> None:
-        """The updates of a step under way are all made, and their weights on their way unless the step has spoilt
-        them."""
+        """Run the updates that are left, and start the gathers of their weights, unless a gradient was not finite."""
         assert self._in_backward is not None
         self._used.update(totals.used)
         self._in_backward.finish()
@@ -113,19 +110,19 @@ class Updates:
             self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
 
     def give_up(self) -> None:
-        """What a backward has not updated stays as it is."""
+        """Drop the updates that backward has not run."""
         if self._in_backward is not None:
             self._in_backward.over()
 
-    # ---- where there are none ----
+    # ---- without updates ----
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether some weights that rest on the device by turns are nowhere until their update (memory/chunk.py)."""
+        """Whether some time-shared weights are in no buffer until their update (memory/chunk.py)."""
         return any(chunk.lacks_weights for chunk in self._chunks)
 
     def remake(self) -> None:
-        """Of a step that makes no updates: weights that are nowhere are made of their masters again."""
+        """After a step without updates: compute weights that are in no buffer from their masters."""
         optimizer = self._optimizer
         if not self.lacks_weights or not isinstance(optimizer, ChunkOptimizer):
             return
@@ -139,7 +136,7 @@ class Updates:
         self._weights.update(DeferredUpdates(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
 
     def refuse_within(self, what: str) -> None:
-        """Raises ValueError while some weights are new and others are not, or some are nowhere."""
+        """Raises ValueError while some weights are new and others old, or some are in no buffer."""
         if self.lacks_weights:
             raise ValueError(
                 f"{what}: between the last backward of a step and its updates the device has gradients in the place of "
@@ -151,13 +148,13 @@ class Updates:
                 f"not over; legal: after step"
             )
 
-    # ---- what the actions do ----
+    # ---- the actions ----
 
-    def _owing(self, used: Used, factor: float, scale: float) -> DeferredUpdates:
-        """The updates of the parameters that are `used`, in the order of the optimizer's plan."""
+    def _actions(self, used: Used, factor: float, scale: float) -> DeferredUpdates:
+        """The updates of the parameters in `used`, in the order of the optimizer's plan."""
         self._optimizer.changed = False
         self._optimizer.defer()
-        # What the last backward has done, unless there were fewer than foreseen.
+        # The last backward has done this, unless there were fewer than planned.
         for chunk in self._chunks:
             chunk.give_weights()
         for chunk in self._chunks:
@@ -182,7 +179,7 @@ class Updates:
         )
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
-        """On the host it only sets out."""
+        """Run the update of a chunk; on the host only start it."""
         assert action.chunk is not None
         chunk = self._chunks[action.chunk]
         with self._mesh.progress.during("update"):
@@ -197,7 +194,7 @@ class Updates:
                 self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:
-        """A chunk's new weights are there."""
+        """After the update of a chunk: start the gather of its new weights where the next forward needs it."""
         self._metering.updated(chunk.spec.id)
         chunk.run_deferred()
         self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
@@ -213,22 +210,8 @@ class Updates:
 
 
 def spoilt(why: str) -> ValueError:
-    """Weights have been updated by a step that is none."""
+    """The error for weights that an incomplete step has updated."""
     return ValueError(
         f"{why} in backward (optimizer.update_when='backward'), so that they are a mix; legal: load a checkpoint, or "
         f"optimizer.update_when='step', which skips such a step"
     )
-
-
-def refuse_second_backward(config: Config) -> None:
-    """Raises ValueError where a step has one micro-batch, and a loop of the user's own calls backward again."""
-    if config.precision.gradient == "bf16":
-        raise ValueError(
-            "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
-            "'auto', or one call a step"
-        )
-    if config.optimizer.update_when == "backward":
-        raise ValueError(
-            "backward: a second call before step, and optimizer.update_when='backward' has updated the weights in the "
-            "first; legal: 'step', or one call a step"
-        )

@@ -90,7 +90,7 @@ class Seen:
 def three_steps(env: RankEnv, case: Case) -> Seen:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        kept = [(chunk.version, chunk.local_shard.clone()) for chunk in engine._frozen]
+        kept = [(chunk.version, chunk.local_shard.clone()) for chunk in engine._parts.built.frozen]
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
         for _ in range(
             3
@@ -99,11 +99,11 @@ def three_steps(env: RankEnv, case: Case) -> Seen:
         rows = {(r.operation, r.axis): (r.calls, r.payload_bytes) for r in engine.ledger.rows()}
         assert all(
             chunk.version == version and torch.equal(chunk.local_shard, value)
-            for chunk, (version, value) in zip(engine._frozen, kept, strict=True)
+            for chunk, (version, value) in zip(engine._parts.built.frozen, kept, strict=True)
         )
         weights = engine._weights
         assert isinstance(weights, ParameterGather) and weights.plan is not None
-        assert not any(isinstance(chunk, Chunk) for chunk in engine._frozen)
+        assert not any(isinstance(chunk, Chunk) for chunk in engine._parts.built.frozen)
         made = planner.plan(
             context.config, case.model, batch=case.global_batch, sequence=case.tokens,
             world_size=case.world_size, rank=env.rank,
@@ -111,8 +111,8 @@ def three_steps(env: RankEnv, case: Case) -> Seen:
         )  # fmt: skip
         return Seen(
             rows, weights.plan.gathers(),
-            tuple(c.spec.numel for c in engine._chunks), tuple(c.spec.numel for c in engine._frozen),
-            tuple(tuple(e.name for e in c.spec.entries) for c in (*engine._chunks, *engine._frozen)),
+            tuple(c.spec.numel for c in engine._chunks), tuple(c.spec.numel for c in engine._parts.built.frozen),
+            tuple(tuple(e.name for e in c.spec.entries) for c in (*engine._chunks, *engine._parts.built.frozen)),
             {row.kind: (row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()},
             {row.kind: row.bytes for row in made.memory},
             {(r.operation, r.axis): (r.calls, r.payload_bytes) for r in made.traffic},
@@ -161,15 +161,16 @@ def on_the_host(env: RankEnv, case: Case) -> tuple[list[float], dict[str, Tensor
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         steps = list(steps_of(engine, context, case))
+        frozen = engine._parts.built.frozen
         weights, link = engine._weights, {row.link: row.moved_bytes for row in engine.link_report()}
         assert isinstance(weights, ParameterGather) and weights.plan is not None
         stays = weights.plan.stays()
         facts = dict(
             rows=[(r.tier, r.now_bytes, r.forecast_bytes) for r in engine.memory_report() if r.kind == "frozen"],
-            all=sum(c.resting_bytes for c in engine._frozen),
-            ups=sum(stays[c.spec.id] * c.resting_bytes for c in engine._frozen if c.weights_at_rest is not None),
+            all=sum(c.resting_bytes for c in frozen),
+            ups=sum(stays[c.spec.id] * c.resting_bytes for c in frozen if c.weights_at_rest is not None),
             up=link.get("h2d"),
-            on_host=sum(c.weights_at_rest is not None for c in engine._frozen),
+            on_host=sum(c.weights_at_rest is not None for c in frozen),
         )  # fmt: skip
         return [step.loss for step in steps], dict(steps[-1].parameters), facts
 
@@ -218,7 +219,7 @@ def loaded(env: RankEnv, case: Case, folder: str) -> tuple[dict[str, Tensor], di
         engine.load_full_state_dict(found)
         for _ in steps_of(engine, context, case, (1,)):
             pass
-        frozen = {name for name, p in engine._parameters.items() if not p.requires_grad}
+        frozen = {name for name, p in engine._parts.parameters.items() if not p.requires_grad}
         return found, {name: engine.full_state_dict()[name] for name in frozen}
 
 

@@ -40,7 +40,7 @@ class Seen:
 def steps(engine: Engine, case: Case) -> Iterator[tuple[float, list[tuple[str, int]]]]:
     for number in range(case.steps):
         loss = float(engine.train_step(case.batch(number)).loss)
-        engine._rest()  # what a step owes to its updates counts in the one in which they run
+        engine._state.rest()  # what a step owes to its updates counts in the one in which they run
         yield loss, [(row.link, row.moved_bytes) for row in engine.link_report()]
 
 

@@ -104,7 +104,7 @@ def kept_sums(env: RankEnv, case: Case) -> dict[str, Tensor]:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         engine.forward_backward(tuple(t[context.local_batch(case.global_batch)] for t in case.batch(0)))
-        return engine._whole.gradients(1.0)
+        return engine._state.full.gradients(1.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -124,7 +124,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
                 batch = tuple(part[cut] for part in case.batch(number))
                 with mode if number == 2 else nullcontext():
                     engine.train_step(batch)
-            engine._rest()
+            engine._state.rest()
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
             kinds = (*slots_of(engine._chunks), *optimizer.visited, *time_shared(engine._chunks))

@@ -236,7 +236,7 @@ def dropped(env: RankEnv, case: Case) -> tuple[list[float], dict[str, int]]:
             gate = threading.Event()
             disk = held.disk if held is not None else None
             stands = () if held is None else (held.up, held.up if disk is None else disk.reads)
-            engine._rest()
+            engine._state.rest()
             for link in stands:
                 link._thread.submit(gate.wait, 10)
             losses.append(float(engine.forward_backward(case.batch(number))))

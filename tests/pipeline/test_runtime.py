@@ -587,8 +587,8 @@ def looks(env: RankEnv, case: Case) -> dict[str, Any]:
             own=[str(span.action) for span in runtime.spans],
             slots=slots,
             names={n: p.numel() for n, p in engine.model.named_parameters()},
-            tied=engine._parameters["token.weight"].detach().clone()
-            if "token.weight" in engine._parameters
+            tied=engine._parts.parameters["token.weight"].detach().clone()
+            if "token.weight" in engine._parts.parameters
             else None,
         )
 
@@ -733,7 +733,7 @@ def acts(env: RankEnv, case: Case) -> list[str]:
         patch.setattr(Communicator, "receive_async", receives)
         engine = start(case, context)
         homes = engine._stages.homes
-        for name, parameter in engine._parameters.items():
+        for name, parameter in engine._parts.parameters.items():
             if len(homes[name]) == 1:
                 word = f"weights {homes[name][0]}"
                 parameter.register_hook(lambda grad, word=word: None if grad is None else note(word))

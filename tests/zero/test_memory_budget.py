@@ -800,8 +800,10 @@ def frozen_rows(env: RankEnv, case: Case) -> tuple[int, int, int, int]:
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         held = sum(p.nbytes for p in engine.model.parameters() if not p.requires_grad)
-        if engine._frozen:
-            held = sum(chunk.spec.numel // 2 * chunk.local_shard.itemsize for chunk in engine._frozen)
+        if engine._parts.built.frozen:
+            held = sum(
+                chunk.spec.numel // 2 * chunk.local_shard.itemsize for chunk in engine._parts.built.frozen
+            )
         (row,) = [row for row in engine.memory_report() if row.kind == "frozen"]
         assert row.tier == "cpu" and row.peak_bytes == row.now_bytes
         made = planner.plan(

@@ -236,7 +236,7 @@ def futures_of(env: RankEnv, case: Case, fault: str = "") -> tuple[list[str], li
             engine.train_step(batch_of(case, context, number))
             lost += seen.lost()
         engine.eval_step(batch_of(case, context, 3))
-        engine._rest()
+        engine._state.rest()
         alive = [ref() for ref, _ in seen._made]
         open_copies = [one.link.name for one in alive if isinstance(one, Transfer) and not one.is_handed]
         open_calls = [one._what for one in alive if isinstance(one, PendingCollective) and one._works]

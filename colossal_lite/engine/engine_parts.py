@@ -1,0 +1,159 @@
+"""Builds the parts that an engine's step, state and reports share: hooks, gates, optimizer, budget, updates.
+
+Note: order.
+`assemble` builds the parts in one fixed order, because some builders communicate.  A part is built once and never
+replaced.  Hooks and gates are on the model from here on; `Engine.close` removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from colossal_lite.config.config import Config
+from colossal_lite.engine.context import Context
+from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.memory_report import Metering
+from colossal_lite.engine.update_timing import Updates
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.host_store import TaskRecords
+from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.pipeline.stages import Stages
+from colossal_lite.pipeline.step_plan import splits_backward
+from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights
+from colossal_lite.zero.build_chunks import chunk_optimizer, sharding_of
+from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.gradient_hooks import StageHooks
+from colossal_lite.zero.memory_budget import MemoryBudget
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.sharded_weights import ParameterGather, weights_of
+from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model as `initialize` has built it: this rank's part, and the layout of the whole."""
+
+    model: nn.Module
+    names: GlobalNames
+    stages: Stages
+    parallelized: Parallelized
+    streams: DropoutStreams
+    packed: tuple[ChunkSpec, ...]
+    """Trainable chunks of the whole pipeline."""
+    chunks: tuple[Chunk, ...]
+    """Trainable chunks of this rank."""
+    frozen: tuple[WeightChunk, ...]
+    """Frozen chunks of this rank; empty where every rank holds frozen parameters in full."""
+    trainable: Mapping[str, torch.Size]
+    """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
+    records: TaskRecords
+    """State in host memory."""
+    outlives: bool
+    """Whether another engine may resume from the records."""
+
+    def apart(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        """Parameters of this rank that are in no chunk: frozen, and in full on every rank."""
+        chunks: tuple[WeightChunk, ...] = (*self.chunks, *self.frozen)
+        in_chunks = {entry.name for chunk in chunks for entry in chunk.spec.entries}
+        return [parameter for name, parameter in parameters.items() if name not in in_chunks]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of one engine. Step, state and reports hold the same objects."""
+
+    built: Built
+    context: Context
+    parameters: Mapping[str, nn.Parameter]
+    """This rank's parameters by the model's first names."""
+    apart: Sequence[nn.Parameter]
+    """Parameters in no chunk."""
+    hooks: StageHooks
+    weights: ForwardGates
+    weight_grads: WeightGradStore
+    """Deferred weight gradients; in use only where the schedule computes them apart."""
+    optimizer: ChunkOptimizer | OwnOptimizer
+    memory_budget: MemoryBudget | None
+    """None where all state is on the device for good."""
+    metering: Metering
+    updates: Updates
+
+    def before_backward(self) -> None:
+        """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
+        # The forward has run them, unless this backward belongs to an earlier one. The slots are used in order.
+        self.weights.run_deferred()
+        if self.memory_budget is None or self.memory_budget.placement is not None:
+            self.optimizer.prepare()
+
+    def measured(self) -> AbstractContextManager[None]:
+        """Measure the device memory in use, if a budget still has to choose a placement."""
+        return nullcontext() if self.memory_budget is None else self.memory_budget.measured()
+
+
+def assemble(built: Built, context: Context, factory: Factory | None) -> EngineParts:
+    """Build the parts of an engine; `factory` makes the user's own optimizer. Collective.
+
+    Raises ConfigError and ValueError as `chunk_optimizer` and `MemoryBudget` do."""
+    config, mesh, model, chunks = context.config, context.mesh, built.model, built.chunks
+    parameters = built.names.parameters(model)
+    apart = built.apart(parameters)
+    hooks = StageHooks(chunks, parameters, by_micro_batch=sharding_of(config).by_micro_batch)
+    weights = weights_of(model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen)
+    weight_grads = _weight_grads_of(model, config)
+    optimizer = _optimizer_of(built, context, factory, parameters)
+    if isinstance(weights, ParameterGather) and optimizer.tiers:
+        weights.up = optimizer.tiers.up
+    memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
+    metering = Metering()
+    updates = Updates(chunks, optimizer, weights, hooks, metering, mesh, config)
+    return EngineParts(
+        built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates
+    )  # fmt: skip
+
+
+def _weight_grads_of(model: nn.Module, config: Config) -> WeightGradStore:
+    """The store to which layers defer their weight gradients, if the schedule splits backward."""
+    store = WeightGradStore()
+    if splits_backward(config.parallel.pipeline):
+        defer_weights(model, store)
+    return store
+
+
+def _optimizer_of(
+    built: Built, context: Context, factory: Factory | None, parameters: Mapping[str, nn.Parameter]
+) -> ChunkOptimizer | OwnOptimizer:
+    """The optimizer of the config, or the user's own, made by `factory`. Collective; raises as `chunk_optimizer`."""
+    config = context.config
+    if factory is not None:
+        scheduled = config.lr_scheduler.type != "constant"
+        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    ops = built.parallelized.ops
+    return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)
+
+
+def _memory_budget_of(
+    built: Built, context: Context, weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
+    hooks: StageHooks, apart: Sequence[nn.Parameter],
+) -> MemoryBudget | None:  # fmt: skip
+    """The placement of all state within a budget; None without one. Raises ConfigError as `MemoryBudget`."""
+    memory = context.config.memory
+    if not (memory.moves or memory.device_budget is not None or memory.host_budget is not None):
+        return None
+    try:
+        return MemoryBudget(
+            context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
+            frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
+            began=lambda: hooks.began,
+        )  # fmt: skip
+    except BaseException:
+        optimizer.close()  # it may have a file
+        raise

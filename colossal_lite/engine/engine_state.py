@@ -1,0 +1,244 @@
+"""Reads, writes, saves and loads the state of an engine, between its steps.
+
+Note: state at rest.
+Updates of a step may still run, and shards may be on their way between tiers.  `rest` waits for all of it, so it comes
+before every read and write here.  Within a step that updates in backward some weights are new and others are old:
+reading or changing them raises an error.
+
+Note: mixed weights.
+A load that failed halfway leaves weights that are part old, part new.  So does a step that updated in backward and then
+failed.  Both set `checkpoints.is_mixed`; save and the next step are refused until a load has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
+from colossal_lite.checkpoint.run_state import Loaded, RunFacts
+from colossal_lite.engine.context import noting_faults, reason_of
+from colossal_lite.engine.engine_parts import EngineParts
+from colossal_lite.engine.full_state import FullState, own_config
+from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.engine.task_resume import TaskResume
+from colossal_lite.engine.update_timing import spoilt
+from colossal_lite.memory.disk_file import DiskError
+from colossal_lite.memory.host_store import ParkedState
+
+MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
+
+
+class EngineState:
+    """The state of one engine. Public names of `Engine` keep their names here, and are documented there."""
+
+    def __init__(self, parts: EngineParts, step: OpenStep) -> None:
+        """`step` is cleared where its gradients are given up, and set by what is loaded."""
+        built, context, mesh = parts.built, parts.context, parts.context.mesh
+        self.mesh = mesh
+        self._context, self._step, self._updates = context, step, parts.updates
+        self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
+        self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
+        self.full = FullState(
+            built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
+            parts.optimizer, built.frozen,
+        )  # fmt: skip
+        self.checkpoints = Checkpointer(
+            mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
+            timeout_s=context.config.timeout_s, heard=context.first_failure,
+        )  # fmt: skip
+        self._task_resume = TaskResume(
+            built.records, built.outlives, built.model, parts.optimizer, mesh.world
+        )
+
+    # ---- full tensors ----
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        if self._updates.within_backward:
+            raise ValueError(
+                "full_gradients: optimizer.update_when='backward' keeps none, each is used up in backward; "
+                "legal: 'step'"
+            )
+        if self._step.totals is None:
+            raise ValueError("full_gradients: there are none; call it after forward_backward and before step")
+        return self.full.gradients(self._step.totals.weight)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        self._updates.refuse_within("full_state_dict")
+        self.rest()
+        return self.full.state_dict()
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        self._updates.refuse_within("full_optimizer_state")
+        self.rest()
+        return self.full.optimizer_state()
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._updates.refuse_within("load_full_state_dict")
+        self.rest()
+        self._optimizer.changing(self._frozen)
+        try:
+            self.full.load(state)
+        except ValueError:  # of tensors that do not fit
+            self._optimizer.unchanged()
+            raise
+
+    # ---- checkpoints ----
+
+    def save(self, directory: Path, *, samples: int, extra: Mapping[str, Any] | None) -> Saving:
+        self._updates.refuse_within("save")
+        self.refuse_mixed("save")
+        with suppress(DiskError):  # reading the records raises it again, on every rank
+            self.rest()
+        config = self._context.config
+        facts = RunFacts(
+            self._step.number, samples, config.seed, config.values(), own_config(self._model),
+            self._optimizer.updates(), extra or {}, self._step.loss_scale.state,
+        )  # fmt: skip
+        with self.mesh.progress.during("save"):
+            held = list(self.full.held())
+            return self.checkpoints.save(directory, held, facts, asynchronous=config.checkpoint.asynchronous)
+
+    def load(self, directory: Path) -> Loaded:
+        loaded = self._load(directory, missing_ok=False)
+        assert loaded is not None
+        return loaded
+
+    def resume(self, directory: Path) -> Loaded | None:
+        return self._load(directory, missing_ok=True)
+
+    def _load(self, directory: Path, *, missing_ok: bool) -> Loaded | None:
+        self.regain_weights()
+        if self._optimizer.tiers is None and self._weights.discard():  # else copies are where nobody knows
+            self.checkpoints.is_mixed = True
+        if not self._weights.has_deferred:
+            self._give_up()
+        with suppress(DiskError):  # as in `save`
+            self.rest()
+        held, complete = list(self.full.held()), self.mesh.size("pipeline") == 1
+        settings = self._context.config.values()
+        self._optimizer.changing(self._frozen)
+        try:
+            with self.mesh.progress.during("load"):
+                loaded = self.checkpoints.load(
+                    directory, held, settings, complete=complete, missing_ok=missing_ok
+                )
+        except BaseException:
+            if not self.checkpoints.is_mixed:
+                self._optimizer.unchanged()
+            raise
+        if loaded is None:
+            self._optimizer.unchanged()
+        else:
+            self._use_loaded(loaded)
+        return loaded
+
+    def _use_loaded(self, loaded: Loaded) -> None:
+        """Gather the weights anew from the masters that were loaded, and go on from their step."""
+        for chunk in self._chunks:
+            with self._optimizer.at_hand(chunk):
+                chunk.publish(0, chunk.owned[1] - chunk.owned[0])
+            chunk.start_gather()
+        for frozen in self._frozen:
+            frozen.count_change()
+        self._optimizer.settle()
+        self._weights.flush()
+        self._step.clear()
+        self._hooks.clear()
+        self._updates.give_up()
+        self._optimizer.set_updates(loaded.manifest.updates)
+        self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
+        self._step.number = loaded.step
+
+    # ---- steps that do not end well ----
+
+    def refuse_mixed(self, what: str) -> None:
+        """Raises ValueError while the weights are part old, part new."""
+        if self.checkpoints.is_mixed:
+            raise ValueError(f"{what}: {MIXED}")
+
+    @noting_faults
+    def zero_grad(self) -> None:
+        self._step.clear()
+        mixed = self._updates.under_way
+        if self._weights.has_deferred:
+            return  # no gradients yet: they come after a forward, and that runs deferred updates first
+        self._give_up()
+        self._hooks.clear()
+        self._updates.remake()
+        if mixed:
+            self.spoil("zero_grad: the gradients of this step have updated weights")
+
+    def spoil(self, why: str) -> NoReturn:
+        """End a step that has updated weights and cannot be completed. Raises ValueError."""
+        self._updates.give_up()
+        self._hooks.clear()
+        self.rest()
+        self._step.clear()
+        self.checkpoints.is_mixed = True
+        raise spoilt(why)
+
+    def rest(self) -> None:
+        """Wait until deferred updates have run and every shard is back on its tier."""
+        self._weights.flush()
+        self._optimizer.rest()
+
+    def regain_weights(self) -> None:
+        """Between backward and step, compute weights that are in no buffer from their masters: gives up the step."""
+        if self._updates.lacks_weights:
+            self.zero_grad()
+
+    def _give_up(self) -> None:
+        """End the collectives of a step that was interrupted, as other ranks may have begun them. Collective."""
+        if any([self._weights.give_up(), self._hooks.give_up()]):
+            self.mesh.world.barrier()  # all ranks must have given up before one communicates again
+
+    # ---- the next engine of the task ----
+
+    def resume_task(self) -> None:
+        """Continue from the engine that ran this task before, if there was one. Collective with a store."""
+        facts = self._task_resume.resume()
+        if facts is None:
+            return
+        for chunk in self._chunks:
+            chunk.start_gather()
+        self._weights.flush()
+        self._step.loss_scale = self._step.loss_scale.at(facts["loss_scale"])
+        self._step.number = facts["steps"]
+
+    def park(self) -> ParkedState | None:
+        """Copy all state to the store. Returns what is not in its records; None where no engine may resume."""
+        if not self._task_resume.is_due or self.checkpoints.is_mixed or self._updates.under_way:
+            return None
+        self.regain_weights()
+        self.rest()
+        return self._task_resume.park(self._step.number, self._step.loss_scale.state)
+
+    def release(self, parked: ParkedState | None) -> None:
+        """Give the records back; this engine does not use them again."""
+        if self._task_resume.is_due:
+            self._step.clear()  # gradients in the records are gone
+        self._task_resume.release(parked)
+
+    def end(self) -> None:
+        """The context closes: run deferred updates while links and ranks exist, then close the optimizer.
+
+        After an error on any rank they are dropped, and a later read of the weights raises."""
+        fault = self.mesh.progress.fault
+        parked = None
+        try:
+            is_whole = not self._weights.has_failed  # else its error was raised before
+            if is_whole and (self.mesh.world_size == 1 or not self._context.first_failure()):
+                self._weights.flush()
+                parked = None if fault else self.park()
+        except DiskError as error:
+            if reason_of(error) != fault:  # else it was raised before
+                raise
+        finally:
+            self._weights.mark_failed()
+            self._optimizer.close()
+            self.release(parked)

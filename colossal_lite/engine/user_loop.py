@@ -1,0 +1,135 @@
+"""Runs forward and backward for a user's own training loop, one micro-batch a call.
+
+Note: what such a loop gets.
+The loop calls `engine(x)`, computes its own loss, and calls `engine.backward(loss)` and `engine.step()`.  Logits are
+gathered over vocabulary, tokens and samples, so every tensor rank has the loss of the whole micro-batch.  One of them
+reports it.  A pipeline is refused, since only the engine can run its plan.  Auxiliary losses are refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossal_lite.config.config import Config
+from colossal_lite.data.batch import Batch
+from colossal_lite.engine.engine_parts import EngineParts
+from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.zero.build_chunks import sharding_of
+
+
+class UserLoop:
+    """Forward and backward of a loop that the user writes.
+
+    The phases of a step: 1. `local_part` and `whole_outputs` around each forward; 2. `backward` for each micro-batch;
+    3. `finish`, when the engine's `step` is called."""
+
+    def __init__(self, parts: EngineParts, step: OpenStep, micro_batches: MicroBatches) -> None:
+        built = parts.built
+        self._parts, self._step, self._micro_batches = parts, step, micro_batches
+        self._streams, self._chunks = built.streams, built.chunks
+        self._strategy, self._auxiliary = built.parallelized.strategy, built.parallelized.auxiliary
+        self._config, self._mesh = parts.context.config, parts.context.mesh
+        self._hooks, self._updates = parts.hooks, parts.updates
+        self._by_micro_batch = sharding_of(self._config).by_micro_batch
+
+    def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
+        self._refuse("engine(x)")
+        self._updates.refuse_within("engine(x)")
+        inputs = args[0] if args else kwargs["input_ids"]
+        first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
+        samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
+        local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
+        self._streams.begin(self._step.number, local.samples, local.token_positions)
+        return local
+
+    def whole_outputs(self, outputs: Any) -> Any:
+        """The model's outputs, with logits gathered over vocabulary, tokens and samples."""
+        logits = getattr(outputs, "logits", outputs)
+        if not isinstance(logits, Tensor):
+            return outputs
+        whole = self._strategy.whole_batch(self._strategy.whole_vocabulary(logits))
+        if logits is outputs:
+            return whole
+        outputs.logits = whole
+        return outputs
+
+    def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
+        """Add the gradient of `loss`; `factor` of the learning rate, for updates in backward."""
+        self._refuse("backward")
+        step = self._step
+        if step.by_count is not None and step.by_count != (count is not None):
+            raise ValueError(
+                "backward: count is given in some calls of this step and not in others; give it in all or none"
+            )
+        self._updates.refuse_within("backward")
+        if step.by_count is not None:
+            _refuse_second_backward(self._config)
+        step.by_count = count is not None
+        is_scaled = step.loss_scale.scale != 1.0  # then, and only then, a count on the device is waited for
+        seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
+        self._parts.before_backward()
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        total = wide if count is None else wide * count
+        step.sums.add(total.detach(), 0 if count is None else count)
+        if self._updates.within_backward:
+            if count is None:
+                step.sums.weigh_alike()
+            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor)
+        step.calls += 1
+        is_last = step.calls == self._config.gradient_accumulation
+        self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
+        with self._parts.measured(), self._parts.weights.backward():
+            (total if seed == 1.0 else total * seed).backward()
+        if self._by_micro_batch:
+            self._reduce_all()
+
+    def finish(self) -> None:
+        """Start the reductions that are left, before the ranks agree. Raises ValueError without a `backward`."""
+        if self._step.by_count is None:
+            raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
+        if not self._step.by_count:
+            self._step.sums.weigh_alike()  # however many calls
+        if not self._by_micro_batch:
+            self._reduce_all()
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether this rank reports the loss: every tensor rank has the whole micro-batch's, and one reports it."""
+        return self._mesh.coord("pipeline", "sequence", "tensor") == 0
+
+    def _reduce_all(self) -> None:
+        for chunk in reversed(self._chunks):
+            self._hooks.reduce(chunk.spec.id)
+
+    def _refuse(self, what: str) -> None:
+        """Raises ValueError where only the engine can run a step."""
+        if self._mesh.size("pipeline") > 1:
+            raise ValueError(
+                f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
+                f"forward_backward and step, eval_step, or parallel.pipeline=1"
+            )
+        if self._auxiliary.names:
+            raise ValueError(
+                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
+                f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
+            )
+
+
+def _refuse_second_backward(config: Config) -> None:
+    """Raises ValueError where a step has one micro-batch: a second `backward` is an error then."""
+    if config.precision.gradient == "bf16":
+        raise ValueError(
+            "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
+            "'auto', or one call a step"
+        )
+    if config.optimizer.update_when == "backward":
+        raise ValueError(
+            "backward: a second call before step, and optimizer.update_when='backward' has updated the weights in the "
+            "first; legal: 'step', or one call a step"
+        )
