@@ -56,7 +56,7 @@ class HostShardStream:
         """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
         one for each kind. `is_first`: before any update, and there are none for visitors. Nothing may be on its way."""
         self._on_host = frozenset(on_host)
-        self.let_go()
+        self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
         }
@@ -74,7 +74,7 @@ class HostShardStream:
         for chunk in self._chunks:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
-    def let_go(self) -> None:
+    def release_slots(self) -> None:
         """Of all places on the device, before there are others."""
         nothing = self._places(LEAVING, {}, None)
         self._weight_slots = self._gradient_slots = nothing

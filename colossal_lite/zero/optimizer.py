@@ -20,11 +20,9 @@ device, where nobody can read them by mistake.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +33,18 @@ from colossal_lite.memory.chunk import Chunk, GradientState, LocalShard
 from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link
-from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.transfers import copied_to
-from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.optimizers import Group, Rule, rule_of
+from colossal_lite.numerics.optimizers import Group
 from colossal_lite.numerics.random import key
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
 from colossal_lite.offload.optimizer_states import AHEAD, OffloadedOptimizerStates
 from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
 from colossal_lite.offload.placement import spilled
 from colossal_lite.offload.shard_streaming import HostShardStream
-from colossal_lite.offload.state_storage import BELOW, MASTER, OpenFile, Record, record_of
+from colossal_lite.offload.state_storage import BELOW, MASTER, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
+from colossal_lite.zero.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Visit:
     origin: str
 
 
-class ChunkOptimizer:
+class ChunkOptimizer(OptimizerState):
     """State tensors and step counts of every chunk, and the update of one chunk at a time."""
 
     def __init__(
@@ -115,13 +112,10 @@ class ChunkOptimizer:
         on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
         file; None where no step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off
         the device is updated there; `backward`: updates come in the order of gradients.  Raises DiskError."""
-        self._records, self._seed, self._backward = records, seed, backward
-        self._chunks, self._groups, self._ops, self._shapes = tuple(chunks), tuple(groups), ops, shapes
-        self._rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in self._chunks]
+        super().__init__(chunks, groups, shapes, records)
+        self._ops, self._seed, self._backward = ops, seed, backward
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
-        self.tiers: OffloadedOptimizerStates | None = None
-        """Copies to and from where state rests; None if that is the device."""
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
             if placement == "host" and host_room is not None:
@@ -138,7 +132,7 @@ class ChunkOptimizer:
             self.below = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
             self.below.settle(self.tiers.on_host)
         self.plan = self._planned(None)
-        self._state: list[dict[str, Tensor]] = [
+        self._state = [
             self.tiers.at_rest(index)
             if self.tiers
             else {
@@ -147,7 +141,7 @@ class ChunkOptimizer:
             }
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
-        self._stays: frozenset[int] = frozenset(() if self.tiers else range(len(self._chunks)))
+        self._stays = frozenset(() if self.tiers else range(len(self._chunks)))
         self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
@@ -156,10 +150,6 @@ class ChunkOptimizer:
             assert self.tiers is not None
             self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
             self.shards.settle(self.tiers.on_host, None, is_first=True)
-        self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
-        self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
-        self._changing: set[tuple[int, str]] = set()  # records that are written between steps
-        self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
         self.changed = False
         """Whether an update has changed any master weight since this was last set to False."""
 
@@ -167,14 +157,6 @@ class ChunkOptimizer:
     def peak_lr(self) -> float:
         """Of the parameters in no group."""
         return self._groups[-1].lr
-
-    def _dtype_of(self, index: int) -> torch.dtype:
-        """Of the states of chunk `index`."""
-        return self._rules[index].narrow or self._chunks[index].types.state
-
-    def group_of(self, chunk: Chunk) -> Group:
-        assert isinstance(chunk.spec.key, ChunkKey)
-        return self._groups[chunk.spec.key.group]
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
         """One optimizer step of one chunk; on the host it sets out, and has come after `arrived`. `used[i]`: some rank
@@ -343,24 +325,6 @@ class ChunkOptimizer:
 
     # ---- what rests where ----
 
-    def tier_of(self, chunk: Chunk) -> str | None:
-        """Where the record of a chunk rests; None: on the device."""
-        index = self._index[chunk.spec.id]
-        return None if self.tiers is None or index in self._stays else self.tiers.tier_of(index)
-
-    def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
-        """State of a chunk, its master left out: held now, and by its rule's formula."""
-        index = self._index[chunk.spec.id]
-        width = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        held = sum(t.numel() * t.element_size() for t in self._state[index].values())
-        return held, (chunk.owned[1] - chunk.owned[0]) * width
-
-    def record_bytes(self, index: int) -> int:
-        """Of the state of chunk `index`, its master included where that is apart from the weights."""
-        chunk = self._chunks[index]
-        states = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
-
     def settle_tiers(
         self, on_device: Collection[int], on_disk: Collection[int], arena: Callable[[], Arena] | None = None
     ) -> None:  # fmt: skip
@@ -405,164 +369,6 @@ class ChunkOptimizer:
         assert self.tiers is not None and self.shards is not None
         self.arena = arena
         self.shards.settle(self.tiers.on_host, arena, is_first=True)
-
-    # ---- reads and writes between steps ----
-
-    @contextmanager
-    def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """The state of a chunk by name, and its master in the chunk, in memory; to be changed if `write`. Raises
-        DiskError."""
-        self._split_joined()
-        index = self._index[chunk.spec.id]
-        if write:
-            self._change(chunk)
-        if self.tiers is None or index in self._stays:
-            yield self._state[index]
-            return
-        self.tiers.check()
-        parts = dict(self.tiers.opened(index, write=write))
-        before = chunk.master, chunk.residual
-        if (words := parts.pop(MASTER, None)) is not None:
-            chunk.rest_master(words)
-        try:
-            yield parts
-        finally:
-            chunk.master, chunk.residual = before
-
-    def opened(self, chunk: Chunk, name: str, local: slice, *, write: bool) -> Tensor:
-        """Elements of a buffer [owned] of a chunk that `flat_state` or its master has on the meta device: in memory,
-        until some others are asked for. `name`: of the state, or "model". Raises DiskError."""
-        if name != "model" or chunk.residual is None:
-            assert self.tiers is not None
-            name = MASTER if name == "model" else name
-            if write:
-                self._change(chunk)
-            return self.tiers.opened(self._index[chunk.spec.id], write=write)[name][local]
-        if self._joined is not None and self._joined[:2] == (chunk, local):
-            return self._joined[2]
-        with self.at_hand(chunk):
-            masters = chunk.masters(local)
-        self._joined = (chunk, local, masters) if write else None
-        return masters
-
-    def _split_joined(self) -> None:
-        """Masters that were joined, to be changed, are split again."""
-        joined, self._joined = self._joined, None
-        if joined is not None:
-            chunk, local, masters = joined
-            with self.at_hand(chunk, write=True):
-                chunk.set_masters(local, masters)
-
-    def check(self) -> None:
-        """Raise what has ended the use of the state, if anything has: DiskError."""
-        if self.tiers:
-            self.tiers.check()
-
-    def settle(self) -> None:
-        """What was changed between steps is where it rests. Raises DiskError."""
-        self._split_joined()
-        if self.tiers:
-            self.tiers.settle()
-        while self._changing:
-            self._records.commit(*self._changing.pop())
-
-    def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
-        """What is on the host may be written from now on, `frozen` weights too, and is whole after `settle`."""
-        for chunk in (*self._chunks, *frozen):
-            self._change(chunk)
-
-    def unchanged(self) -> None:
-        """Nothing was written after all."""
-        while self._changing:
-            self._records.cancel(*self._changing.pop())
-
-    def _change(self, chunk: WeightChunk) -> None:
-        for kind in (OPTIMIZER, WEIGHTS):
-            self._changing.add((chunk.spec.id, kind))
-            self._records.begin(chunk.spec.id, kind)
-
-    # ---- what outlives the engine ----
-
-    def form(self) -> dict[str, list[Any]]:
-        """What the records of each chunk are, by its number: what another engine must have to take them up."""
-        return {
-            f"chunk {chunk.spec.id}": [
-                [[entry.name, entry.start, entry.stop] for entry in chunk.spec.entries],
-                [*chunk.owned],
-                str(chunk.local_shard.dtype),
-                [[name, numel, str(dtype)] for name, numel, dtype in self._layout(index).forms],
-            ]
-            for index, chunk in enumerate(self._chunks)
-        }
-
-    def park(self, version: int) -> None:
-        """Bring what does not rest in the records there too: state, and weights."""
-        for index, chunk in enumerate(self._chunks):
-            number, layout = chunk.spec.id, self._layout(index)
-            with self.at_hand(chunk) as state:
-                if self.tier_of(chunk) != "host":
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
-                    for name, part in layout.parts(flat).items():
-                        part.copy_(chunk.master_words if name == MASTER else state[name])
-                    self._records.commit(number, OPTIMIZER, version=version)
-            if chunk.weights_at_rest is None:
-                value = chunk.local_shard
-                self._records.room(number, WEIGHTS, value.numel(), value.dtype).copy_(value)
-                self._records.commit(number, WEIGHTS, version=version)
-
-    def take_up(self) -> None:
-        """Bring what an engine before has parked to where it rests here; its room on the host is given back."""
-        for index, chunk in enumerate(self._chunks):
-            number, layout = chunk.spec.id, self._layout(index)
-            comes = self.tier_of(chunk) != "host"
-            with self.at_hand(chunk, write=comes) as state:
-                if comes:
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
-                    for name, part in layout.parts(flat).items():
-                        (chunk.master_words if name == MASTER else state[name]).copy_(part)
-                    self._records.free(number, OPTIMIZER)
-            if chunk.weights_at_rest is None:
-                value = chunk.local_shard
-                value.copy_(self._records.room(number, WEIGHTS, value.numel(), value.dtype))
-                self._records.free(number, WEIGHTS)
-            chunk.count_change()
-        self.settle()
-
-    def _layout(self, index: int) -> Record:
-        return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))
-
-    def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
-        """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
-        int64). Collective where state is sharded."""
-        index = self._index[chunk.spec.id]
-        with self.at_hand(chunk) as state:
-            whole = {name: chunk.whole(flat) for name, flat in state.items()}
-            for entry, steps in zip(chunk.spec.entries, self._steps[index], strict=True):
-                views = {
-                    name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()
-                }
-                yield views | {"step": torch.tensor(steps)}
-
-    def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
-        """The state buffers [owned] of a chunk by name; on the meta device where they rest on disk."""
-        return self._state[self._index[chunk.spec.id]]
-
-    def updates(self) -> dict[str, int]:
-        """Optimizer steps that each parameter has taken."""
-        return {
-            entry.name: count
-            for chunk, counts in zip(self._chunks, self._steps, strict=True)
-            for entry, count in zip(chunk.spec.entries, counts, strict=True)
-        }
-
-    def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Take over such counts; what is not named has taken none."""
-        self._steps = [[updates.get(entry.name, 0) for entry in c.spec.entries] for c in self._chunks]
-
-    @property
-    def state_bytes(self) -> int:
-        """Held now."""
-        return sum(t.numel() * t.element_size() for state in self._state for t in state.values())
 
     @property
     def visits(self) -> tuple[Visit, ...]:
@@ -611,11 +417,6 @@ class ChunkOptimizer:
         """The places on the device of what rests off it."""
         here = (self.tiers.visited,) if self.tiers else ()
         return (*here, *(self.shards.visited if self.shards else ()))
-
-    @property
-    def forecast_bytes(self) -> int:
-        """By the formula: each rule's states, an element as wide as updates compute, or narrow."""
-        return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
 
 
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:

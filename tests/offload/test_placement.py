@@ -47,7 +47,7 @@ from colossal_lite.schedule.step_moments import (
     flight_intervals,
     moments_of_step,
 )
-from colossal_lite.zero.memory_budget import gradients_of
+from colossal_lite.zero.state_pieces import gradients_of
 
 RANDOM = range(20)
 

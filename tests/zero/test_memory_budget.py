@@ -26,9 +26,10 @@ from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk
 from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
-from colossal_lite.zero import memory_budget as memory_budget_module
+from colossal_lite.zero import state_pieces
+from colossal_lite.zero.gather_units import units_of
 from colossal_lite.zero.memory_budget import MemoryBudget
-from colossal_lite.zero.sharded_weights import ParameterGather, units_of
+from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_optimizer_states import slow
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, Step, start, steps_of
@@ -630,7 +631,7 @@ def all_on_the_host(pieces: Any, fixed: Any, budget: int | None, beside: Any) ->
 
 
 def told_badly(env: RankEnv, case: Case, times: float) -> Told:
-    with patch.object(memory_budget_module, "place", all_on_the_host):
+    with patch.object(state_pieces, "place", all_on_the_host):
         return told(env, case, times)
 
 

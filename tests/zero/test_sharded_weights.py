@@ -17,6 +17,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightState
 from colossal_lite.schedule.gather_plan import GatherPlan, GatherStep
 from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.zero import gather_units
 from colossal_lite.zero import sharded_weights as product
 from colossal_lite.zero.sharded_weights import ParameterGather, Phase
 from tests.engine.test_engine import SGD, Branches, batch_of
@@ -132,7 +133,7 @@ def drop_and_spoil(original: Callable[..., None], self: Chunk) -> None:
 
 
 def moving(env: RankEnv, case: Case) -> Any:
-    begin, drop, plan_of = ParameterGather._begin, Chunk.reshard, product.plan_of
+    begin, drop, plan_of = ParameterGather._begin, Chunk.reshard, gather_units.plan_of
     with (
         patch.object(ParameterGather, "_begin", lambda self, phase: begin_elsewhere(begin, self, phase)),
         patch.object(Chunk, "reshard", lambda self: drop_and_spoil(drop, self)),

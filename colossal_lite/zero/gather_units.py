@@ -1,0 +1,62 @@
+"""Part of what was zero.sharded_weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from colossal_lite.memory.packing import ChunkKey, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.schedule.gather_plan import GatherPlan, Needs, Trace, gather_plan
+
+
+def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk, in forward order, what is gathered with it: the chunks of its block, or those that hold a
+    part of a module of which it holds a part. One operation reads the weights of one module, and they are to come and
+    go together."""
+    units: dict[int, set[int]] = {}
+    first: dict[int | str, int] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
+        key, own = chunk.spec.key, chunk.spec.id
+        assert isinstance(key, ChunkKey)
+        if not chunk.is_sharded:
+            continue
+        units[own] = {own}
+        owners = {entry.name.rpartition(".")[0] for entry in chunk.spec.entries}
+        for holder in {key.unit} if key.is_block else owners:
+            joined = units[own] | units[first.setdefault(holder, own)]
+            units |= dict.fromkeys(joined, joined)
+    return {index: frozenset(unit) for index, unit in units.items()}
+
+
+def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
+    the modules around them own."""
+    units = units_of(chunks)
+    owned: dict[str, set[int]] = {}
+    for chunk in chunks:
+        for entry in chunk.spec.entries:
+            owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
+
+    def around(name: str) -> Iterator[int]:
+        while name:
+            name = name.rpartition(".")[0]
+            yield from owned.get(name, ())
+
+    return {
+        index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))
+        for index, needs in units.items()
+    }
+
+
+def plan_of(
+    trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
+) -> GatherPlan:
+    """The plan of these chunks by this trace."""
+    num_trained = sum(trains(chunk.spec) for chunk in chunks)
+    numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
+    on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
+    return gather_plan(
+        trace, numels, num_chunks=num_trained, prefetch=prefetch,
+        reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
+        parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
+    )  # fmt: skip
