@@ -1,4 +1,8 @@
-"""Part of what was zero.budget."""
+"""Names the movable pieces of model state, and counts the staging buffers that they need.
+
+Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  On the host it crosses the link
+in a step (`LinkCrossing`), by way of staging buffers on the device or the host (`StagingBuffer`).
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ VISITING = {
     StateKind.OPTIMIZER: StagingBuffer("records", "device", VISITORS),
 }
 LEAVING = StagingBuffer(step_moments.LEAVING, "device", OUTGOING, "places, last first")
-AWAY = {
+STAGING = {
     StateKind.WEIGHTS: (VISITING[StateKind.WEIGHTS],),
     StateKind.GRADIENTS: (VISITING[StateKind.GRADIENTS], LEAVING),
     StateKind.OPTIMIZER: (VISITING[StateKind.OPTIMIZER],),
@@ -95,15 +99,15 @@ WEIGHTS_UP = StagingBuffer("weights up", "host", 2, "buffers in a row")
 
 def passing_bytes(records: Mapping[int, int]) -> int:
     """Of the slots on the host through which records on disk pass, chunk -> bytes: whole pages of the largest."""
-    return min(PASSING, len(records)) * max(map(_padded, records.values()), default=0)
+    return min(PASSING, len(records)) * max(map(padded, records.values()), default=0)
 
 
 def unused_bytes(records: Mapping[int, int]) -> int:
     """Of a file of such records, at the ends of pages."""
-    return sum(_padded(size) - size for size in records.values())
+    return sum(padded(size) - size for size in records.values())
 
 
-def _padded(size_bytes: int) -> int:
+def padded(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -144,7 +148,7 @@ class StatePiece:
     None: that makes no difference."""
     moves: bool = True
     """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
-    rest: SharedInterval | None = None
+    shared: SharedInterval | None = None
     """Where it rests on the device: in a place of an arena, by turns with others; None: in memory of its own."""
     sums: int = 1
     """Of a gradient: micro-batches of a step."""
@@ -159,25 +163,25 @@ class StatePiece:
     @property
     def own_bytes(self) -> int:
         """As `resting_bytes`, on the device, where it has memory of its own."""
-        return self.resting_bytes if self.rest is None else 0
+        return self.resting_bytes if self.shared is None else 0
 
     def way(self, on_host: frozenset[Name]) -> LinkCrossing:
         """Where these pieces rest on the host."""
-        is_away = self._is_away(on_host)
+        is_off_device = self._is_off_device(on_host)
         if self.beside is not None and Name(self.name.chunk, StateKind.OPTIMIZER) in on_host:
-            return self.beside[not is_away]
-        if not is_away:
+            return self.beside[not is_off_device]
+        if not is_off_device:
             return LinkCrossing()
         return LinkCrossing(
-            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else AWAY[self.name.kind]
+            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else STAGING[self.name.kind]
         )
 
-    def has_turns(self, on_host: frozenset[Name]) -> bool:
+    def is_time_shared(self, on_host: frozenset[Name]) -> bool:
         """Whether it is in a place of an arena by turns."""
         of_host = (
             self.name.kind is not StateKind.LAST_SUM or Name(self.name.chunk, StateKind.GRADIENTS) in on_host
         )
-        return self.rest is not None and self.name not in on_host and of_host
+        return self.shared is not None and self.name not in on_host and of_host
 
     def backwards(self, on_host: frozenset[Name]) -> Backwards:
         """In which its sums leave."""
@@ -185,7 +189,7 @@ class StatePiece:
             return Backwards.EARLIER
         return Backwards.EACH if self.sums > 1 else Backwards.LAST
 
-    def _is_away(self, on_host: frozenset[Name]) -> bool:
+    def _is_off_device(self, on_host: frozenset[Name]) -> bool:
         if self.name.kind is StateKind.LAST_SUM and Name(self.name.chunk, StateKind.GRADIENTS) not in on_host:
             return False  # as the others are
         return self.name in on_host

@@ -1,16 +1,16 @@
-"""Weights and gradients that rest on the host: how they visit the device for an update, and how gradients leave it.
+"""Copies weights and gradients between host and device: weights for their uses, gradients after backward.
 
 Note: three ways over the link.
-In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
-(`Chunk.fetch`).  A sum of gradients leaves through an outbox, a place on the device, and is added on the host to those
-of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
-squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
-(`Chunk.squares`).  For its update, with the optimizer's
-record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
-into places, and the weights go back.  Weights beside whole masters are written whole and need not come.  As many in a
-row are there at once as of records: one is updated, `AHEAD` come, one goes; of gradients, which do not go back, one
-less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `local_shard`,
-`master` or `gradient` between steps reads what is on the host.
+In a forward or backward a shard is copied to its slot of the gathered weights, and dropped with it: nothing has changed
+(`Chunk.fetch`).  A sum of gradients is copied out through a place on the device.  The host adds it to the sums of
+earlier micro-batches, in their order: the same bits as on the device.  A GPU computes the squares before that copy, or,
+of several sums, from what is copied back: a CPU's squares would have other bits (`Chunk.squares`).  For its update a
+chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).  So are its weights,
+where they are their own masters or a half of them, and they are copied back.  Where a float32 master exists, the update
+overwrites the weights, so they are not fetched.  As many chunks in a row have places at once as records: one is
+updated, `AHEAD` are fetched, one is written back.  For gradients, which are not written back, it is one less.  A chunk
+that is updated on the host needs none of this (offload/host_updates.py).  Between steps `local_shard`, `master` and
+`gradient` of a chunk are the tensors on the host.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HostShardStream:
         return self._offload_buffer.most_landed * self._largest_bytes
 
     @property
-    def visited(self) -> tuple[ArenaAllocator, ...]:
+    def staging_places(self) -> tuple[ArenaAllocator, ...]:
         """The places on the device, of weights, of gradients that come and of sums that leave."""
         return self._weight_slots, self._gradient_slots, self._offload_buffer.places
 

@@ -1,11 +1,12 @@
-"""Where the record of a chunk rests while nobody updates it: in a place on the host, or in a file behind slots there.
+"""Stores the record of a chunk between updates: on the host, or in a file behind slots on the host.
 
 Note: the file's slots.
-A record that rests on disk has a slot on the host from its read until its copy to the device is done, and another from
-its copy down until it is written (or one, from its read to its write, where it is updated on the host).  Reads go by
-the order of those that rest there, however far apart their chunks are (zero/interleave.py), so of `HOST_SLOTS` slots,
-`BELOW` are read ahead, one goes up, one comes down and one is written: never more than there are such records.  A slot
-is refilled only when the copy out of it is done (`Transfer`s say so).
+A record on disk has a slot on the host from its read until its copy to the device is done.  It has another from its
+copy back until it is written.  Where it is updated on the host it has one, from its read to its write.  Reads follow
+the order of the records on disk, however far apart their chunks are (schedule/optimizer_updates.py).  Of the host
+buffers, READ_AHEAD hold records read ahead.  One is on its way to the device, one on its way back, one is being written
+to disk.  There are never more than there are such records.  A slot is refilled only after the copy out of it
+(`Transfer`s order these).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.pinned import host_pages
 from colossal_lite.memory.transfers import Buffers
 
-BELOW = 1
-HOST_SLOTS = BELOW + 3
+READ_AHEAD = 1
+HOST_SLOTS = READ_AHEAD + 3
 MASTER = "master"
 
 OpenFile = Callable[[FileLayout, Collection[int]], DiskFile]

@@ -1,8 +1,9 @@
 """Explains why a memory budget is too small, and names the least change of the config that fits.
 
-Note: the error of a device budget names one change.  The changes are tried in order, the mildest first.  Where the
-batch can be forecast, each is planned as `plan` plans it.  Elsewhere only those are tried whose bytes follow from the
-measured ones.  Cost: nothing unless a budget is exceeded.
+Note: the error of a device budget names one change; changes are tried in order, the smallest first.  If the batch can
+be forecast, `plan` computes the bytes of each.  If not, only changes are tried whose bytes follow from the measured
+ones.
+Cost: nothing unless a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def _host_bytes(
     if memory.moves:
         return host_bytes_of(placed, device)
     found = optimizer.tiers.host_bytes if optimizer.tiers else 0
-    if isinstance(optimizer, ChunkOptimizer) and optimizer.below:
-        found += optimizer.below.host_bytes
+    if isinstance(optimizer, ChunkOptimizer) and optimizer.host_updates:
+        found += optimizer.host_updates.host_bytes
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which chunks a rank has: packed and allocated from names, sizes and specs alone.
+"""Packs and allocates a rank's chunks, from names, sizes and specs alone.
 
 Note: `initialize` fills them; `plan` makes the same ones on the meta device, so what is forecast is what is allocated.
 """

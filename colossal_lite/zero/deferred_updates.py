@@ -1,16 +1,15 @@
-"""Updates that a step owes: they run while the next forward does, each before the first read of its weights.
+"""Runs the updates of a step during the next forward, each before the first read of its weights.
 
 Note: without speculation.
-When a step ends its norm is known, and with it every number that its updates use; only their copies over a link are
-long.  So the step returns, and the updates run in forward order, a chunk's when a gate (zero/weights.py) is about to
-let a module read its weights: its record comes while the units before it compute, and goes while those after it do.
-What is computed, and in which order, is what it would have been at once: so are the bits.  Whatever else reads or
-changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
-read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the delayed update of 2101.06840,
-no forward sees weights of a step before.
-Updates on the host do not hold up whoever asks for them, so they set out together, as soon as no update on the device
-stands before them; whoever then asks for a chunk waits until its new weights have come (`arrive`).  Where updates run
-on both, the ranks that share a chunk make the same choice for it: what `arrive` and updates on the device gather,
+When a step ends, the norm is known.  The values that an update needs are known.  Only the copies over the link are
+slow.  So the step returns, and the updates run in forward order.  A chunk is updated when a gate
+(zero/forward_hooks.py) is about to let a module read its weights.  Its record is fetched while earlier units compute,
+and written back while later ones do.  The computation and its order are those of an immediate update: so are the bits.
+Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
+placeholders, which nobody can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
+delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
+They start together, as soon as no update on the device comes before them.  A read of a chunk then waits until its new
+weights have arrived (`arrive`).  Where updates run on both sides, the ranks that share a chunk choose the same side, so
 they gather in the same order.
 """
 

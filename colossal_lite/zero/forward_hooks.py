@@ -1,12 +1,12 @@
-"""Weights of chunks brought together again before anything computes with them.
+"""Gathers updated weights chunk by chunk, and waits for each before a module reads it.
 
 Note: gates.
-From stage 1 on a rank updates its shard of a chunk and fetches the others' shards, chunk by chunk in forward order,
-while the next forward already runs.  A hook before the forward of every module that owns a parameter waits for that
-parameter's chunk, so a chunk that is used late has all the time before it.  A parameter that is read in any other way
-while its chunk is on its way is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather
-(zero/sharded.py).  Updates that the last step owes (zero/owed.py) are run by the same gates, a chunk ahead where its
-shards are then to be gathered, and all of them before a forward ends.
+From stage 1 on a rank updates its shard of a chunk and gathers the others' shards, chunk by chunk in forward order,
+while the next forward already runs.  A hook before the forward of every module with parameters waits for their chunks.
+So a chunk that is used late has all the time before it.  A parameter that is read in any other way during its gather is
+NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py).  The gates also run
+deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
+gathered, they run one chunk ahead.
 """
 
 from __future__ import annotations

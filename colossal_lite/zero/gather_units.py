@@ -1,4 +1,8 @@
-"""Part of what was zero.sharded_weights."""
+"""Groups sharded chunks into the units that are gathered together, and plans their gathers.
+
+Note: a unit is a block, or the chunks that share a module outside the blocks.  One operation reads all weights of its
+module, so these are gathered and dropped together.
+"""
 
 from __future__ import annotations
 

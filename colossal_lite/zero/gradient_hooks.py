@@ -1,18 +1,16 @@
-"""Gradients from autograd into chunks, and chunks over the ranks, while backward is still running.
+"""Accumulates gradients from autograd in chunks, and reduces the chunks while backward is still running.
 
 Note: the order of reductions.
-A hook on every trainable parameter hands its gradient to its chunk as soon as autograd has finished it (a tied
-parameter once, with the sum of its uses) and frees autograd's own tensor.  During the last micro-batch of a step, or
-during each if gradients are reduced by micro-batch, a chunk whose entries have all arrived is reduced at once,
-asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
-forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
-`reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
-too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
-Reductions that need room of slots are held to `IN_FLIGHT` at once.  After a backward that has raised, `give_up` makes
-the reductions that are left, so that ranks that have stopped at other gradients have made the same ones.
-Where gradients are used up as soon as they are summed (zero/in_backward.py), a sum that is over is handed on at once,
-in the order of the launches, which is one on all ranks.
-Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
+A hook on every trainable parameter copies its finished gradient to its chunk and frees autograd's own tensor.  A tied
+parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously, so communication
+overlaps the rest of backward.  That is in the last micro-batch of a step, or in each if gradients are reduced by
+micro-batch.  Chunks are launched strictly in reverse forward order: ranks may use different parameters, but the order
+of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients, and waits.
+Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
+order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once.  After a backward that raised,
+`give_up` makes the remaining reductions, so that all ranks have made the same ones.  With updates in backward
+(zero/backward_updates.py) a finished sum is passed on at once, in the order of the launches.
+Cost: one copy of each gradient per micro-batch, and the reductions of schedule/step_moments.py.
 """
 
 from __future__ import annotations

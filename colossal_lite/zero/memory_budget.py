@@ -1,30 +1,29 @@
-"""A run under a budget: what its first step shows, where everything rests from then on, and what is refused.
+"""Measures the first step, chooses a placement within the budget, and rejects budgets that cannot fit.
 
-Note: when.
-At first all that may move rests on the host, so the first step holds the least that this model can.  What it holds
-beside is foretold by a run without tensors (`forecast`), and what cannot fit is refused on every rank before anything
-is computed; where a model cannot be run so (a module that was handed over built, a loss of a user's own) the first
-step is measured alone, and goes beyond the budget before it is refused.  Its micro-batches are measured in any case:
-every tensor that the model makes is counted while it lives (memory/tracer.py).  Before the first update the ranks
-agree on the worst peak, measured or foretold, the plan is made (zero/budget.py), and what has room goes to the
-device, once; from then on nothing is decided in a step.  Fractions of a user's (`static`) are a plan that is known
-before, and are put in force at the same moment.  Gradients that come sooner than foreseen, behind parameters that no
-backward reaches, are planned as they came (`_learn_accumulation`); where parameters are left out only later, what that takes
-beyond the budget is told.  What cannot fit whatever the batch is refused when the engine is made; `plan` says all of
-it without a run.  With one rank a shard that rests on the device is copied to its slot for a use, as with several.
+Note: phases.
+1. At first all state that can move is on the host, so the first step holds the least that this model can.
+2. The engine is built.  A budget that is too small for any batch is refused.
+3. A batch arrives.  A run without tensors forecasts what it holds beside the state (`forecast`).  If that does not fit,
+   every rank raises before anything is computed.  Some models cannot be run so, for example one that was built outside,
+   or one with a loss of the user's own.  Then the first step may exceed the budget before it is refused.
+4. The first step is measured: every tensor of the model is counted while it lives (observe/memory_meter.py).
+5. Before the first update the ranks agree on the highest peak, measured or forecast.  The placement is planned
+   (offload/placement.py), and what fits is copied to the device, once.  Later steps decide nothing.
+`static` fractions are a plan that is known before; it takes effect at the same moment.
 
-A later batch with more samples or longer ones than any before, to train on or to evaluate, is foretold in the same way
-before it runs: it is let in where it fits beside what has been settled, and else refused with the bytes that it needs.
-Where nobody can foretell it, it is taken to need no more than in proportion to the largest that was measured, by the
-square of the length. So ranks tell each other the shape of every batch. Evaluations before the first step are measured,
-and refused, if they held more than fits, when they are over. What is advised where nothing fits has been planned as it
-is told. Cost: the run without tensors, some milliseconds a block; one exchange of two numbers a batch; counting makes
+Gradients may arrive earlier than planned, behind parameters that no backward reaches.  `_learn_accumulation` then plans
+them as they arrived.  If parameters are left out only later, a warning names the bytes beyond the budget.  With one
+rank a shard on the device is copied to its slot for a use, as with several.
+
+A larger or longer batch, for training or evaluation, is forecast before it runs, and refused if it does not fit.
+Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
+exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
+Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
 the first step slower.
 
-A GPU's kernels hold other things than those of a run without tensors, so its first step is measured alone, by the peak
-of torch's allocator: with what others had put on the device by then, with workspaces, and with the weights that were
-gathered meanwhile, which count twice.  The budget is of bytes that are allocated; what the allocator has reserved
-beyond them (`torch.cuda.memory_reserved`) is not counted.
+A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's
+allocator.  That includes what others had allocated by then, workspaces, and gathered weights, which count twice.  The
+budget counts allocated bytes, not what the allocator reserves beyond them (`torch.cuda.memory_reserved`).
 """
 
 from __future__ import annotations
@@ -290,23 +289,24 @@ class MemoryBudget:
 
     def _move(self, placed: StatePlacement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
-        stays = {piece.name for piece in placed.pieces if piece.moves and piece.rest is None} - placed.away
+        own = {piece.name for piece in placed.pieces if piece.moves and piece.shared is None}
+        on_device = own - placed.off_device
         for link in self._optimizer.links:
             link.drain()
         if self._optimizer.shards is not None:
             self._release_slots()
         for index, chunk in enumerate(self._chunks):
-            if Name(index, StateKind.WEIGHTS) in stays:
+            if Name(index, StateKind.WEIGHTS) in on_device:
                 chunk.keep_weights_on_device()
-            if Name(index, StateKind.GRADIENTS) in stays:
+            if Name(index, StateKind.GRADIENTS) in on_device:
                 chunk.keep_gradient_on_device()
         for kept in self._frozen:
-            if Name(kept.spec.id, StateKind.FROZEN) in stays:
+            if Name(kept.spec.id, StateKind.FROZEN) in on_device:
                 kept.keep_weights_on_device()
-        away = {name.chunk for name in placed.away if name.kind is StateKind.OPTIMIZER}
+        off_device = {name.chunk for name in placed.off_device if name.kind is StateKind.OPTIMIZER}
         on_disk = {name.chunk for name in placed.on_disk}
         arena = None if placed.beside is None else partial(self._arena_of, placed)
-        self._optimizer.settle_tiers({*range(len(self._chunks))} - away, on_disk, arena)
+        self._optimizer.settle_tiers({*range(len(self._chunks))} - off_device, on_disk, arena)
         if self._optimizer.shards is not None:
             self._join_slots()
         if isinstance(self._weights, ParameterGather):
@@ -316,14 +316,14 @@ class MemoryBudget:
         """With what rests there by turns in it."""
         assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.tiers is not None
         arena, types = Arena(placed.arena, self._device), self._chunks[0].types
-        places: dict[SharedInterval, dict[int, ArenaAllocator]] = {}
-        for rest in SharedInterval:
-            stays = [stay for stay in arena.plan.live_ranges if stay.what is rest]
-            dtype = types.compute if rest is SharedInterval.WEIGHTS else types.gradient
-            some = ArenaAllocator(stays, dtype, self._device, arena)
-            places[rest] = dict.fromkeys((stay.number for stay in stays), some)
+        allocators: dict[SharedInterval, dict[int, ArenaAllocator]] = {}
+        for shared in SharedInterval:
+            ranges = [each for each in arena.plan.live_ranges if each.what is shared]
+            dtype = types.compute if shared is SharedInterval.WEIGHTS else types.gradient
+            allocator = ArenaAllocator(ranges, dtype, self._device, arena)
+            allocators[shared] = dict.fromkeys((each.number for each in ranges), allocator)
         for index, chunk in enumerate(self._chunks):
-            weights, gradients, last = (places[rest].get(index) for rest in SharedInterval)
+            weights, gradients, last = (allocators[shared].get(index) for shared in SharedInterval)
             chunk.share_time(weights, gradients, None if last is None else (last, self._optimizer.tiers.up))
         return arena
 

@@ -1,20 +1,19 @@
-"""The optimizer over chunks: state in flat buffers, updates on the ranges that were used.
+"""Updates chunks: state in flat buffers, one call per range of parameters with gradients.
 
 Note: ranges.
-A parameter that no rank used in a step is left alone: no decay, no momentum, its step count stands still, as
-torch does with `grad=None`.  So a chunk is updated in maximal ranges of entries that are used and share a
-step count; when all are, which is the rule, that is one call for the whole chunk.  A rule that needs whole
-tensors gets them one by one.  State is float32 or better, however wide gradients are.  Weights kept in 16 bits
-alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
-masters are written by the update itself, while the new masters are in cache.  Split masters (kernels/split.py) are
-updated in their halves; whoever else reads or writes some of them gets a joined copy.  Where states are narrow
-(`moments="bf16"`) each entry is updated by itself, and rounded by numbers that its name and its elements count: the
-same bits at any stage, chunk size and placement.  A rank that owns a shard of a chunk keeps state for that shard and
-updates that: elementwise rules give the same bits wherever they cut.
-State may rest on the host or on disk and visit the device chunk by chunk (zero/tiers.py): the plan says when; or be
-updated on the host (zero/on_host.py).  State
-that rests on disk is in memory while `at_hand` says so, or after `opened`; at other times its tensors are on the meta
-device, where nobody can read them by mistake.
+A parameter that no rank used in a step is left alone: no decay, no momentum, and its step count does not change, as in
+torch with `grad=None`.  So a chunk is updated in maximal ranges of used entries with equal step counts.  Usually that
+is one call for the whole chunk.  A rule that needs whole tensors gets them one by one.  State is float32 or wider,
+however wide gradients are.  Weights in 16 bits alone (`master="none"`) are widened for the update of one range and
+rounded back.  Narrow weights beside wide masters are written by the update itself, while the new masters are in cache.
+Split masters (kernels/split.py) are updated in their halves; other readers and writers get a joined copy.
+
+With narrow states (`moments="bf16"`) each entry is updated by itself.  Its rounding depends on its name and element
+numbers alone: the same bits at any stage, chunk size and placement.  A rank keeps and updates state for the shard of a
+chunk that it owns.  Elementwise rules give the same bits wherever the shards are cut.
+
+State on the host or on disk is copied to the device chunk by chunk (offload/optimizer_states.py), when the plan says,
+or is updated on the host (offload/host_updates.py).  zero/optimizer_state.py has what happens between steps.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from colossal_lite.memory.chunk import Chunk, GradientState, LocalShard
 from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
 from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link
+from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.transfers import copied_to
-from colossal_lite.numerics.optimizers import Group
+from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
 from colossal_lite.offload.optimizer_states import AHEAD, OffloadedOptimizerStates
 from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
 from colossal_lite.offload.placement import spilled
 from colossal_lite.offload.shard_streaming import HostShardStream
-from colossal_lite.offload.state_storage import BELOW, MASTER, OpenFile
+from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
 from colossal_lite.zero.optimizer_state import OptimizerState
@@ -112,8 +112,9 @@ class ChunkOptimizer(OptimizerState):
         on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
         file; None where no step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off
         the device is updated there; `backward`: updates come in the order of gradients.  Raises DiskError."""
-        super().__init__(chunks, groups, shapes, records)
-        self._ops, self._seed, self._backward = ops, seed, backward
+        self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
+        rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
+        super().__init__(chunks, rules, shapes, records)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
@@ -126,11 +127,11 @@ class ChunkOptimizer(OptimizerState):
                 self._chunks, forms, timeout_s, speed, records,
                 update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
             )  # fmt: skip
-        self.below: HostUpdates | None = None
+        self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
         if self.tiers and self.tiers.on_host:
-            self.below = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
-            self.below.settle(self.tiers.on_host)
+            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
+            self.host_updates.settle(self.tiers.on_host)
         self.plan = self._planned(None)
         self._state = [
             self.tiers.at_rest(index)
@@ -141,7 +142,7 @@ class ChunkOptimizer(OptimizerState):
             }
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
-        self._stays = frozenset(() if self.tiers else range(len(self._chunks)))
+        self._on_device = frozenset(() if self.tiers else range(len(self._chunks)))
         self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
@@ -158,6 +159,10 @@ class ChunkOptimizer(OptimizerState):
         """Of the parameters in no group."""
         return self._groups[-1].lr
 
+    def group_of(self, chunk: Chunk) -> Group:
+        assert isinstance(chunk.spec.key, ChunkKey)
+        return self._groups[chunk.spec.key.group]
+
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
         """One optimizer step of one chunk; on the host it sets out, and has come after `arrived`. `used[i]`: some rank
         had a gradient for entry i; `factor` is the schedule's share of the peak learning rate; the gradient is divided
@@ -171,30 +176,33 @@ class ChunkOptimizer(OptimizerState):
         if self._is_on_host(index):
             self._set_out(index, apply, spans)
             return
-        here = self._state[index] if self.tiers is None or index in self._stays else self.tiers.here(index)
+        if self.tiers is None or index in self._on_device:
+            state = self._state[index]
+        else:
+            state = self.tiers.here(index)
         if self.shards:
             self.shards.here(index, is_whole=all(used))
         chunk.take_weights(is_whole=all(used))
-        apply(chunk, here, self._ops)
+        apply(chunk, state, self._ops)
 
     def remake(self, chunk: Chunk) -> None:
         """In the place of an update that a step has not made: weights that others have had the place of are made of
         their masters again."""
         index = self._index[chunk.spec.id]
-        if self.tiers is not None and index not in self._stays:
+        if self.tiers is not None and index not in self._on_device:
             self.tiers.here(index)
         if self.shards:
             self.shards.here(index, is_whole=False)
         chunk.take_weights(is_whole=False)
 
     def _set_out(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
-        assert self.tiers is not None and self.below is not None
+        assert self.tiers is not None and self.host_updates is not None
         chunk = self._chunks[index]
         ops = self._ops if chunk.device.type == "cpu" else TORCH
         parts, before = self.tiers.begin_on_host(index)
         words = parts.pop(MASTER, None)
         is_whole = sum(span.stop - span.start for span in spans) == chunk.local_shard.numel()
-        updated = self.below.update(
+        updated = self.host_updates.update(
             index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
             then=partial(self._landed, index),
         )  # fmt: skip
@@ -249,8 +257,8 @@ class ChunkOptimizer(OptimizerState):
     def arrived(self, chunk: Chunk) -> None:
         """The new weights of a chunk that is updated on the host are where the model reads them. Raises what its copies
         or its update have raised."""
-        assert self.below is not None
-        self.below.arrived(self._index[chunk.spec.id])
+        assert self.host_updates is not None
+        self.host_updates.arrived(self._index[chunk.spec.id])
 
     @property
     def update_bytes(self) -> int:
@@ -263,7 +271,7 @@ class ChunkOptimizer(OptimizerState):
         return self._is_on_host(self._index[chunk.spec.id])
 
     def _is_on_host(self, index: int) -> bool:
-        return self.below is not None and index in self.below.crossings
+        return self.host_updates is not None and index in self.host_updates.crossings
 
     def prepare(self) -> None:
         """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
@@ -297,8 +305,9 @@ class ChunkOptimizer(OptimizerState):
     def _move(self, action: Action) -> None:
         part, index = part_of(action.chunk or 0, len(self._chunks))
         if part is not ChunkPart.RECORD:
-            assert self.below is not None
-            self.below.take_up(index) if action.kind is ActionKind.FETCH else self.below.bring(index, part)
+            updates = self.host_updates
+            assert updates is not None
+            updates.take_up(index) if action.kind is ActionKind.FETCH else updates.bring(index, part)
             return
         assert self.tiers is not None
         self.tiers.moves[action.kind](action)
@@ -308,7 +317,7 @@ class ChunkOptimizer(OptimizerState):
     @property
     def links(self) -> tuple[Link, ...]:
         """By which state, weights and gradients travel between tiers."""
-        updates_link = (self.below.updates_link,) if self.below else ()
+        updates_link = (self.host_updates.updates_link,) if self.host_updates else ()
         return (
             *(self.tiers.links if self.tiers else ()),
             *(self.shards.links if self.shards else ()),
@@ -316,8 +325,8 @@ class ChunkOptimizer(OptimizerState):
         )
 
     def close(self) -> None:
-        if self.below:
-            self.below.close()
+        if self.host_updates:
+            self.host_updates.close()
         if self.shards:
             self.shards.close()
         if self.tiers:
@@ -342,9 +351,9 @@ class ChunkOptimizer(OptimizerState):
                 chunk.rest_master(words)
             self._state[index] = parts
             self.tiers.release(index)
-        self.tiers.settle_homes(on_disk)
-        self._stays = frozenset(on_device)
-        moving = {index for index in range(len(self._chunks)) if index not in self._stays}
+        self.tiers.settle_storages(on_disk)
+        self._on_device = frozenset(on_device)
+        moving = {index for index in range(len(self._chunks)) if index not in self._on_device}
         for index in moving:
             self._state[index] = self.tiers.at_rest(index)
         self.arena = arena() if arena else None
@@ -352,15 +361,16 @@ class ChunkOptimizer(OptimizerState):
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
             moving |= self.shards.moving
-        if self.below:
-            self.below.settle(self.tiers.on_host)
+        if self.host_updates:
+            self.host_updates.settle(self.tiers.on_host)
         self.plan = self._planned(moving)
 
     def _planned(self, moving: Collection[int] | None) -> Plan:
         """The updates; `moving`: the chunks of which something rests off the device, None: all or none."""
         return update_plan(
-            len(self._chunks), ahead=AHEAD if self.tiers else None, below=BELOW, moving=moving,
-            on_disk=self.tiers.on_disk if self.tiers else (), on_host=self.below.crossings if self.below else ON_DEVICE,
+            len(self._chunks), ahead=AHEAD if self.tiers else None, below=READ_AHEAD, moving=moving,
+            on_disk=self.tiers.on_disk if self.tiers else (),
+            on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
             backward=self._backward,
         )  # fmt: skip
 
@@ -376,7 +386,7 @@ class ChunkOptimizer(OptimizerState):
         tiers = self.tiers
         if tiers is None:
             return ()
-        sizes = [0 if i in self._stays else self.record_bytes(i) for i in range(len(self._chunks))]
+        sizes = [0 if i in self._on_device else self.record_bytes(i) for i in range(len(self._chunks))]
         moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
@@ -391,8 +401,9 @@ class ChunkOptimizer(OptimizerState):
             device += (
                 Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes, ORIGINS["arena"]),
             )
-        on_host = () if self.below is None else (
-            Visit("updating", "host", self.below.host_bytes, self.below.most_bytes, self.below.forecast_bytes,
+        updates = self.host_updates
+        on_host = () if updates is None else (
+            Visit("updating", "host", updates.host_bytes, updates.most_bytes, updates.forecast_bytes,
                   "slots of gradients and weights for updates on the host"),
         )  # fmt: skip
         landings = shards.host_bytes if shards else 0
@@ -413,10 +424,10 @@ class ChunkOptimizer(OptimizerState):
         )  # fmt: skip
 
     @property
-    def visited(self) -> tuple[ArenaAllocator, ...]:
+    def staging_places(self) -> tuple[ArenaAllocator, ...]:
         """The places on the device of what rests off it."""
-        here = (self.tiers.visited,) if self.tiers else ()
-        return (*here, *(self.shards.visited if self.shards else ()))
+        records = (self.tiers.staging_places,) if self.tiers else ()
+        return (*records, *(self.shards.staging_places if self.shards else ()))
 
 
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
-"""Keeps optimizer state in flat buffers, and reads, writes, parks and restores it between steps.
+"""Stores optimizer state in flat buffers; reads, writes, parks and restores it between steps.
 
-Note: access.  State that rests on disk has no memory of its own.  Its tensors are then on the meta device, so nobody
-reads them by mistake.  `at_hand` and `opened` bring it to memory; `settle` writes changes back.  Split masters
-(kernels/split.py) are joined for a reader and split again by the next call.
+Note: access.
+State on disk has its tensors on the meta device, so nobody reads them by mistake.  `at_hand` and `opened` bring it to
+memory, and `settle` writes changes back.  Split masters (kernels/split.py) are joined for a reader.  They are split
+again before anything else is read or written.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
-from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.optimizers import Group, Rule, rule_of
+from colossal_lite.numerics.optimizers import Rule
 from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.offload.state_storage import MASTER, Record, record_of
 
@@ -27,26 +27,20 @@ class OptimizerState:
     """State tensors and step counts of every chunk."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], groups: Sequence[Group], shapes: Mapping[str, torch.Size],
+        self, chunks: Sequence[Chunk], rules: Sequence[Rule], shapes: Mapping[str, torch.Size],
         records: TaskRecords,
     ) -> None:  # fmt: skip
-        """`shapes` of parameters by name; `records`: where state on the host lies. Whoever extends this class allocates
-        the state."""
-        self._chunks, self._groups, self._shapes = tuple(chunks), tuple(groups), shapes
-        self._records = records
-        self._rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in self._chunks]
+        """`rules` of the update of each chunk; `shapes` of parameters by name; state on the host lies in `records`.
+        The subclass allocates the state."""
+        self._chunks, self._rules, self._shapes, self._records = tuple(chunks), tuple(rules), shapes, records
         self.tiers: OffloadedOptimizerStates | None = None
         """Copies to and from where state rests; None if that is the device."""
         self._state: list[dict[str, Tensor]] = []
-        self._stays: frozenset[int] = frozenset()  # chunks whose state rests on the device
+        self._on_device: frozenset[int] = frozenset()  # chunks whose state rests on the device
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self._changing: set[tuple[int, str]] = set()  # records that are written between steps
         self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
-
-    def group_of(self, chunk: Chunk) -> Group:
-        assert isinstance(chunk.spec.key, ChunkKey)
-        return self._groups[chunk.spec.key.group]
 
     def _dtype_of(self, index: int) -> torch.dtype:
         """Of the states of chunk `index`."""
@@ -57,7 +51,7 @@ class OptimizerState:
     def tier_of(self, chunk: Chunk) -> str | None:
         """Where the record of a chunk rests; None: on the device."""
         index = self._index[chunk.spec.id]
-        return None if self.tiers is None or index in self._stays else self.tiers.tier_of(index)
+        return None if self.tiers is None or index in self._on_device else self.tiers.tier_of(index)
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """State of a chunk, its master left out: held now, and by its rule's formula."""
@@ -87,7 +81,7 @@ class OptimizerState:
         index = self._index[chunk.spec.id]
         if write:
             self._change(chunk)
-        if self.tiers is None or index in self._stays:
+        if self.tiers is None or index in self._on_device:
             yield self._state[index]
             return
         self.tiers.check()

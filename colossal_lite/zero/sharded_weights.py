@@ -1,23 +1,24 @@
-"""ZeRO-3: weights that are shards between uses, gathered into slots by plan.
+"""Gathers ZeRO-3 weights into slots by a plan, and drops them after use.
 
-Note: who asks and who decides.
-A weight is asked for by a gate before the forward of the module that owns it, and in backward by autograd, when it
-unpacks a saved tensor that lies in a slot.  What then happens is the plan's (zero/unshard.py): the steps up to the one
-that has the weight are executed, in order, so that every rank makes the same gathers and reductions in the same order
-whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
-behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
+Note: requests and the plan.
+A gate requests weights before the forward of the module that owns them.  In backward autograd requests them, when it
+unpacks a saved tensor that lies in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
+run in order, up to the one that has the weights.  So every rank makes the same gathers and reductions in the same
+order, whatever modules it leaves out.  At the end of a forward or backward the remaining steps run.  A weight that the
+plan has dropped is an error, never an old value: a parameter that is not gathered is NaN, and saving one is an error
+too.
 
-The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
-gradients are complete, sum those that are so on any of them (where they are not, nothing will come), gather all that
-any of them wants, and note it: that is the trace.  The arena is allocated when it ends; from then on nothing is.
+The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
+are complete.  They reduce the gradients that are complete on any rank, gather what any of them wants, and record it.
+That record is the trace.  The arena is allocated when the trace ends; nothing is allocated after that.
 
-Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
-tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
-real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
-unit before.  Of a tensor that a hook packs torch does not ask whether it has changed when it is used: so this one does.
+Saved views.  Autograd saves views of weights, which would read other bytes when a chunk gets another slot.  So saved
+tensors that lie in a slot are stored as (chunk, offset, strides) and rebuilt on use.  A recomputed block saves real
+views, which live until its own backward ends.  Its weights are not dropped before, because nothing requests another
+unit.  For a tensor that a hook packs, torch does not check whether it was modified.  This hook does.
 Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
-Frozen weights are gathered and dropped with their unit like the others, in chunks that have nothing else; backward asks
-for them where an input gradient needs them, so a stretch in front of the first that trains is gathered once.
+Frozen weights are gathered and dropped like the others, in chunks of their own.  Backward requests them where an input
+gradient needs them, so those in front of the first trained weight are gathered once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part of what was zero.stages."""
+"""Computes the bytes of model state on one rank, by kind, from the shards of its chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Part of what was zero.memory_budget."""
+"""Lists the model state that can move between device and host, and the device bytes that cannot.
+
+Note: the planner and the running engine call the same functions, so a planned placement is the one that is used.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ def pieces_of(
         if chunk.weights_at_rest is not None:
             comes = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
             ups = comes + chunk.updates_weights
-            rest = SharedInterval.WEIGHTS if index in turns else None
-            out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, rest=rest))
+            shared = SharedInterval.WEIGHTS if index in turns else None
+            out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
         if chunk.gradient_at_rest is not None:
             out += gradients_of(index, chunk.gradient.nbytes, accumulation, time_shared=bool(turns))
         record_bytes = optimizer.record_bytes(index)
@@ -67,12 +70,11 @@ def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -
     """What of a chunk's gradient, the sum of so many, may rest on either tier; `time_shared`: beside weights that
     do."""
     apart = time_shared and sums > 1
-    rest = SharedInterval.GRADIENTS if time_shared and sums == 1 else None
-    yield StatePiece(
-        Name(index, StateKind.GRADIENTS), size_bytes, 1, sums - apart, rest=rest, sums=sums, last_sum=apart
-    )
+    shared = SharedInterval.GRADIENTS if time_shared and sums == 1 else None
+    name = Name(index, StateKind.GRADIENTS)
+    yield StatePiece(name, size_bytes, 1, sums - apart, shared=shared, sums=sums, last_sum=apart)
     if apart:
-        yield StatePiece(Name(index, StateKind.LAST_SUM), size_bytes, 0, 1, rest=SharedInterval.LAST_SUMS)
+        yield StatePiece(Name(index, StateKind.LAST_SUM), size_bytes, 0, 1, shared=SharedInterval.LAST_SUMS)
 
 
 def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozenset[int]:

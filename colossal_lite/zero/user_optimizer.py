@@ -1,15 +1,14 @@
-"""An optimizer of the user's own: any torch optimizer that steps from gradients alone.
+"""Wraps an optimizer of the user's own: any torch optimizer that steps from gradients alone.
 
-Note: it is handed one `nn.Parameter` for each trainable parameter of the model, in the model's order, each a
-view of
-the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced
-gradient, divided by tokens and clip factor (a copy where the master weights are narrower), or None where no
-rank used it.  It keeps whole state on every rank, so it works where the weights are whole: ZeRO stage 0, no
-tensor axis, on the device.
+Note: parameters.
+The optimizer gets one `nn.Parameter` for each trainable parameter of the model, in the model's order.  Each is a view
+of the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced gradient,
+divided by tokens and clip factor (a copy where the master weights are narrower), or None where no rank used it.  Its
+state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
 
-Beside a pipeline the list is as long, so that groups come out alike on all ranks: for parameters of other stages
-stand ones on the meta device, which never have a gradient.  A step that makes one parameter depend on another cannot
-be taken stage by stage: small probes tell, before anything is allocated.
+With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
+meta device, and never have a gradient.  A step that makes one parameter depend on another cannot be made stage by
+stage.  Small probes detect that before anything is allocated.
 """
 
 from __future__ import annotations

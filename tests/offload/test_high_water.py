@@ -127,7 +127,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
             engine._rest()
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
-            kinds = (*slots_of(engine._chunks), *optimizer.visited, *time_shared(engine._chunks))
+            kinds = (*slots_of(engine._chunks), *optimizer.staging_places, *time_shared(engine._chunks))
             held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
             if (arena := optimizer.arena) is not None:
                 held.append((arena.most_held_bytes, arena.plan.held_bytes))

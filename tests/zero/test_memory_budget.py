@@ -559,11 +559,11 @@ def over_the_bound(told: Told, micro_batches: int, *, own_master: bool = True) -
     placed = told.placement
     assert placed.budget is not None
     moving = [
-        replace(piece, rest=None, last_sum=False)
+        replace(piece, shared=None, last_sum=False)
         for piece in placed.pieces
         if piece.name.kind is not StateKind.LAST_SUM
     ]
-    fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.away, placed.beside)
+    fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.off_device, placed.beside)
     phases = phases_of(told, micro_batches, own_master=own_master)
     bound = link_bound(phases, placed.budget - fixed + told.unit_bytes)
     return (told.up_bytes + told.down_bytes) / bound
