@@ -34,7 +34,7 @@ Job = Callable[[HostShard], None]
 
 
 def crossing_of(chunk: Chunk) -> Crossing:
-    """What of a chunk crosses the link for its update on the host."""
+    """The parts of a chunk that cross the link for its update on the host."""
     up = chunk.weights_at_rest is None
     down = [ChunkPart.GRADIENT] if chunk.gradient_at_rest is None else []
     down += [ChunkPart.WEIGHTS] if up and chunk.updates_weights else []
@@ -64,7 +64,7 @@ def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
 
 
 class HostUpdates:
-    """Slots on the host and the lane of the updates there, of those chunks that are updated there."""
+    """Runs updates on a thread of the host, with slots for what they need from the device."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
         self._chunks, self._up, self._down = tuple(chunks), up, down
@@ -111,7 +111,7 @@ class HostUpdates:
         return updating_bytes(self._chunks, self.crossings)
 
     def bring(self, index: int, part: ChunkPart) -> None:
-        """Begin to bring a chunk's gradient or weights down."""
+        """Begin to copy a chunk's gradient or weights to the host."""
         slots, source = self._of(index, part)
         slot, free = slots.take()
         here = slot[: source.numel()]
@@ -151,7 +151,7 @@ class HostUpdates:
         return done
 
     def take_up(self, index: int) -> None:
-        """Begin to take a chunk's new weights to the device."""
+        """Begin to copy a chunk's new weights to the device."""
         slot, done = self._made.pop(index)
         target = self._chunks[index].local_shard
         self._coming[index] = gone = self._up.copy(target, slot[: target.numel()], after=(done,))
@@ -159,7 +159,7 @@ class HostUpdates:
         (self._both if is_both else self._written).give(slot, gone)
 
     def arrived(self, index: int) -> None:
-        """The new weights of a chunk are where the model reads them, for whatever is computed from now on."""
+        """Wait until the new weights of a chunk are where the model reads them."""
         self._coming.pop(index).wait()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class HostUpdates:
 
 
 def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> HostShard:
-    """Of a chunk what its update reads and writes on the host."""
+    """The tensors of a chunk that its update reads and writes on the host."""
     if chunk.residual is not None:
         assert words is not None
         return HostShard(weights, chunk.master, words.view(torch.int16), gradient)

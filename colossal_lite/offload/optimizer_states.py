@@ -50,7 +50,7 @@ SLOTS = AHEAD + 2
 
 
 class OffloadedOptimizerStates:
-    """The records of all chunks that rest off the device, and the slots and links by which they visit it."""
+    """The records of all chunks that rest off the device, with the slots and links for copies to it."""
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
@@ -60,7 +60,7 @@ class OffloadedOptimizerStates:
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
         between device and host; records rest in `places`, but those of the chunks `on_disk` (None: none ever does) in
         what `open_file` makes (None: nowhere; nothing is ever read or written), which is no faster than `disk_speed`,
-        both ways together; `update`: on the "host", where no record visits the device, or on the "device";
+        both ways together; `update`: on the "host", where no record is copied to the device, or on the "device";
         `shares`: there are no places on the device before `settle_places`. Raises DiskError."""
         self._chunks, self._update = tuple(chunks), update
         self._records = tuple(record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True))
@@ -89,7 +89,7 @@ class OffloadedOptimizerStates:
         if self.disk is not None:
             self.disk.begin(on_disk_now)
         for index, storage in self._storage_of.items():
-            # One after the other: the chunk's own memory of its masters goes as soon as they are here.
+            # One after the other: the chunk frees its own masters as soon as they are copied.
             storage.take_in(index, partial(_fill_master, self._chunks[index]))
             self.at_rest(index)
 
@@ -132,7 +132,7 @@ class OffloadedOptimizerStates:
         return self.record_bytes("host") + (self.disk.host_bytes if self.disk else 0)
 
     def settle_places(self, arena: Arena | None) -> None:
-        """Places on the device for the records that visit it, in `arena`; None: in one of their own."""
+        """Allocate places on the device for copies of records, in `arena`; None: in one of their own."""
         self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
         visiting, width = sorted({*self._storage_of} - self.on_host), self._dtype.itemsize
         sizes = {index: self._records[index].size * width for index in visiting}
@@ -198,11 +198,11 @@ class OffloadedOptimizerStates:
         return self._storage_of[index].begin_update(index)
 
     def end_on_host(self, index: int, updated: Transfer) -> None:
-        """The update of that record is on its way."""
+        """The update of that record has started."""
         self._storage_of[index].end_update(index, updated)
 
     def flush(self) -> None:
-        """Every record is whole where it rests; what was fetched and not updated is dropped."""
+        """Wait until every record is valid where it rests; drop what was fetched and not updated."""
         read = [transfer for storage in self._storages for transfer in storage.drop()]
         dropped = list[Transfer]()
         for index in tuple(self._here):
@@ -234,7 +234,7 @@ class OffloadedOptimizerStates:
     # ---- between steps ----
 
     def check(self) -> None:
-        """Raise what has ended the use of these records, if anything has: DiskError."""
+        """Raise the DiskError that has ended the use of these records, if there is one."""
         if self.disk is not None:
             self.disk.check()
 
@@ -252,7 +252,7 @@ class OffloadedOptimizerStates:
         return {} if storage is None else storage.opened(index, write=write)
 
     def settle(self) -> None:
-        """What was changed between steps is where it rests. Raises DiskError."""
+        """Write changes between steps back to where the records rest. Raises DiskError."""
         for storage in self._storages:
             storage.settle()
 

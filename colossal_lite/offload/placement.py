@@ -67,15 +67,15 @@ from colossal_lite.schedule.step_moments import Backwards, SharedInterval, share
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where every piece rests, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
+    """The tier of every piece, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
 
     pieces: tuple[StatePiece, ...]
     on_host: frozenset[Name]
     fixed: tuple[tuple[str, int], ...]
     budget: int | None = None
     beside: tuple[LiveRange, ...] | None = None
-    """What has places in one arena with all that pieces take on the device while they are away; None: each kind of
-    these has its own."""
+    """What shares an arena with the staging buffers of pieces off the device; None: each kind of these has its own
+    buffers."""
     on_disk: frozenset[Name] = frozenset()
     """Optimizer records, none of which is in `on_host`."""
     host_budget: int | None = None
@@ -84,7 +84,7 @@ class StatePlacement:
 
     @property
     def off_device(self) -> frozenset[Name]:
-        """What rests off the device."""
+        """The pieces that rest off the device."""
         return self.on_host | self.on_disk
 
     @property
@@ -285,7 +285,7 @@ def place(
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
     """The placement with few bytes over the link that the device's `budget` allows; None: no limit. `beside` as
-    `Placement` has it.
+    `StatePlacement` has it.
 
     If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
 
@@ -310,7 +310,7 @@ def place(
 
 
 GAPS_TRIED = 4
-"""How often a device is filled anew, with so much less as places had gaps; then what comes last stays away."""
+"""How often the device is filled again with less, because of gaps between places; then the last pieces stay off it."""
 
 
 def _filled(
@@ -375,7 +375,7 @@ MOST_SUMS = 2**14
 def _least_sum(counts: Mapping[int, int], need: Callable[[int], int]) -> dict[int, int] | None:
     """Of numbers of things of each size, given in growing order, with how many there are: those of least sum that is at
     least `need(largest size among them)`; None if there is none. Of more than `MOST_SUMS` sums that can be reached only
-    as many are followed, always the largest among them: what is found is then enough all the same."""
+    as many are followed, always the largest among them. The result is then still sufficient."""
     reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # sum -> that before, size, how many of it
     followed, best = [0], None
     for size, count in counts.items():
@@ -472,7 +472,7 @@ PieceGroup = tuple[StatePiece, ...]
 def _steps_of(
     pieces: Sequence[StatePiece], on_host: frozenset[Name]
 ) -> Iterable[tuple[Fraction, PieceGroup]]:
-    """How one chunk's pieces go to the device, what saves most per byte first, and how much that is."""
+    """In which order one chunk's pieces go to the device, the most saved per byte first, and what each saves."""
     while True:
         left = [piece for piece in pieces if piece.name in on_host]
         before = _moved(pieces, on_host)

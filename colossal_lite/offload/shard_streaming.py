@@ -38,7 +38,7 @@ def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
 
 
 class HostShardStream:
-    """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
+    """Copies weights and gradients that rest on the host, through slots on the device."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
         """`places`: what rests on the host lies there."""
@@ -54,14 +54,14 @@ class HostShardStream:
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
         """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
-        one for each kind. `is_first`: before any update, and there are none for visitors. Nothing may be on its way."""
+        one for each kind. `is_first`: before any update, and there are none for updates. No copy may be running."""
         self._on_host = frozenset(on_host)
         self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
         }
         if not is_first:
-            visit = self._visitors
+            visit = self._updated_on_device
             weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
             gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
             self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
@@ -75,7 +75,7 @@ class HostShardStream:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
     def release_slots(self) -> None:
-        """Of all places on the device, before there are others."""
+        """Free all places on the device, before there are others."""
         nothing = self._places(LEAVING, {}, None)
         self._weight_slots = self._gradient_slots = nothing
         self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, nothing)
@@ -124,12 +124,12 @@ class HostShardStream:
         return LEAVING.bytes(sizes)
 
     @property
-    def _visitors(self) -> list[tuple[int, Chunk]]:
-        """Those that are updated on the device, by their numbers."""
+    def _updated_on_device(self) -> list[tuple[int, Chunk]]:
+        """The chunks that are updated on the device, by their numbers."""
         return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
 
     def fetch(self, index: int) -> None:
-        """Begin to bring to the device what the update of a chunk reads."""
+        """Begin to copy to the device what the update of a chunk reads."""
         chunk = self._chunks[index]
         self._incoming[index] = []
         if (weights := chunk.weights_at_rest) is not None:
@@ -166,7 +166,7 @@ class HostShardStream:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
     def evict(self, index: int) -> None:
-        """Begin to take the weights back to the host; a gradient is used up."""
+        """Begin to copy the weights back to the host; a gradient is used up."""
         chunk = self._chunks[index]
         if (weights := chunk.weights_at_rest) is not None:
             slot, _ = self._weights_here.pop(index)
@@ -182,13 +182,13 @@ class HostShardStream:
             chunk.gradient = chunk.gradient_at_rest
 
     def defer(self) -> None:
-        """A step has ended whose updates of all weights have yet to come."""
+        """A step has ended: the weights at rest are not valid until its updates are done."""
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
                 self._records.defer(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
-        """All weights are whole on the host."""
+        """Wait until all weights are back on the host."""
         while self._outgoing:
             self._outgoing.pop().finish()
 
@@ -196,7 +196,7 @@ class HostShardStream:
         self._adds.close()
 
     def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
-        """Where sums come down to be added; a thread adds as it copies, and needs none."""
+        """Buffers on the host for sums that are added there; a thread adds as it copies, and needs none."""
         count = self._outgoing_count if self._down.executor.on_stream else 0
         landings = [
             host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)

@@ -73,8 +73,8 @@ def patterns_of(phases: Sequence[Phase]) -> Mapping[Pattern, int]:
 
 
 ABSENT, COPY, NEWER, PART = range(4)
-"""What the device has of a byte: nothing, what the host has too, what only it has, or what is to be added to what only
-the host has."""
+"""The state of a byte on the device: absent, a copy of the host's, newer than the host's, or a part that is to be added
+to the host's."""
 
 
 def _least(pattern: Pattern, prices: Sequence[int]) -> int:

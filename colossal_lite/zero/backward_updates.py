@@ -23,7 +23,7 @@ from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
 class UpdatesInBackward:
-    """What one step at a time has updated, and what it still has to."""
+    """Runs the updates of one step at a time during its backward."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
@@ -41,7 +41,7 @@ class UpdatesInBackward:
         self._deferred, self._waits = deferred, False
 
     def summed(self, chunk: Chunk) -> None:
-        """The gradient of a chunk is whole."""
+        """The gradient of a chunk is reduced."""
         chunk.keep_squares()
         self._waits |= not all(chunk.used)
         if self._deferred is None:
@@ -50,7 +50,7 @@ class UpdatesInBackward:
             self._deferred.until(self._place[chunk.spec.id])
 
     def finish(self) -> None:
-        """The ranks have agreed: what is left is updated."""
+        """The ranks have agreed: run the remaining updates."""
         if self._deferred is not None:
             self._deferred.finish()
 

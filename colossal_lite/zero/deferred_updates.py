@@ -24,7 +24,7 @@ from colossal_lite.schedule.plan import CPU, Action, ActionKind
 
 
 class DeferredUpdates:
-    """The actions of a step's updates, run as far as they are asked for."""
+    """Runs the actions of a step's updates, as far as they are requested."""
 
     def __init__(
         self,
@@ -37,15 +37,14 @@ class DeferredUpdates:
         host; `end` is called when all are done."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
-        # What is planned behind an update and holds nobody up sets out with it: it has the computing that follows to
-        # hide behind.
+        # Actions behind an update that do not block start with it: the computing that follows hides them.
         self._stops: dict[int | None, int] = {}
         stop = len(actions)
         for number, action in reversed([*enumerate(actions)]):
             if action.kind is ActionKind.UPDATE:
                 self._stops[action.chunk] = stop
             stop = number if holds_up(action) else stop
-        self._coming: deque[int] = deque()  # updates on the host that have set out
+        self._coming: deque[int] = deque()  # updates on the host that have started
         self._last: int | None = None
         self._failure: Exception | None = None
 
@@ -61,7 +60,7 @@ class DeferredUpdates:
             self._settle(chunk)
 
     def finish(self) -> None:
-        """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
+        """Run all that is left. If an action has raised, this raises the same, each time."""
         if self._next <= len(self._actions):
             self._run(len(self._actions))
             self._settle(None)
@@ -69,7 +68,7 @@ class DeferredUpdates:
             self._end()
 
     def mark_failed(self, why: Exception) -> None:
-        """What is not done will never be: whoever asks for it is told `why`, unless an action has raised before."""
+        """The remaining updates never run: a request raises `why`, or the error of an earlier action."""
         self._failure = self._failure or why
 
     def _run(self, stop: int) -> None:
@@ -85,14 +84,14 @@ class DeferredUpdates:
                 self._coming.append(action.chunk or 0)
 
     def _settle(self, last: int | None) -> None:
-        """The updates on the host up to that of chunk `last` have come; None: all."""
+        """Wait for the updates on the host up to that of chunk `last`; None: all."""
         while self._coming and (last is None or self._coming[0] <= last):
             with self._noting_failures():
                 self._arrive(self._coming.popleft())
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
-        """An action that was interrupted counts as one that has raised: nobody knows what it has done."""
+        """An interrupted action counts as one that raised: its effect is unknown."""
         try:
             yield
         except Exception as error:

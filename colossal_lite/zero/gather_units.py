@@ -14,9 +14,8 @@ from colossal_lite.schedule.gather_plan import GatherPlan, Needs, Trace, gather_
 
 
 def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk, in forward order, what is gathered with it: the chunks of its block, or those that hold a
-    part of a module of which it holds a part. One operation reads the weights of one module, and they are to come and
-    go together."""
+    """For each sharded chunk, in forward order, the chunks that are gathered with it: those of its block, or those that
+    share a module with it."""
     units: dict[int, set[int]] = {}
     first: dict[int | str, int] = {}
     for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
@@ -33,8 +32,8 @@ def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
 
 
 def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
-    the modules around them own."""
+    """For each sharded chunk what a forward of its modules needs: its unit, and the chunks of these modules and of the
+    modules around them."""
     units = units_of(chunks)
     owned: dict[str, set[int]] = {}
     for chunk in chunks:

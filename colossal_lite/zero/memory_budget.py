@@ -76,7 +76,7 @@ line has them, or `trains=False`, to bytes of each kind beside the state, and to
 
 
 class MemoryBudget:
-    """Measures the first step, decides where everything rests, and takes it there."""
+    """Measures the first step, plans the placement, and moves all state to it."""
 
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: ForwardGates,
@@ -84,7 +84,7 @@ class MemoryBudget:
         frozen: Sequence[WeightChunk], apart_bytes: int, outlives: bool, began: Callable[[], Sequence[int] | None],
     ) -> None:  # fmt: skip
         """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `outlives`: all
-        state comes to a store when the engine is closed; `began` tells of a backward as `StageHooks.began`. Raises
+        state goes to a store when the engine is closed; `began`: as `StageHooks.began`. Raises
         ConfigError for a budget that is too small for any batch."""
         self._began, self._has_warned = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
@@ -93,13 +93,13 @@ class MemoryBudget:
         self._device, self._outlives = device, outlives
         self._meter: LiveBytes | AllocatedBytes | None = None
         self.placement: StatePlacement | None = None
-        """Where everything rests; None before the first update."""
+        """The tier of every piece; None before the first update."""
         self.activations_bytes = 0
-        """The most that the model holds in a step of what has been let in, on any rank, foretold or measured."""
+        """The most that the model holds in a step of an admitted batch, on any rank, forecast or measured."""
         self._admitted: set[tuple[bool, int, int]] = set()
         """Whether they train, samples of a step of a rank and their tokens, of the batches that fit."""
         self._measured_by: float | None = None
-        """How much more the first step has held than was foretold, as a factor; None: nobody could."""
+        """What the first step held, as a factor of its forecast; None: there was no forecast."""
         self._evaluated_bytes = 0
         """The most that the model has held in an evaluation before that, on any rank."""
         self._changed_forecast: ChangedForecast = lambda changes: None
@@ -110,7 +110,7 @@ class MemoryBudget:
         self._begin()
 
     def _begin(self) -> None:
-        """What a backward needs before the first update shares an arena too."""
+        """The buffers of a backward share an arena before the first update too."""
         if not isinstance(self._optimizer, ChunkOptimizer) or self._optimizer.shards is None:
             return
         self._release_slots()
@@ -122,7 +122,7 @@ class MemoryBudget:
         self._join_slots()
 
     def _release_slots(self) -> None:
-        """Of the old places, before there are new ones."""
+        """Free the old slots, before there are new ones."""
         assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None
         self._optimizer.arena = None
         self._optimizer.shards.release_slots()
@@ -136,7 +136,7 @@ class MemoryBudget:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around what a step computes; the first one is measured."""
+        """Around the computing of a step; the first one is measured."""
         if self.placement is not None or self._memory.device_budget is None:
             yield
             return
@@ -161,7 +161,7 @@ class MemoryBudget:
         self._admitted, self._evaluated_bytes = admitted, max(self._evaluated_bytes, most)
 
     def _new_meter(self) -> LiveBytes | AllocatedBytes:
-        """On a GPU what is there beside the state of this moment, all of whose pieces rest on the host, counts too."""
+        """On a GPU all allocated bytes count but the state of this moment, whose pieces are all on the host."""
         if self._device.type != "cuda":
             return LiveBytes()
         fixed, pieces = fixed_of(self._chunks, self._optimizer) | self._visiting, self._pieces(None)
@@ -172,7 +172,7 @@ class MemoryBudget:
 
     @property
     def _visiting(self) -> dict[str, int]:
-        """Slots on the device of records that visit it, where these are no pieces."""
+        """Slots on the device for records that are copied there, where these are no pieces."""
         tiers = self._optimizer.tiers
         return {} if self._memory.moves or tiers is None else {"visiting": tiers.device_bytes}
 
@@ -186,7 +186,7 @@ class MemoryBudget:
         self, samples: int, tokens: int, forecast_batch: Forecast | None, *, trains: bool = True
     ) -> None:
         """Before a batch of which this rank has so many samples: what does not fit by what `forecast_batch` says (None:
-        nobody knows) is refused. Collective; raises ConfigError on every rank."""
+        no forecast) is refused. Collective; raises ConfigError on every rank."""
         if self._memory.device_budget is None:
             return
         with self._world.ledger.paused():
@@ -198,15 +198,17 @@ class MemoryBudget:
         found = None if forecast_batch is None else forecast_batch(samples, tokens, trains=trains)
         mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
         with self._world.ledger.paused():
-            told = [row for row in self._world.gather_json(mine) if row is not None]
+            forecasts = [row for row in self._world.gather_json(mine) if row is not None]
         self._changed_forecast = lambda changes: None
         if forecast_batch is not None and found is not None and trains:
             self._changed_forecast = partial(_with_changes, forecast_batch, samples, tokens)
         if self.placement is not None:
-            self._admit(trains, samples, tokens, max((activations for activations, _ in told), default=None))
-        elif told:
-            activations = max(activations for activations, _ in told)
-            self._refuse(self._placed(max(gathered for _, gathered in told), activations))
+            self._admit(
+                trains, samples, tokens, max((activations for activations, _ in forecasts), default=None)
+            )
+        elif forecasts:
+            activations = max(activations for activations, _ in forecasts)
+            self._refuse(self._placed(max(gathered for _, gathered in forecasts), activations))
             self.activations_bytes = max(self.activations_bytes, activations)
         self._admitted.add((trains, samples, tokens))
 
@@ -215,7 +217,7 @@ class MemoryBudget:
         return any(samples <= s and tokens <= t and trained >= trains for trained, s, t in self._admitted)
 
     def _admit(self, trains: bool, samples: int, tokens: int, forecast_bytes: int | None) -> None:
-        """After everything rests for good: refuse a batch that does not fit beside it."""
+        """After the placement is final: refuse a batch that does not fit beside it."""
         assert self.placement is not None
         activations = 0 if forecast_bytes is None else ceil(forecast_bytes * (self._measured_by or 1.0))
         if forecast_bytes is None:
@@ -236,7 +238,7 @@ class MemoryBudget:
         self.placement, self.activations_bytes = placed, max(self.activations_bytes, activations)
 
     def settle(self) -> None:
-        """Before the first update: where everything rests from now on. Collective; raises ConfigError on every rank."""
+        """Before the first update: choose the placement, move to it. Collective; raises ConfigError on every rank."""
         if self.placement is not None:
             self._warn_beyond_plan(self.placement)
             return
@@ -259,7 +261,7 @@ class MemoryBudget:
             self._move(placed)
 
     def _warn_beyond_plan(self, placed: StatePlacement) -> None:
-        """Warn, once, where gradients that came otherwise than in the first step took more than there is."""
+        """Warn, once, if gradients arrived otherwise than in the first step and exceeded the budget."""
         budget = self._memory.device_budget
         if budget is None or self._has_warned:
             return
@@ -273,8 +275,8 @@ class MemoryBudget:
             )
 
     def _learn_accumulation(self) -> None:
-        """Gradients that have come sooner than was foreseen, on any rank, will come so again: behind a chunk that lacks
-        one, which is open until backward is over, the others are too."""
+        """Plan gradients as early as they arrived in the first step, on any rank. A chunk that lacks one is open until
+        backward is over, and so are those behind it."""
         staging = self._chunks[0].staging if self._chunks else None
         with self._world.ledger.paused():
             rows = self._world.gather_json(self._began())
@@ -313,7 +315,7 @@ class MemoryBudget:
             self._weights.replan()
 
     def _arena_of(self, placed: StatePlacement) -> Arena:
-        """With what rests there by turns in it."""
+        """An arena with the time-shared weights and gradients in it."""
         assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.tiers is not None
         arena, types = Arena(placed.arena, self._device), self._chunks[0].types
         allocators: dict[SharedInterval, dict[int, ArenaAllocator]] = {}

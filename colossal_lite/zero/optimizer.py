@@ -82,7 +82,7 @@ ORIGINS = {
     "unused": "ends of pages",
     "arena": "gradients in a backward, what visits for an update, and what rests there by turns",
 }
-"""What is held beside the state that rests off the device."""
+"""The buffers beside state that rests off the device."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Visit:
 
 
 class ChunkOptimizer(OptimizerState):
-    """State tensors and step counts of every chunk, and the update of one chunk at a time."""
+    """Updates one chunk at a time, and copies its state between tiers for that."""
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
@@ -164,9 +164,9 @@ class ChunkOptimizer(OptimizerState):
         return self._groups[chunk.spec.key.group]
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
-        """One optimizer step of one chunk; on the host it sets out, and has come after `arrived`. `used[i]`: some rank
-        had a gradient for entry i; `factor` is the schedule's share of the peak learning rate; the gradient is divided
-        by `grad_scale` and consumed."""
+        """One optimizer step of one chunk; on the host it only starts, and ends before `arrived` does. `used[i]`: some
+        rank had a gradient for entry i; `factor` is the schedule's share of the peak learning rate; the gradient is
+        divided by `grad_scale` and consumed."""
         assert chunk.state is GradientState.REDUCED
         index, rule = self._index[chunk.spec.id], self._rules[self._index[chunk.spec.id]]
         alone = not rule.is_elementwise or rule.narrow is not None
@@ -186,8 +186,8 @@ class ChunkOptimizer(OptimizerState):
         apply(chunk, state, self._ops)
 
     def remake(self, chunk: Chunk) -> None:
-        """In the place of an update that a step has not made: weights that others have had the place of are made of
-        their masters again."""
+        """In place of an update that a step skips: copy time-shared weights from their masters, because gradients have
+        overwritten them."""
         index = self._index[chunk.spec.id]
         if self.tiers is not None and index not in self._on_device:
             self.tiers.here(index)
@@ -209,7 +209,7 @@ class ChunkOptimizer(OptimizerState):
         self.tiers.end_on_host(index, updated)
 
     def _landed(self, index: int) -> None:
-        """An update on the host has written what rests there."""
+        """An update on the host has written the state there: commit it."""
         chunk = self._chunks[index]
         if self.tier_of(chunk) == "host":
             self._records.commit(chunk.spec.id, OPTIMIZER)
@@ -255,7 +255,7 @@ class ChunkOptimizer(OptimizerState):
             self.changed = True
 
     def arrived(self, chunk: Chunk) -> None:
-        """The new weights of a chunk that is updated on the host are where the model reads them. Raises what its copies
+        """Wait until the model can read the new weights of a chunk that is updated on the host. Raises what its copies
         or its update have raised."""
         assert self.host_updates is not None
         self.host_updates.arrived(self._index[chunk.spec.id])
@@ -274,26 +274,26 @@ class ChunkOptimizer(OptimizerState):
         return self.host_updates is not None and index in self.host_updates.crossings
 
     def prepare(self) -> None:
-        """Before the gradients are known: what of the state the first updates need sets out. Where weights come by the
-        same link it would hold them up."""
+        """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
+        weights on the same link."""
         if self.tiers and self.shards is None:
             for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0]):
                 self.tiers.moves[action.kind](action)
 
     def defer(self) -> None:
-        """A step has ended, and what it updates is not whole where it rests before its updates have come."""
+        """A step has ended: until its updates are done, the state at rest is not valid."""
         if self.tiers:
             self.tiers.defer()
         if self.shards:
             self.shards.defer()
 
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: weights are back where they rest, state at least on its way."""
+        """After the update of the last chunk of a step: wait until weights are copied back; state may be later."""
         if self.shards:
             self.shards.flush()
 
     def rest(self) -> None:
-        """All state is where it rests. Raises DiskError."""
+        """Wait until all state is back at rest. Raises DiskError."""
         if self.tiers:
             self.tiers.flush()
 
@@ -316,7 +316,7 @@ class ChunkOptimizer(OptimizerState):
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """By which state, weights and gradients travel between tiers."""
+        """The links that copy state, weights and gradients between tiers."""
         updates_link = (self.host_updates.updates_link,) if self.host_updates else ()
         return (
             *(self.tiers.links if self.tiers else ()),
@@ -337,9 +337,9 @@ class ChunkOptimizer(OptimizerState):
     def settle_tiers(
         self, on_device: Collection[int], on_disk: Collection[int], arena: Callable[[], Arena] | None = None
     ) -> None:  # fmt: skip
-        """The records of these chunks rest there from now on and the others on the host, and weights and gradients
-        where their chunks say; what visits has its places in `arena`, which is made when all that has moved is where it
-        rests; None: in one for each kind. Between steps. Raises DiskError."""
+        """Put the records of these chunks on device and disk, others on the host, and weights and gradients where their
+        chunks say. Copies on the device have places in `arena`, which is made after the moves; None: in one for each
+        kind. Between steps. Raises DiskError."""
         assert self.tiers is not None
         for index in on_device:
             chunk = self._chunks[index]
@@ -375,14 +375,14 @@ class ChunkOptimizer(OptimizerState):
         )  # fmt: skip
 
     def begin_in(self, arena: Arena) -> None:
-        """Before the first update sums leave through places in `arena`, and nothing visits the device."""
+        """Before the first update sums are copied out through places in `arena`, and no state is on the device."""
         assert self.tiers is not None and self.shards is not None
         self.arena = arena
         self.shards.settle(self.tiers.on_host, arena, is_first=True)
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        """What state that rests off the device takes beside itself."""
+        """The buffers that state off the device needs beside itself."""
         tiers = self.tiers
         if tiers is None:
             return ()
@@ -425,7 +425,7 @@ class ChunkOptimizer(OptimizerState):
 
     @property
     def staging_places(self) -> tuple[ArenaAllocator, ...]:
-        """The places on the device of what rests off it."""
+        """The places on the device for copies of what rests off it."""
         records = (self.tiers.staging_places,) if self.tiers else ()
         return (*records, *(self.shards.staging_places if self.shards else ()))
 

@@ -111,7 +111,7 @@ class OptimizerState:
         return masters
 
     def _split_joined(self) -> None:
-        """Masters that were joined, to be changed, are split again."""
+        """Split masters again that were joined to be changed."""
         joined, self._joined = self._joined, None
         if joined is not None:
             chunk, local, masters = joined
@@ -119,12 +119,12 @@ class OptimizerState:
                 chunk.set_masters(local, masters)
 
     def check(self) -> None:
-        """Raise what has ended the use of the state, if anything has: DiskError."""
+        """Raise the DiskError that has ended the use of the state, if there is one."""
         if self.tiers:
             self.tiers.check()
 
     def settle(self) -> None:
-        """What was changed between steps is where it rests. Raises DiskError."""
+        """Write changes between steps back to where the state rests. Raises DiskError."""
         self._split_joined()
         if self.tiers:
             self.tiers.settle()
@@ -132,12 +132,12 @@ class OptimizerState:
             self._records.commit(*self._changing.pop())
 
     def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
-        """What is on the host may be written from now on, `frozen` weights too, and is whole after `settle`."""
+        """State on the host may be written from now on, `frozen` weights too; it is valid after `settle`."""
         for chunk in (*self._chunks, *frozen):
             self._change(chunk)
 
     def unchanged(self) -> None:
-        """Nothing was written after all."""
+        """Nothing was written: the state on the host is still valid."""
         while self._changing:
             self._records.cancel(*self._changing.pop())
 
@@ -149,7 +149,7 @@ class OptimizerState:
     # ---- what outlives the engine ----
 
     def form(self) -> dict[str, list[Any]]:
-        """What the records of each chunk are, by its number: what another engine must have to take them up."""
+        """The layout of each chunk's records, by its number: another engine needs the same to restore them."""
         return {
             f"chunk {chunk.spec.id}": [
                 [[entry.name, entry.start, entry.stop] for entry in chunk.spec.entries],
@@ -161,7 +161,7 @@ class OptimizerState:
         }
 
     def park(self, version: int) -> None:
-        """Bring what does not rest in the records there too: state, and weights."""
+        """Copy state and weights to the records on the host, if they rest elsewhere."""
         for index, chunk in enumerate(self._chunks):
             number, layout = chunk.spec.id, self._layout(index)
             with self.at_hand(chunk) as state:
@@ -176,7 +176,7 @@ class OptimizerState:
                 self._records.commit(number, WEIGHTS, version=version)
 
     def take_up(self) -> None:
-        """Bring what an engine before has parked to where it rests here; its room on the host is given back."""
+        """Copy what an earlier engine has parked to where it rests here, and free its room on the host."""
         for index, chunk in enumerate(self._chunks):
             number, layout = chunk.spec.id, self._layout(index)
             comes = self.tier_of(chunk) != "host"
@@ -221,7 +221,7 @@ class OptimizerState:
         }
 
     def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Take over such counts; what is not named has taken none."""
+        """Set these counts; a parameter that is not named has taken none."""
         self._steps = [[updates.get(entry.name, 0) for entry in c.spec.entries] for c in self._chunks]
 
     @property

@@ -74,17 +74,17 @@ class ParameterGather(ForwardGates):
         self.plan: GatherPlan | None = None
         """What a micro-batch does, by the trace."""
         self.up: Link | None = None
-        """By which shards come that rest on the host."""
+        """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
         self.most_numel = self.most_held_numel = 0
         """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
         self._phase = Phase.IDLE
         self._steps: tuple[GatherStep, ...] = ()
         self._next = 0  # the step to execute next
-        self._current = NOTHING  # what is whole now
+        self._current = NOTHING  # gathered now
         self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
         self._resident: dict[int, int] = {}  # chunk -> offset
-        self._kept: set[int] = set()  # chunks of which the neighbours of this rank have their parts
+        self._kept: set[int] = set()  # chunks whose parts the neighbours hold
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
         self._learnt = False  # whether the plan is new
@@ -123,12 +123,12 @@ class ParameterGather(ForwardGates):
         self._bring({})
 
     def flush(self) -> None:
-        """Every update has come, and every gathered weight is dropped."""
+        """Run every deferred update and drop every gathered weight."""
         self.run_deferred()
         self._bring({})
 
     def give_up(self) -> bool:
-        """Of a trace that was not finished nothing is learnt."""
+        """After a failed micro-batch: make its remaining gathers; an unfinished trace gives no plan."""
         if self._phase is Phase.IDLE:
             return False
         self._keep_step()
@@ -138,7 +138,7 @@ class ParameterGather(ForwardGates):
         return True
 
     def for_readers(self) -> None:
-        """What the next forward begins with is on its way and stays so."""
+        """Run deferred updates. The gathers for the next forward go on."""
         self.run_deferred()
 
     @property
@@ -146,13 +146,13 @@ class ParameterGather(ForwardGates):
         return self._last_trained(self.plan.forward[0].resident) if self.plan and self.plan.forward else 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
-        """The chunks that the next forward begins with are gathered while the others are updated."""
+        """Gather the chunks that the next forward begins with, while the others are updated."""
         if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
             self._fetch(chunk.spec.id, offset)
             self._gather(chunk.spec.id)
 
     def remove(self) -> None:
-        """Take the gates away, and leave the model whole on every rank. Collective."""
+        """Remove the gates, and leave full weights on every rank. Collective."""
         self.flush()
         for chunk in self._all:
             if chunk.is_sharded:
@@ -163,7 +163,7 @@ class ParameterGather(ForwardGates):
         self._resident.clear()  # for good
         super().remove()
 
-    # ---- who asks ----
+    # ---- requests ----
 
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
@@ -226,7 +226,7 @@ class ParameterGather(ForwardGates):
         return saved.rebuilt()
 
     def _need(self, needs: Needs) -> None:
-        """`needs` are whole when this returns."""
+        """Make the chunks `needs` gathered."""
         if needs <= self._current:
             return
         if self._phase is Phase.IDLE:
@@ -256,7 +256,7 @@ class ParameterGather(ForwardGates):
             f"its first step, and each forward needs a backward of its own; zero.stage=2 has no such rule"
         )
 
-    # ---- what happens ----
+    # ---- gathers and drops ----
 
     def _begin(self, phase: Phase) -> None:
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
@@ -279,7 +279,7 @@ class ParameterGather(ForwardGates):
                 self._limit()
 
     def _end(self) -> None:
-        """What other ranks still do, this rank does with them."""
+        """Make the remaining gathers, because other ranks may need them."""
         self._keep_step()
         if self.plan is None:
             self._learn()
@@ -311,9 +311,7 @@ class ParameterGather(ForwardGates):
             elif action.resource == FROM_NEAR:
                 self._fetch(action.chunk, step.resident[action.chunk], near=True)
             elif action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
-                if (
-                    action.chunk not in self._resident
-                ):  # the first ones may have set out when they were updated
+                if action.chunk not in self._resident:  # its gather may have started after its update
                     self._fetch(action.chunk, step.resident[action.chunk])
                 if action.kind is ActionKind.UNSHARD:
                     self._gather(action.chunk)
@@ -323,7 +321,7 @@ class ParameterGather(ForwardGates):
             self._limit()
 
     def _limit(self) -> None:
-        """Until the next step no more sums may begin than it wants to see begun."""
+        """Until the next step no more reductions may launch than it expects."""
         more = self._next < len(self._steps)
         self._hooks.limit = self._steps[self._next].launched if more else len(self._chunks)
 
@@ -333,8 +331,8 @@ class ParameterGather(ForwardGates):
         self._current = needs
 
     def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
-        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do, or what
-        the neighbours have kept."""
+        """Give a chunk its slot. Then start the copy of its own shard if that rests on the host, else the gather of all
+        shards, or of the parts at the neighbours."""
         chunk = self._all[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:
@@ -358,7 +356,7 @@ class ParameterGather(ForwardGates):
         self.most_held_numel = max(self.most_held_numel, held)
 
     def _gather(self, index: int) -> None:
-        """The shards of the others set out, if they have not."""
+        """Start to gather the other shards, if that has not begun."""
         if self._all[index].weights is WeightState.FETCHING:
             self._all[index].gather_fetched()
 
@@ -368,7 +366,7 @@ class ParameterGather(ForwardGates):
         return self._arena[start : start + self._all[index].part_numel]
 
     def _keep_part(self, index: int) -> None:
-        """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
+        """Before the first drop of a chunk in a micro-batch: store this rank's part for the neighbours."""
         if self.plan is not None and index in self.plan.kept and index not in self._kept:
             part = self._part(index)
             self._all[index].keep_part(part)
@@ -380,8 +378,8 @@ class ParameterGather(ForwardGates):
         del self._resident[index]
 
     def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
-        """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
-        `gathers`."""
+        """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those from the host are only
+        fetched."""
         self._run_deferred_until(self._last_trained(resident))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
@@ -398,8 +396,7 @@ class ParameterGather(ForwardGates):
     # ---- the first micro-batch ----
 
     def _round(self, needs: Needs | None) -> bool:
-        """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
-        have."""
+        """One moment of the trace, agreed with all ranks; `needs` None: this rank has no more. False: no rank has."""
         ready = self._hooks.ready if self._phase is Phase.BACKWARD else 0
         with self._world.ledger.paused():
             rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
@@ -417,7 +414,7 @@ class ParameterGather(ForwardGates):
         return True
 
     def _learn(self) -> None:
-        """A forward and a backward have been seen: from now on there is a plan."""
+        """After the first forward and backward: make the plan from their trace."""
         if self._phase is Phase.FORWARD:
             self._forward_seen = tuple(self._seen)
         elif self._forward_seen:
@@ -445,7 +442,7 @@ class ParameterGather(ForwardGates):
         )
 
     def replan(self) -> None:
-        """Shards rest elsewhere from now on: the order in which weights come, and their slots, stay as they are."""
+        """Plan again after shards have changed tiers; the order of gathers and the slots do not change."""
         self.plan = self.planned(self.prefetch)
 
     def _before_state_dict(self) -> None:

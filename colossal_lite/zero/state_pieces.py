@@ -38,8 +38,8 @@ def pieces_of(
     chunks: Sequence[Chunk], optimizer: ChunkOptimizer, gathers: GatherPlan | None, accumulation: int,
     frozen: Sequence[WeightChunk] = (),
 ) -> tuple[StatePiece, ...]:  # fmt: skip
-    """What may rest on either tier, while all of it rests on the host. The weights that a step begins with are taken
-    from the slots of the update before, if they are updated."""
+    """The pieces that may rest on device or host; call it while all of them are on the host. The weights that a step
+    begins with are taken from the slots of the update before, if they are updated."""
     stays = gathers.stays() if gathers else {}
     begins = gathers.forward[0].resident if gathers and gathers.forward else {}
     turns = _time_shared(chunks, gathers)
@@ -67,8 +67,7 @@ def pieces_of(
 
 
 def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -> Iterator[StatePiece]:
-    """What of a chunk's gradient, the sum of so many, may rest on either tier; `time_shared`: beside weights that
-    do."""
+    """The pieces of a chunk's gradient, a sum of so many; `time_shared`: it shares memory with weights."""
     apart = time_shared and sums > 1
     shared = SharedInterval.GRADIENTS if time_shared and sums == 1 else None
     name = Name(index, StateKind.GRADIENTS)
@@ -78,8 +77,8 @@ def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -
 
 
 def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozenset[int]:
-    """The chunks whose weights, while they rest on the device, need be there for a part of a step only: no update reads
-    them, and no backward that has their gradients."""
+    """The chunks whose weights, if on the device, are needed for a part of a step only. No update reads them, and no
+    backward does after their gradients."""
     late = gathers.read_late(len(chunks)) if gathers else ()
     return frozenset(
         index
@@ -91,8 +90,8 @@ def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozens
 def _updated_on_host(
     index: int, chunk: Chunk, optimizer: ChunkOptimizer, comes: int, accumulation: int, begins: bool
 ) -> Iterator[StatePiece]:
-    """Of a chunk whose update is on the host while its record rests there. What cannot rest there crosses the link all
-    the same."""
+    """The pieces of a chunk that is updated on the host while its record is there. What cannot rest there crosses the
+    link all the same."""
     both = int(chunk.updates_weights)
     ways = {
         StateKind.WEIGHTS: (
@@ -136,14 +135,14 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
 
 
 def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
-    """Whether gradients in a backward and what visits for an update are in one arena (memory/arena.py)."""
+    """Whether one arena holds gradients in a backward and state during its update (memory/arena.py)."""
     return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
 
 
 def beside_of(
     chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int
 ) -> tuple[LiveRange, ...] | None:  # fmt: skip
-    """What is in one arena with pieces that visit the device, or rest there by turns; None: nothing may be."""
+    """The live ranges that share an arena with pieces on the device; None: there is no such arena."""
     if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
         return None
     backward = (stay for slots in slots_of(chunks) for stay in slots.live_ranges)
@@ -166,7 +165,7 @@ def backwards_of(accumulation: int) -> Backwards:
 def update_bytes_of(
     memory: MemoryConfig, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer
 ) -> int:
-    """What an update on the device may hold beside the state, wherever records come to rest."""
+    """The most that an update on the device may hold beside the state, wherever records rest."""
     if isinstance(optimizer, ChunkOptimizer) and not memory.moves:
         return optimizer.update_bytes
     return max((chunk.update_bytes for chunk in chunks), default=0)
@@ -176,7 +175,7 @@ def placed_by(
     memory: MemoryConfig, pieces: Sequence[StatePiece], fixed: Mapping[str, int], device: torch.device,
     beside: tuple[LiveRange, ...] | None,
 ) -> StatePlacement:  # fmt: skip
-    """Where these pieces rest by a config under which they move; `beside` as `Placement` has it."""
+    """The placement of these pieces under a config that moves them; `beside` as in `StatePlacement`."""
     if memory.placement == "static":
         placed = divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget, beside)
     else:
@@ -187,7 +186,7 @@ def placed_by(
 
 
 def spilled_by(memory: MemoryConfig, placed: StatePlacement, device: torch.device) -> StatePlacement:
-    """As `placed`, with what the host has no room for on disk, where there is one."""
+    """As `placed`, with records on disk that the host has no room for, if there is a disk."""
     if not memory.spills_to_disk:
         return placed
     assert memory.host_budget is not None
@@ -195,7 +194,7 @@ def spilled_by(memory: MemoryConfig, placed: StatePlacement, device: torch.devic
 
 
 def first_placement(memory: MemoryConfig, placed: StatePlacement, device: torch.device) -> StatePlacement:
-    """Before the first update: all that may rest off the device does."""
+    """Before the first update: all that can rest off the device does."""
     every = frozenset(piece.name for piece in placed.pieces if piece.moves)
     return spilled_by(memory, replace(placed, on_host=every, on_disk=frozenset()), device)
 

@@ -95,7 +95,7 @@ class OwnOptimizer:
         """Where the state of a chunk rests: on the device."""
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
-        """State of a chunk now, and what it will keep, which only it knows."""
+        """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
         held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
         return held, held
 
@@ -106,18 +106,18 @@ class OwnOptimizer:
         """Nothing can have failed."""
 
     def settle(self) -> None:
-        """Everything is where it rests."""
+        """Nothing to do: state is on the device."""
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Nothing travels."""
+        """None: state is on the device."""
         return ()
 
     def prepare(self) -> None:
-        """Nothing has to come."""
+        """Nothing to fetch."""
 
     def defer(self) -> None:
-        """Nothing is anywhere else."""
+        """Nothing to do: state is on the device."""
 
     def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
         """Nothing is shared."""
@@ -126,7 +126,7 @@ class OwnOptimizer:
         """Nothing is shared."""
 
     def rest(self) -> None:
-        """Everything is where it rests."""
+        """Nothing to do: state is on the device."""
 
     @contextmanager
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
@@ -137,13 +137,13 @@ class OwnOptimizer:
         raise AssertionError("everything is in memory")
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
-        """For each entry of a chunk whatever tensors the optimizer keeps for it."""
+        """For each entry of a chunk the tensors that the optimizer has for it."""
         for entry in chunk.spec.entries:
             state = self._optimizer.state.get(self._of[entry.name], {})
             yield {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
-        """Refused: what an optimizer of one's own keeps, and where it comes back to, only it knows."""
+        """Refused: only the optimizer knows its state and how to restore it."""
         name = type(self._optimizer).__name__
         raise ValueError(
             f"optimizer: checkpoints of {name}, an optimizer of your own, are not built; legal is a type of the "
@@ -167,7 +167,7 @@ class OwnOptimizer:
 
     @property
     def forecast_bytes(self) -> int:
-        """What it will keep, only it knows."""
+        """Bytes of its state; only the optimizer knows what it will be."""
         return self.state_bytes
 
 
