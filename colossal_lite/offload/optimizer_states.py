@@ -136,8 +136,8 @@ class OffloadedOptimizerStates:
         self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
         visiting, width = sorted({*self._storage_of} - self.on_host), self._dtype.itemsize
         sizes = {index: self._records[index].size * width for index in visiting}
-        stays = VISITING[StateKind.OPTIMIZER].live_ranges(sizes, width=SLOTS)
-        self._slots = ArenaAllocator(stays, self._dtype, self._device, arena)
+        ranges = VISITING[StateKind.OPTIMIZER].live_ranges(sizes, width=SLOTS)
+        self._slots = ArenaAllocator(ranges, self._dtype, self._device, arena)
 
     @property
     def device_bytes(self) -> int:

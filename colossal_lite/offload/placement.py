@@ -253,8 +253,8 @@ class _Least:
 
     def __call__(self, on_host: frozenset[Name]) -> int:
         for chunk in {name.chunk for name in on_host ^ self._on_host}:
-            for times, away in ((-1, self._on_host), (1, on_host)):
-                for taker in _takers(self._of_chunk[chunk], away):
+            for times, off_device in ((-1, self._on_host), (1, on_host)):
+                for taker in _takers(self._of_chunk[chunk], off_device):
                     self._count(taker.what, self._of(taker), times)
         self._on_host = on_host
         return sum(max(accumulate(changes)) for changes in self._changes.values())
@@ -446,8 +446,8 @@ def _fewest(
 
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
-        away = frozenset(piece.name for piece in mine[:count])
-        return least(others | away) + sum(piece.own_bytes for piece in mine[count:])
+        off_device = frozenset(piece.name for piece in mine[:count])
+        return least(others | off_device) + sum(piece.own_bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 

@@ -61,16 +61,16 @@ class HostShardStream:
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
         }
         if not is_first:
-            visit = self._updated_on_device
-            weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
-            gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
+            on_device = self._updated_on_device
+            weights = {i: c.weights_at_rest for i, c in on_device if c.weights_at_rest is not None}
+            gradients = {i: resting[i] for i, c in on_device if i in resting and not c.waits_on_device}
             self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
             self._gradient_slots = self._places(VISITING[StateKind.GRADIENTS], gradients, arena)
-        rest = tuple(resting.values())
-        self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
-        self._outgoing_count = min(OUTGOING, len(rest))
+        shards = tuple(resting.values())
+        self._largest_bytes = max((tensor.nbytes for tensor in shards), default=0)
+        self._outgoing_count = min(OUTGOING, len(shards))
         leaving = self._places(LEAVING, resting, arena)
-        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(rest))
+        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(shards))
         for chunk in self._chunks:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
@@ -195,21 +195,23 @@ class HostShardStream:
     def close(self) -> None:
         self._adds.close()
 
-    def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
+    def _landings(self, resting: Sequence[Tensor]) -> list[Tensor]:
         """Buffers on the host for sums that are added there; a thread adds as it copies, and needs none."""
         count = self._outgoing_count if self._down.executor.on_stream else 0
         landings = [
-            host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)
+            host_room(max(tensor.numel() for tensor in resting), resting[0].dtype, self._chunks[0].device)
             for _ in range(count)
         ]
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _places(self, slot: StagingBuffer, rest: Mapping[int, Tensor], arena: Arena | None) -> ArenaAllocator:
+    def _places(
+        self, slot: StagingBuffer, resting: Mapping[int, Tensor], arena: Arena | None
+    ) -> ArenaAllocator:
         """On the device, for these."""
-        dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
-        stays = slot.live_ranges({index: tensor.nbytes for index, tensor in rest.items()})
-        return ArenaAllocator(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
+        dtype = next((tensor.dtype for tensor in resting.values()), torch.float32)
+        ranges = slot.live_ranges({index: tensor.nbytes for index, tensor in resting.items()})
+        return ArenaAllocator(ranges, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
 
 
 def _owned(chunk: Chunk) -> int:

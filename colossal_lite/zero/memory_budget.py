@@ -117,8 +117,8 @@ class MemoryBudget:
         sizes = {i: c.gradient.nbytes for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None}
         beside = beside_of(self._chunks, self._optimizer, self._accumulation) or ()
         last = len(self._chunks) - 1
-        stays = (*beside, *LEAVING.in_step(sizes, last=last, backwards=backwards_of(self._accumulation)))
-        self._optimizer.begin_in(Arena(pack_live_ranges(stays), self._device))
+        ranges = (*beside, *LEAVING.in_step(sizes, last=last, backwards=backwards_of(self._accumulation)))
+        self._optimizer.begin_in(Arena(pack_live_ranges(ranges), self._device))
         self._join_slots()
 
     def _release_slots(self) -> None:
@@ -179,8 +179,8 @@ class MemoryBudget:
     @property
     def _frozen_bytes(self) -> int:
         """Of frozen parameters that are on the device and stay there."""
-        kept = sum(chunk.resting_bytes for chunk in self._frozen if chunk.weights_at_rest is None)
-        return self._apart_bytes + kept
+        in_chunks = sum(chunk.resting_bytes for chunk in self._frozen if chunk.weights_at_rest is None)
+        return self._apart_bytes + in_chunks
 
     def forecast(
         self, samples: int, tokens: int, forecast_batch: Forecast | None, *, trains: bool = True
@@ -282,12 +282,12 @@ class MemoryBudget:
             rows = self._world.gather_json(self._began())
         if staging is None or any(row is None for row in rows):
             return
-        began = [min(row[stay.number] for row in rows) for stay in staging.live_ranges]
-        stays = [
+        began = [min(row[each.number] for row in rows) for each in staging.live_ranges]
+        ranges = [
             replace(s, start=min(s.start, start)) for s, start in zip(staging.live_ranges, began, strict=True)
         ]
-        if stays != [*staging.live_ranges]:
-            staging.replan(stays)
+        if ranges != [*staging.live_ranges]:
+            staging.replan(ranges)
 
     def _move(self, placed: StatePlacement) -> None:
         assert isinstance(self._optimizer, ChunkOptimizer)
@@ -302,9 +302,9 @@ class MemoryBudget:
                 chunk.keep_weights_on_device()
             if Name(index, StateKind.GRADIENTS) in on_device:
                 chunk.keep_gradient_on_device()
-        for kept in self._frozen:
-            if Name(kept.spec.id, StateKind.FROZEN) in on_device:
-                kept.keep_weights_on_device()
+        for each in self._frozen:
+            if Name(each.spec.id, StateKind.FROZEN) in on_device:
+                each.keep_weights_on_device()
         off_device = {name.chunk for name in placed.off_device if name.kind is StateKind.OPTIMIZER}
         on_disk = {name.chunk for name in placed.on_disk}
         arena = None if placed.beside is None else partial(self._arena_of, placed)

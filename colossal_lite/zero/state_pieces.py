@@ -42,37 +42,37 @@ def pieces_of(
     begins with are taken from the slots of the update before, if they are updated."""
     stays = gathers.stays() if gathers else {}
     begins = gathers.forward[0].resident if gathers and gathers.forward else {}
-    turns = _time_shared(chunks, gathers)
+    time_shared = _time_shared(chunks, gathers)
     out: list[StatePiece] = []
     for index, chunk in enumerate(chunks):
         if optimizer.is_updated_on_host(chunk):
-            comes = accumulation * stays.get(chunk.spec.id, 0)
-            out += _updated_on_host(index, chunk, optimizer, comes, accumulation, chunk.spec.id in begins)
+            fetches = accumulation * stays.get(chunk.spec.id, 0)
+            out += _updated_on_host(index, chunk, optimizer, fetches, accumulation, chunk.spec.id in begins)
             continue
         if chunk.weights_at_rest is not None:
-            comes = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
-            ups = comes + chunk.updates_weights
-            shared = SharedInterval.WEIGHTS if index in turns else None
+            fetches = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
+            ups = fetches + chunk.updates_weights
+            shared = SharedInterval.WEIGHTS if index in time_shared else None
             out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
         if chunk.gradient_at_rest is not None:
-            out += gradients_of(index, chunk.gradient.nbytes, accumulation, time_shared=bool(turns))
+            out += gradients_of(index, chunk.gradient.nbytes, accumulation, time_shared=bool(time_shared))
         record_bytes = optimizer.record_bytes(index)
         if record_bytes:
             out.append(StatePiece(Name(index, StateKind.OPTIMIZER), record_bytes, 1, 1))
-    for kept in frozen:
-        if kept.weights_at_rest is not None:
-            ups = accumulation * stays.get(kept.spec.id, 0)
-            out.append(StatePiece(Name(kept.spec.id, StateKind.FROZEN), kept.resting_bytes, ups, 0))
+    for each in frozen:
+        if each.weights_at_rest is not None:
+            ups = accumulation * stays.get(each.spec.id, 0)
+            out.append(StatePiece(Name(each.spec.id, StateKind.FROZEN), each.resting_bytes, ups, 0))
     return tuple(out)
 
 
 def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -> Iterator[StatePiece]:
     """The pieces of a chunk's gradient, a sum of so many; `time_shared`: it shares memory with weights."""
-    apart = time_shared and sums > 1
+    has_last = time_shared and sums > 1
     shared = SharedInterval.GRADIENTS if time_shared and sums == 1 else None
     name = Name(index, StateKind.GRADIENTS)
-    yield StatePiece(name, size_bytes, 1, sums - apart, shared=shared, sums=sums, last_sum=apart)
-    if apart:
+    yield StatePiece(name, size_bytes, 1, sums - has_last, shared=shared, sums=sums, last_sum=has_last)
+    if has_last:
         yield StatePiece(Name(index, StateKind.LAST_SUM), size_bytes, 0, 1, shared=SharedInterval.LAST_SUMS)
 
 
@@ -88,14 +88,14 @@ def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozens
 
 
 def _updated_on_host(
-    index: int, chunk: Chunk, optimizer: ChunkOptimizer, comes: int, accumulation: int, begins: bool
+    index: int, chunk: Chunk, optimizer: ChunkOptimizer, fetches: int, accumulation: int, begins: bool
 ) -> Iterator[StatePiece]:
     """The pieces of a chunk that is updated on the host while its record is there. What cannot rest there crosses the
     link all the same."""
     both = int(chunk.updates_weights)
     ways = {
         StateKind.WEIGHTS: (
-            LinkCrossing(comes),
+            LinkCrossing(fetches),
             LinkCrossing(1, both, (WEIGHTS_BOTH if both else WEIGHTS_UP,)),
         ),
         StateKind.GRADIENTS: (
@@ -106,7 +106,7 @@ def _updated_on_host(
     }
     shard_bytes = (chunk.owned[1] - chunk.owned[0]) * chunk.local_shard.element_size()
     held = {
-        StateKind.WEIGHTS: (shard_bytes, comes - begins + both, 1, chunk.weights_at_rest is not None),
+        StateKind.WEIGHTS: (shard_bytes, fetches - begins + both, 1, chunk.weights_at_rest is not None),
         StateKind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),
         StateKind.OPTIMIZER: (optimizer.record_bytes(index), 1, 1, True),
     }
@@ -145,9 +145,9 @@ def beside_of(
     """The live ranges that share an arena with pieces on the device; None: there is no such arena."""
     if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
         return None
-    backward = (stay for slots in slots_of(chunks) for stay in slots.live_ranges)
-    stays = moments_of_step(backward, len(chunks))
-    return tuple(backwards_of(accumulation).of(stay, len(chunks) - 1) for stay in stays)
+    backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)
+    ranges = moments_of_step(backward, len(chunks))
+    return tuple(backwards_of(accumulation).of(each, len(chunks) - 1) for each in ranges)
 
 
 def gathered_bytes(chunks: Sequence[WeightChunk], plan: GatherPlan | None) -> int:
