@@ -24,8 +24,8 @@ class StateKind(StrEnum):
     FROZEN = "frozen"
     """Weights that do not train."""
     LAST_SUM = "last sum"
-    """The last micro-batch's sum of a gradient on the host, if a step has several sums. The others may be added to it on
-    the device, so it need not be copied out."""
+    """Of a gradient on the host, where a step has several sums: that of the last micro-batch. Others may be added to it
+    on the device, so it need not be copied out."""
 
 
 # One is updated, one is fetched, one is written back.
