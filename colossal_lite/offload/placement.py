@@ -164,7 +164,7 @@ class StatePlacement:
             turns = sorted(
                 p.name.chunk for p in self.pieces if p.shared is shared and p.is_time_shared(self.off_device)
             )
-            lines += [f"{shared} by turns in the arena: {_spans(turns)}"] if turns else []
+            lines += [f"{shared} that share memory in the arena: {_spans(turns)}"] if turns else []
         if self.on_disk:
             lines.append(f"optimizer on disk: {_spans(sorted(name.chunk for name in self.on_disk))}")
         lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")

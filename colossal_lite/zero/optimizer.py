@@ -78,17 +78,17 @@ def ranges_to_update(
 
 
 ORIGINS = {
-    "passing": "slots of state from and to the disk",
+    "passing": "slots for records on their way from and to disk",
     "unused": "ends of pages",
-    "arena": "gradients in a backward, what visits for an update, and what rests there by turns",
+    "arena": "gradients in a backward, state that is copied there for its update, and time-shared state",
 }
 """The buffers beside state that rests off the device."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Bytes that state off the device takes beside itself, on a tier (None: the device): as they are, as many as were
-    used at once, and by the formula."""
+    """Bytes of buffers for state off the device, on a tier (None: the device): allocated, the most that was used at
+    once, and by the formula."""
 
     kind: str
     tier: str | None
@@ -395,7 +395,9 @@ class ChunkOptimizer(OptimizerState):
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if self.arena is None else 0
         device: tuple[Visit, ...] = (
-            Visit("visiting", None, held, most, foreseen, "places of state that visits the device"),
+            Visit(
+                "visiting", None, held, most, foreseen, "places on the device for state that is copied there"
+            ),
         )
         if (arena := self.arena) is not None:
             device += (
@@ -408,7 +410,7 @@ class ChunkOptimizer(OptimizerState):
         )  # fmt: skip
         landings = shards.host_bytes if shards else 0
         if shards and landings:
-            origin = "what sums of gradients land in to be added"
+            origin = "buffers for sums of gradients that are added on the host"
             on_host = (*on_host, Visit("landing", "host", landings, shards.most_host_bytes, landings, origin))
         if not tiers.on_disk:
             return (*device, *on_host)

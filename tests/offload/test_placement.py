@@ -1,4 +1,4 @@
-"""Where pieces rest under a budget: within it, by what a step moves least, against every policy there is."""
+"""Checks placements under a budget: they fit, and move the least bytes, compared with every policy."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def phases_of(pieces: list[StatePiece], accumulation: int = 1, own_master: bool 
 
 
 def time_shared(pieces: Sequence[StatePiece], accumulation: int) -> list[StatePiece]:
-    """As a device has them whose weights and gradients rest in one place by turns."""
+    """As on a device whose weights and gradients share memory."""
     out: list[StatePiece] = []
     for piece in pieces:
         if piece.name.kind is StateKind.WEIGHTS:

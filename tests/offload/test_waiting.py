@@ -1,4 +1,4 @@
-"""How long a step waits for its links: what the simulator says of its plan, nothing where computing can hide them."""
+"""Checks how long a step waits for its links: as simulated, and not at all where computing hides them."""
 
 from __future__ import annotations
 

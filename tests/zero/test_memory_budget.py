@@ -1,4 +1,4 @@
-"""Training within a budget: the bits of a run without one, the bytes of the plan, and an error where nothing fits."""
+"""Checks training within a budget: the bits of a run without one, the planned bytes, an error if nothing fits."""
 
 from __future__ import annotations
 
@@ -644,7 +644,7 @@ def test_a_policy_that_keeps_nothing_on_the_device_is_beyond_five_percent_of_the
         assert over_the_bound(found, parts) > 1.05
 
 
-# ---- what does not fit, and what is told ----
+# ---- errors of budgets that do not fit ----
 
 
 def refused(env: RankEnv, case: Case, memory: dict[str, Any], steps: int) -> str:
@@ -723,7 +723,7 @@ def grown(env: RankEnv, case: Case, budget: int, sizes: list[tuple[str, int]]) -
 def test_a_batch_larger_than_the_first_is_let_in_where_it_fits_and_else_refused_before_it_runs(
     stage: int, build: str
 ) -> None:
-    """On every rank, and of models that nobody can foretell too."""
+    """On every rank, also for models without a forecast."""
     case = replace(GROWING, build=build, config=config_of(stage, sum_order="fast"))
     if build == "module":
         case = replace(case, adapters=2)

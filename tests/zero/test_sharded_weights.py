@@ -1,4 +1,4 @@
-"""Sharded weights: the serial numbers from slots that come and go, by plan, on every rank in one order."""
+"""Checks that sharded weights give the serial numbers, from planned slots and in one order on every rank."""
 
 from __future__ import annotations
 
