@@ -173,7 +173,7 @@ class OffloadedOptimizerStates:
     def fetch(self, index: int) -> None:
         """Begin to bring a record to the device; nothing if that has begun."""
         if index in self._storage_of and index not in self._here:
-            self._storage_of[index].leave(index, partial(self._bring, index))
+            self._storage_of[index].leave(index, partial(self._copy_in, index))
 
     def here(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk on the device, whose master is there too from now on."""
@@ -295,7 +295,7 @@ class OffloadedOptimizerStates:
 
     # ---- how ----
 
-    def _bring(self, index: int, source: Tensor, *after: Transfer) -> Transfer:
+    def _copy_in(self, index: int, source: Tensor, *after: Transfer) -> Transfer:
         slot, emptied = self._slots.take(index)
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(

@@ -136,13 +136,13 @@ class HostShardStream:
             slot, before = self._weight_slots.take(index)
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
-                self._bring(index, slot, weights, before)
+                self._copy_in(index, slot, weights, before)
         if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
-            self._bring(index, slot, gradient, before)
+            self._copy_in(index, slot, gradient, before)
 
-    def _bring(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
+    def _copy_in(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
         coming = self._up.copy(slot[: source.numel()], source, after=before, priority=Priority.PREFETCH)
         self._incoming[index].append(coming)
 

@@ -118,7 +118,7 @@ class MemoryBudget:
         beside = beside_of(self._chunks, self._optimizer, self._accumulation) or ()
         last = len(self._chunks) - 1
         ranges = (*beside, *LEAVING.in_step(sizes, last=last, backwards=backwards_of(self._accumulation)))
-        self._optimizer.begin_in(Arena(pack_live_ranges(ranges), self._device))
+        self._optimizer.share_first_arena(Arena(pack_live_ranges(ranges), self._device))
         self._join_slots()
 
     def _release_slots(self) -> None:

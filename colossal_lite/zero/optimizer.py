@@ -174,7 +174,7 @@ class ChunkOptimizer(OptimizerState):
         self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
         apply = partial(self._apply, index, spans, factor=factor, grad_scale=grad_scale)
         if self._is_on_host(index):
-            self._set_out(index, apply, spans)
+            self._update_on_host(index, apply, spans)
             return
         if self.tiers is None or index in self._on_device:
             state = self._state[index]
@@ -195,7 +195,7 @@ class ChunkOptimizer(OptimizerState):
             self.shards.here(index, is_whole=False)
         chunk.take_weights(is_whole=False)
 
-    def _set_out(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
+    def _update_on_host(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
         assert self.tiers is not None and self.host_updates is not None
         chunk = self._chunks[index]
         ops = self._ops if chunk.device.type == "cpu" else TORCH
@@ -204,11 +204,11 @@ class ChunkOptimizer(OptimizerState):
         is_whole = sum(span.stop - span.start for span in spans) == chunk.local_shard.numel()
         updated = self.host_updates.update(
             index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
-            then=partial(self._landed, index),
+            then=partial(self._commit, index),
         )  # fmt: skip
         self.tiers.end_on_host(index, updated)
 
-    def _landed(self, index: int) -> None:
+    def _commit(self, index: int) -> None:
         """An update on the host has written the state there: commit it."""
         chunk = self._chunks[index]
         if self.tier_of(chunk) == "host":
@@ -374,7 +374,7 @@ class ChunkOptimizer(OptimizerState):
             backward=self._backward,
         )  # fmt: skip
 
-    def begin_in(self, arena: Arena) -> None:
+    def share_first_arena(self, arena: Arena) -> None:
         """Before the first update sums are copied out through places in `arena`, and no state is on the device."""
         assert self.tiers is not None and self.shards is not None
         self.arena = arena

@@ -82,12 +82,12 @@ class ParameterGather(ForwardGates):
         self._steps: tuple[GatherStep, ...] = ()
         self._next = 0  # the step to execute next
         self._current = NOTHING  # gathered now
-        self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
+        self._parents: list[Needs] = []  # of the modules that have begun their forward and not ended it
         self._resident: dict[int, int] = {}  # chunk -> offset
-        self._kept: set[int] = set()  # chunks whose parts the neighbours hold
+        self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
-        self._learnt = False  # whether the plan is new
+        self._has_new_plan = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
         super().__init__(module, parameters, chunks, frozen)
 
@@ -112,7 +112,7 @@ class ParameterGather(ForwardGates):
         self._end()
         self.run_deferred()
         if not keeps or self.plan is None:
-            self._bring({})
+            self._make_resident({})
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -120,21 +120,21 @@ class ParameterGather(ForwardGates):
         self._begin(Phase.BACKWARD)
         yield
         self._end()
-        self._bring({})
+        self._make_resident({})
 
     def flush(self) -> None:
         """Run every deferred update and drop every gathered weight."""
         self.run_deferred()
-        self._bring({})
+        self._make_resident({})
 
     def give_up(self) -> bool:
         """After a failed micro-batch: make its remaining gathers; an unfinished trace gives no plan."""
         if self._phase is Phase.IDLE:
             return False
-        self._keep_step()
+        self._run_remaining()
         self._forward_seen = ()
-        self._go_idle()
-        self._bring({})
+        self._end_phase()
+        self._make_resident({})
         return True
 
     def for_readers(self) -> None:
@@ -173,19 +173,19 @@ class ParameterGather(ForwardGates):
             yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
             return
         # What a module with children owns may be read before, between and behind them.
-        yield owner.register_forward_pre_hook(partial(self._open_one, needs))
-        yield owner.register_forward_hook(lambda *_: self._close_one(), always_call=True)
+        yield owner.register_forward_pre_hook(partial(self._enter_parent, needs))
+        yield owner.register_forward_hook(lambda *_: self._leave_parent(), always_call=True)
 
-    def _open_one(self, needs: Needs, module: nn.Module, args: Any) -> None:
-        self._open.append(needs | self._held)
+    def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
+        self._parents.append(needs | self._held)
         self._need(self._held)
 
-    def _close_one(self) -> None:
-        self._open.pop()
+    def _leave_parent(self) -> None:
+        self._parents.pop()
 
     @property
     def _held(self) -> Needs:
-        return self._open[-1] if self._open else NOTHING
+        return self._parents[-1] if self._parents else NOTHING
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
         storage = tensor.untyped_storage()._cdata
@@ -235,11 +235,11 @@ class ParameterGather(ForwardGates):
                 "place of the model, on every rank"
             )
         with _disable_current_modes():  # selective recomputation would take our operations for the block's
-            self._bring_whole(needs)
+            self._gather_needed(needs)
 
-    def _bring_whole(self, needs: Needs) -> None:
+    def _gather_needed(self, needs: Needs) -> None:
         if self.plan is None:
-            self._round(needs)
+            self._trace_moment(needs)
             return
         found = next((i for i in range(self._next, len(self._steps)) if needs <= self._steps[i].needs), None)
         if found is None:
@@ -260,40 +260,40 @@ class ParameterGather(ForwardGates):
 
     def _begin(self, phase: Phase) -> None:
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
-        self._open.clear()
+        self._parents.clear()
         if phase is Phase.FORWARD:
-            self._kept.clear()
+            self._has_part.clear()
         self._hooks.limit = 0  # until a step, or the other ranks, say more
         if self.plan is None:
-            self._bring({})
+            self._make_resident({})
         elif phase is Phase.FORWARD:
-            self._bring(self.plan.forward[0].resident, gathers=False)  # its steps do
-        if phase is Phase.FORWARD and self._learnt:
+            self._make_resident(self.plan.forward[0].resident, gathers=False)  # its steps do
+        if phase is Phase.FORWARD and self._has_new_plan:
             for slots in slots_of(self._chunks):
                 slots.shrink()
-            self._learnt = False
+            self._has_new_plan = False
         if self.plan is not None:
             self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
             if phase is Phase.BACKWARD:
-                self._bring(self.plan.forward[-1].resident)
+                self._make_resident(self.plan.forward[-1].resident)
                 self._limit()
 
     def _end(self) -> None:
         """Make the remaining gathers, because other ranks may need them."""
-        self._keep_step()
+        self._run_remaining()
         if self.plan is None:
-            self._learn()
-        self._go_idle()
+            self._plan_from_trace()
+        self._end_phase()
 
-    def _keep_step(self) -> None:
+    def _run_remaining(self) -> None:
         if self.plan is not None:
             while self._next < len(self._steps):
                 self._step()
         else:
-            while self._round(None):
+            while self._trace_moment(None):
                 pass
 
-    def _go_idle(self) -> None:
+    def _end_phase(self) -> None:
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
         self._hooks.limit = len(self._chunks)
 
@@ -367,17 +367,17 @@ class ParameterGather(ForwardGates):
 
     def _keep_part(self, index: int) -> None:
         """Before the first drop of a chunk in a micro-batch: store this rank's part for the neighbours."""
-        if self.plan is not None and index in self.plan.kept and index not in self._kept:
+        if self.plan is not None and index in self.plan.kept and index not in self._has_part:
             part = self._part(index)
             self._all[index].keep_part(part)
             self._count(self.plan.kept[index] + part.numel())
-            self._kept.add(index)
+            self._has_part.add(index)
 
     def _drop(self, index: int) -> None:
         self._all[index].reshard()
         del self._resident[index]
 
-    def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
+    def _make_resident(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
         """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those from the host are only
         fetched."""
         self._run_deferred_until(self._last_trained(resident))
@@ -395,7 +395,7 @@ class ParameterGather(ForwardGates):
 
     # ---- the first micro-batch ----
 
-    def _round(self, needs: Needs | None) -> bool:
+    def _trace_moment(self, needs: Needs | None) -> bool:
         """One moment of the trace, agreed with all ranks; `needs` None: this rank has no more. False: no rank has."""
         ready = self._hooks.ready if self._phase is Phase.BACKWARD else 0
         with self._world.ledger.paused():
@@ -408,18 +408,18 @@ class ParameterGather(ForwardGates):
             return False
         union: Needs = frozenset(index for some in wanted for index in some)
         self._current = NOTHING
-        self._bring(dict.fromkeys(sorted(union), -1))
+        self._make_resident(dict.fromkeys(sorted(union), -1))
         self._seen.append(GatherMoment(union, launched))
         self._wait(union)
         return True
 
-    def _learn(self) -> None:
+    def _plan_from_trace(self) -> None:
         """After the first forward and backward: make the plan from their trace."""
         if self._phase is Phase.FORWARD:
             self._forward_seen = tuple(self._seen)
         elif self._forward_seen:
-            self._bring({})
-            self._learnt = True
+            self._make_resident({})
+            self._has_new_plan = True
             self.trace = Trace(self._forward_seen, tuple(self._seen))
             self.replan()
             assert self.plan is not None

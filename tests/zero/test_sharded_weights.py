@@ -123,7 +123,7 @@ def elsewhere(original: Callable[..., GatherPlan], *args: Any, **more: Any) -> G
 def begin_elsewhere(original: Callable[..., None], self: ParameterGather, phase: Phase) -> None:
     original(self, phase)
     if phase is Phase.BACKWARD and self.plan is not None:
-        self._bring({c: offset + self.plan.arena_numel // 2 for c, offset in self._resident.items()})
+        self._make_resident({c: offset + self.plan.arena_numel // 2 for c, offset in self._resident.items()})
 
 
 def drop_and_spoil(original: Callable[..., None], self: Chunk) -> None:
