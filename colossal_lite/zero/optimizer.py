@@ -9,7 +9,7 @@ rounded back.  Narrow weights beside wide masters are written by the update itse
 Split masters (kernels/split.py) are updated in their halves; other readers and writers get a joined copy.
 
 With narrow states (`moments="bf16"`) each entry is updated by itself.  Its rounding depends on its name and element
-numbers alone: the same bits at any stage, chunk size and placement.  A rank keeps and updates state for the shard of a
+numbers alone: the same bits at any stage, chunk size and placement.  A rank holds and updates state for the shard of a
 chunk that it owns.  Elementwise rules give the same bits wherever the shards are cut.
 
 State on the host or on disk is copied to the device chunk by chunk (offload/optimizer_states.py), when the plan says,
