@@ -6,7 +6,7 @@ its optimizer record (states, and the master where that is separate).  A step us
 every forward and backward, and in the update if they are their own master.  Gradients are added in each backward and
 read in the update.  Records are read and written in the update.  Frozen weights are read in forwards and backwards
 only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces must be copied
-again, whatever the policy.  That is `link_bound` (offload/traffic_bound.py), which Belady's rule (farthest next use
+again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use
 first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the
 next forward.  So every piece is used once in a phase, and each boundary costs the same whichever piece is on the
 device.  A fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep
