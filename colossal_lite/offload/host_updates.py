@@ -1,17 +1,16 @@
-"""Updates on the host, where the state of a chunk rests: what comes down for them, the lane on which they run, and the
-new weights on their way up.
+"""Runs updates on the host, where the state of a chunk rests, and copies gradients and weights for them.
 
-Note: one lane, and slots.
-What an update needs that is on the device comes down into slots on the host: a gradient into one of `AHEAD + 1`,
-because it is used up there; weights that are their own masters, or a half of them, into one of `AHEAD + 2`, from which
-the new ones go up.  Weights beside whole masters are written whole, in one of two.  What rests on the host is updated
-in its place.  Updates run one after the other on one long-lived thread, so nothing of it waits in the thread that
-computes: an update comes after its copies down, its copy up after it, and whoever reads the weights waits for that one
-alone (`arrived`), with the timeout of all links and the error of whichever of them failed.  What is computed is the
-op that the device would run, on the same numbers in the same order, so on an emulated device the bits are the same; on
-a GPU they are those of the CPU's op.
-Bytes over the link (`bytes_of_update`): of an element of bf16 weights beside float32 masters 4 down and 2 up, where a
-record of AdamW's that visits is 12 each way; of float32 weights 8 down and 4 up, where it is 8 each way.
+Note: one thread, and slots.
+What an update needs from the device is copied to slots on the host.  A gradient takes one of `AHEAD + 1`, because it is
+used up there.  Weights that are their own masters, or a half of them, take one of `AHEAD + 2`; the new ones are copied
+back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State on the
+host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does not
+wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for that
+one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one that
+the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a GPU
+they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32
+masters 4 to the host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4,
+where it takes 8 each way.
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
 """
 
@@ -35,7 +34,7 @@ Job = Callable[[HostShard], None]
 
 
 def crossing_of(chunk: Chunk) -> Crossing:
-    """What of a chunk crosses the link for its update on the host."""
+    """The parts of a chunk that cross the link for its update on the host."""
     up = chunk.weights_at_rest is None
     down = [ChunkPart.GRADIENT] if chunk.gradient_at_rest is None else []
     down += [ChunkPart.WEIGHTS] if up and chunk.updates_weights else []
@@ -65,7 +64,7 @@ def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
 
 
 class HostUpdates:
-    """Slots on the host and the lane of the updates there, of those chunks that are updated there."""
+    """Runs updates on a thread of the host, with slots for what they need from the device."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
         self._chunks, self._up, self._down = tuple(chunks), up, down
@@ -112,7 +111,7 @@ class HostUpdates:
         return updating_bytes(self._chunks, self.crossings)
 
     def bring(self, index: int, part: ChunkPart) -> None:
-        """Begin to bring a chunk's gradient or weights down."""
+        """Begin to copy a chunk's gradient or weights to the host."""
         slots, source = self._of(index, part)
         slot, free = slots.take()
         here = slot[: source.numel()]
@@ -152,7 +151,7 @@ class HostUpdates:
         return done
 
     def take_up(self, index: int) -> None:
-        """Begin to take a chunk's new weights to the device."""
+        """Begin to copy a chunk's new weights to the device."""
         slot, done = self._made.pop(index)
         target = self._chunks[index].local_shard
         self._coming[index] = gone = self._up.copy(target, slot[: target.numel()], after=(done,))
@@ -160,7 +159,7 @@ class HostUpdates:
         (self._both if is_both else self._written).give(slot, gone)
 
     def arrived(self, index: int) -> None:
-        """The new weights of a chunk are where the model reads them, for whatever is computed from now on."""
+        """Wait until the new weights of a chunk are where the model reads them."""
         self._coming.pop(index).wait()
 
     def close(self) -> None:
@@ -185,7 +184,7 @@ class HostUpdates:
 
 
 def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> HostShard:
-    """Of a chunk what its update reads and writes on the host."""
+    """The tensors of a chunk that its update reads and writes on the host."""
     if chunk.residual is not None:
         assert words is not None
         return HostShard(weights, chunk.master, words.view(torch.int16), gradient)

@@ -1,4 +1,8 @@
-"""Part of what was zero.budget."""
+"""Names the movable pieces of model state, and counts the staging buffers that they need.
+
+Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  On the host it crosses the link
+in a step (`LinkCrossing`), by way of staging buffers on the device or the host (`StagingBuffer`).
+"""
 
 from __future__ import annotations
 
@@ -20,23 +24,23 @@ class StateKind(StrEnum):
     FROZEN = "frozen"
     """Weights that do not train."""
     LAST_SUM = "last sum"
-    """Of a gradient that rests on the host, where a step has several: that of the last micro-batch, to which the others
-    may come, and it need not leave."""
+    """Of a gradient on the host, where a step has several sums: that of the last micro-batch. Others may be added to it
+    on the device, so it need not be copied out."""
 
 
-# One is updated, one comes, one goes.
+# One is updated, one is fetched, one is written back.
 VISITORS = 3
-# One is used up, one comes.
+# One is used up, one is fetched.
 COMING = 2
 # A sum of gradients is copied out of one while the next one is put into the other.
 OUTGOING = 2
-# Of records on disk one is read, one goes up, one comes down, one is written.
+# Of records on disk one is read, one is copied to the device, one back, one is written.
 PASSING = 4
 
 
 class StagingBuffer(NamedTuple):
-    """What pieces take on a tier while they are away from where they rest: of up to `width` chunks in a row each a
-    place of its own size, in the order of updates or the other way round, or a buffer as large as the largest."""
+    """Buffers on a tier for pieces that are copied there: for up to `width` chunks in a row each a place of its own
+    size, in the order of updates or the reverse, or a buffer as large as the largest."""
 
     what: str
     tier: str
@@ -48,15 +52,14 @@ class StagingBuffer(NamedTuple):
         return most_at_once(chunks, self.width)
 
     def live_ranges(self, sizes: Mapping[int, int], *, width: int | None = None) -> tuple[LiveRange, ...]:
-        """When places are needed, by their own turns, for what of some chunks takes such: chunk -> bytes."""
+        """When places are needed, counted in updates, for these sizes: chunk -> bytes."""
         return visits(sizes, width or self.width, self.what, last_first=self.form == "places, last first")
 
     def in_step(
         self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST
     ) -> tuple[LiveRange, ...]:  # fmt: skip
-        """As `live_ranges`, by the moments of a step (zero/stages.py), in these `backwards`; `last`: the chunk of the
-        highest
-        number."""
+        """As `live_ranges`, by the moments of a step (schedule/step_moments.py), in these `backwards`;
+        `last`: the chunk of the highest number."""
         live_ranges = self.live_ranges(sizes)
         if self.form == "places, last first":
             return tuple(backwards.of(live_range, last) for live_range in moments_of_step(live_ranges))
@@ -66,7 +69,7 @@ class StagingBuffer(NamedTuple):
         )
 
     def bytes(self, sizes: Mapping[int, int]) -> int:
-        """For what of some chunks takes such: chunk -> bytes."""
+        """Bytes of the buffers for these sizes: chunk -> bytes."""
         if self.form == "buffers in a row":
             return self.buffers(sizes) * max(sizes.values(), default=0)
         return pack_live_ranges(self.live_ranges(sizes), 1).bytes
@@ -78,16 +81,16 @@ VISITING = {
     StateKind.OPTIMIZER: StagingBuffer("records", "device", VISITORS),
 }
 LEAVING = StagingBuffer(step_moments.LEAVING, "device", OUTGOING, "places, last first")
-AWAY = {
+STAGING = {
     StateKind.WEIGHTS: (VISITING[StateKind.WEIGHTS],),
     StateKind.GRADIENTS: (VISITING[StateKind.GRADIENTS], LEAVING),
     StateKind.OPTIMIZER: (VISITING[StateKind.OPTIMIZER],),
     StateKind.FROZEN: (),
     StateKind.LAST_SUM: (),
 }
-"""What a piece takes that rests on the host and visits the device; what is frozen does not."""
-# For updates on the host. A gradient is used up while another comes; weights that come, and go again, have as many as
-# visitors of the device; of those that are only written one goes while another is written.
+"""The staging buffers of a piece on the host, by kind."""
+# For updates on the host. A gradient is used up while another arrives. Weights that are copied both ways have as many
+# slots as on the device. Of weights that are only written one is copied out while another is written.
 GRADIENT_DOWN = StagingBuffer("gradient down", "host", COMING, "buffers in a row")
 WEIGHTS_BOTH = StagingBuffer("weights down and up", "host", VISITORS, "buffers in a row")
 WEIGHTS_UP = StagingBuffer("weights up", "host", 2, "buffers in a row")
@@ -95,26 +98,25 @@ WEIGHTS_UP = StagingBuffer("weights up", "host", 2, "buffers in a row")
 
 def passing_bytes(records: Mapping[int, int]) -> int:
     """Of the slots on the host through which records on disk pass, chunk -> bytes: whole pages of the largest."""
-    return min(PASSING, len(records)) * max(map(_padded, records.values()), default=0)
+    return min(PASSING, len(records)) * max(map(padded, records.values()), default=0)
 
 
 def unused_bytes(records: Mapping[int, int]) -> int:
     """Of a file of such records, at the ends of pages."""
-    return sum(_padded(size) - size for size in records.values())
+    return sum(padded(size) - size for size in records.values())
 
 
-def _padded(size_bytes: int) -> int:
+def padded(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def most_at_once(chunks: Collection[int], width: int) -> int:
-    """Of these chunks, how many an update has to do with at once, at the most, if that is `width` in a row: some that
-    come, the one that is updated, some that go."""
+    """The most of these chunks among any `width` in a row: those that are fetched, updated or written back at once."""
     return max((sum(c + n in chunks for n in range(width)) for c in chunks), default=0)
 
 
 class Name(NamedTuple):
-    """What of which chunk."""
+    """A kind of state of a chunk."""
 
     chunk: int
     kind: StateKind
@@ -124,7 +126,7 @@ class Name(NamedTuple):
 
 
 class LinkCrossing(NamedTuple):
-    """How often the bytes of a piece go up and down in a step, and what slots it takes."""
+    """How often the bytes of a piece are copied to the device and back in a step, and its slots."""
 
     ups: int = 0
     downs: int = 0
@@ -133,7 +135,7 @@ class LinkCrossing(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePiece:
-    """What may rest on either tier: its bytes there, and how often they go up and down in a step if it is the host."""
+    """State that may rest on device or host: its bytes, and how often they cross the link each way if on the host."""
 
     name: Name
     bytes: int
@@ -143,9 +145,9 @@ class StatePiece:
     """If it rests on the host, and on the device, where the record of its chunk rests on the host and is updated there;
     None: that makes no difference."""
     moves: bool = True
-    """Whether it may rest on the host at all; one that may not is counted among what is fixed."""
-    rest: SharedInterval | None = None
-    """Where it rests on the device: in a place of an arena, by turns with others; None: in memory of its own."""
+    """Whether it may rest on the host at all; if not, it is counted as fixed."""
+    shared: SharedInterval | None = None
+    """When it is in the arena, if it shares memory with others there; None: it has memory of its own."""
     sums: int = 1
     """Of a gradient: micro-batches of a step."""
     last_sum: bool = False
@@ -159,33 +161,33 @@ class StatePiece:
     @property
     def own_bytes(self) -> int:
         """As `resting_bytes`, on the device, where it has memory of its own."""
-        return self.resting_bytes if self.rest is None else 0
+        return self.resting_bytes if self.shared is None else 0
 
     def way(self, on_host: frozenset[Name]) -> LinkCrossing:
         """Where these pieces rest on the host."""
-        is_away = self._is_away(on_host)
+        is_off_device = self._is_off_device(on_host)
         if self.beside is not None and Name(self.name.chunk, StateKind.OPTIMIZER) in on_host:
-            return self.beside[not is_away]
-        if not is_away:
+            return self.beside[not is_off_device]
+        if not is_off_device:
             return LinkCrossing()
         return LinkCrossing(
-            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else AWAY[self.name.kind]
+            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else STAGING[self.name.kind]
         )
 
-    def has_turns(self, on_host: frozenset[Name]) -> bool:
-        """Whether it is in a place of an arena by turns."""
+    def is_time_shared(self, on_host: frozenset[Name]) -> bool:
+        """Whether it shares memory in an arena."""
         of_host = (
             self.name.kind is not StateKind.LAST_SUM or Name(self.name.chunk, StateKind.GRADIENTS) in on_host
         )
-        return self.rest is not None and self.name not in on_host and of_host
+        return self.shared is not None and self.name not in on_host and of_host
 
     def backwards(self, on_host: frozenset[Name]) -> Backwards:
-        """In which its sums leave."""
+        """The backwards in which its sums are copied out."""
         if self._stays_last(on_host):
             return Backwards.EARLIER
         return Backwards.EACH if self.sums > 1 else Backwards.LAST
 
-    def _is_away(self, on_host: frozenset[Name]) -> bool:
+    def _is_off_device(self, on_host: frozenset[Name]) -> bool:
         if self.name.kind is StateKind.LAST_SUM and Name(self.name.chunk, StateKind.GRADIENTS) not in on_host:
             return False  # as the others are
         return self.name in on_host

@@ -1,35 +1,33 @@
-"""Which weights, gradients and optimizer records rest on the device, on the host and on disk, under budgets: a plan.
+"""Places weights, gradients and optimizer records on device, host and disk under budgets.
 
-Note: why what stays, stays for good.
-What may move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and its
-optimizer record (states, and the master where that is apart).  A step uses them in phases: the weights in every forward
-and every backward and, if they are their own master, in the update; gradients come in each backward and are read in the
-update; records are read and written there.  Frozen weights are read in forwards and backwards, and written never.
-Across the boundary between two phases the device keeps at most its capacity, and what it does not keep must come again,
-whatever the policy: that is `link_bound` (zero/bound.py), which Belady's rule (farthest next use first;
-10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the next
-forward, so every piece is used once in a phase and each boundary costs the same whoever is kept: keeping the same
-pieces for good meets the bound, with one micro-batch and with several, and leaves nothing to decide in a step.  Which
-pieces: those used most often in a step, by bytes over the link per byte kept, dirty ones counted both ways.  Where
-masters are apart from the weights, nobody reads these between the last backward and their update: there gradients, or
-the last of their sums, have their places by turns (zero/stages.py).
+Note: why a placement is fixed.
+State that can move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and
+its optimizer record (states, and the master where that is separate).  A step uses them in phases.  Weights are read in
+every forward and backward, and in the update if they are their own master.  Gradients are added in each backward and
+read in the update.  Records are read and written in the update.  Frozen weights are read in forwards and backwards
+only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces must be copied
+again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use
+first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the
+next forward.  So every piece is used once in a phase, and each boundary costs the same whichever piece is on the
+device.  A fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep
+what saves most link traffic per byte of device memory.  What is modified counts twice: it is copied both ways.  Where
+masters are separate, nothing reads the weights between the last backward and their update.  There gradients, or the
+last of their sums, use the same memory at other times (schedule/step_moments.py).
 
-A user who knows better says what share of each kind rests on the host (`divide`): the pieces are then spread evenly
-over the chunks, so that copies come at equal distances in a step; every choice of as many bytes moves as much.
+A user can set the share of each kind on the host (`divide`).  The pieces are then spread evenly over the chunks, so
+copies are at equal distances in a step.  Every choice of as many bytes moves as much.
 
-A chunk whose record rests on the host may be updated there.  Then the record moves nothing; what of weights and
-gradient is on the device crosses the link once a step, and what rests beside the record does not.  So what a piece
-moves depends on where the record of its chunk rests (`Piece.beside`), and what stays is chosen by steps of a chunk:
-of its pieces those that together save most per byte, then of the others.
+A chunk whose record is on the host may be updated there.  Then the record moves nothing.  Weights and gradient on the
+device cross the link once a step, those on the host do not.  So what a piece moves depends on the tier of the record of
+its chunk (`StatePiece.beside`).  Pieces are chosen chunk by chunk: first those that together save most per byte.
 
-What is off the device and beyond the budget of the host goes to disk (`sink`): records alone, for weights and gradients
-are used too often.  Every byte on disk is read and written once a step, so the fewest bytes are best, and of as many
-those that are spread evenly over the updates, whose time the disk has.  Records on disk pass through slots on the host,
-each as large as the largest, so large records may be worth keeping off the disk; and a handful there saves nothing.
-The least sum of sizes that is enough is sought among all (the sums that can be reached, one size after the other),
-where there are many thousand different ones among nearly all.
+Records beyond the budget of the host go to disk (`spill_to_disk`); weights and gradients are used too often.  Every
+byte on disk is read and written once a step, so the fewest bytes are best.  Equal sizes are spread evenly over the
+updates, which share the disk's time.  Records on disk pass through slots on the host, each as large as the largest
+record.  So large records may be better off the disk, and a handful there saves nothing.  The least sufficient sum of
+sizes is sought among all sums that can be reached; with many thousand different ones, among nearly all.
 
-What does not move is counted first: weights that are whole, slots, the gathered windows of zero/unshard.py, frozen
+What does not move is counted first: full weights, slots, the gather windows of schedule/gather_plan.py, frozen
 parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
 Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
 2101.06840 (states on the host).
@@ -53,7 +51,7 @@ from colossal_lite.offload.pieces import (
     StagingBuffer,
     StateKind,
     StatePiece,
-    _padded,
+    padded,
     passing_bytes,
     unused_bytes,
 )
@@ -69,15 +67,15 @@ from colossal_lite.schedule.step_moments import Backwards, SharedInterval, share
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where every piece rests, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
+    """The tier of every piece, and the bytes that follow. `fixed`: device bytes that are no pieces, by kind."""
 
     pieces: tuple[StatePiece, ...]
     on_host: frozenset[Name]
     fixed: tuple[tuple[str, int], ...]
     budget: int | None = None
     beside: tuple[LiveRange, ...] | None = None
-    """What has places in one arena with all that pieces take on the device while they are away; None: each kind of
-    these has its own."""
+    """What shares an arena with the staging buffers of pieces off the device; None: each kind of these has its own
+    buffers."""
     on_disk: frozenset[Name] = frozenset()
     """Optimizer records, none of which is in `on_host`."""
     host_budget: int | None = None
@@ -85,8 +83,8 @@ class StatePlacement:
     """On the host before the first update, if that has a budget."""
 
     @property
-    def away(self) -> frozenset[Name]:
-        """What rests off the device."""
+    def off_device(self) -> frozenset[Name]:
+        """The pieces that rest off the device."""
         return self.on_host | self.on_disk
 
     @property
@@ -99,7 +97,7 @@ class StatePlacement:
             found[where] = found.get(where, 0) + held
         kind = "visiting" if self.beside is None else "arena"
         found[kind, "device"] = found.get((kind, "device"), 0) + self.visiting_bytes
-        found["updating", "host"] = slot_bytes(self.pieces, self.away, "host")
+        found["updating", "host"] = slot_bytes(self.pieces, self.off_device, "host")
         there = {piece.name.chunk: piece.bytes for piece in self.pieces if piece.name in self.on_disk}
         found["passing", "host"], found["unused", "disk"] = passing_bytes(there), unused_bytes(there)
         return tuple((kind, tier, held) for (kind, tier), held in found.items() if held)
@@ -108,12 +106,12 @@ class StatePlacement:
     def visiting_bytes(self) -> int:
         """Slots on the device in which what rests off it is updated, and through which gradients leave; with what else
         is in one arena with them."""
-        return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.away)
+        return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.off_device)
 
     @cached_property
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
-        return pack_live_ranges([*(self.beside or ()), *_stays_of(self.pieces, self.away)])
+        return pack_live_ranges([*(self.beside or ()), *_live_ranges_of(self.pieces, self.off_device)])
 
     def tier_of(self, name: Name) -> str:
         return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
@@ -137,11 +135,11 @@ class StatePlacement:
     @property
     def up_bytes(self) -> int:
         """From host to device in a step."""
-        return sum(piece.way(self.away).ups * piece.bytes for piece in self.pieces)
+        return sum(piece.way(self.off_device).ups * piece.bytes for piece in self.pieces)
 
     @property
     def down_bytes(self) -> int:
-        return sum(piece.way(self.away).downs * piece.bytes for piece in self.pieces)
+        return sum(piece.way(self.off_device).downs * piece.bytes for piece in self.pieces)
 
     @property
     def read_bytes(self) -> int:
@@ -162,9 +160,11 @@ class StatePlacement:
                 continue
             chunks = sorted(name.chunk for name in self.on_host if name.kind is kind)
             lines.append(f"{kind} on the host: {_spans(chunks) or 'none'}")
-        for rest in SharedInterval:
-            turns = sorted(p.name.chunk for p in self.pieces if p.rest is rest and p.has_turns(self.away))
-            lines += [f"{rest} by turns in the arena: {_spans(turns)}"] if turns else []
+        for shared in SharedInterval:
+            turns = sorted(
+                p.name.chunk for p in self.pieces if p.shared is shared and p.is_time_shared(self.off_device)
+            )
+            lines += [f"{shared} that share memory in the arena: {_spans(turns)}"] if turns else []
         if self.on_disk:
             lines.append(f"optimizer on disk: {_spans(sorted(name.chunk for name in self.on_disk))}")
         lines.append(f"link in a step: {self.up_bytes:,} up, {self.down_bytes:,} down")
@@ -185,7 +185,7 @@ def visiting_bytes(
     may be."""
     if beside is None:
         return slot_bytes(pieces, on_host, "device")
-    return pack_live_ranges([*beside, *_stays_of(pieces, on_host)]).bytes
+    return pack_live_ranges([*beside, *_live_ranges_of(pieces, on_host)]).bytes
 
 
 def slot_bytes(pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str) -> int:
@@ -205,7 +205,7 @@ def _sizes(
     return sizes
 
 
-def _stays_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> Iterator[LiveRange]:
+def _live_ranges_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> Iterator[LiveRange]:
     """When pieces have places on the device, by the moments of a step."""
     last = max((piece.name.chunk for piece in pieces), default=0)
     return (taker.live_range(last) for taker in _takers(pieces, on_host))
@@ -231,8 +231,8 @@ def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[
         way, chunk = piece.way(on_host), piece.name.chunk
         when = piece.backwards(on_host)
         yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
-        if piece.rest is not None and piece.has_turns(on_host):
-            yield _Taker(piece.rest, chunk, piece.bytes)
+        if piece.shared is not None and piece.is_time_shared(on_host):
+            yield _Taker(piece.shared, chunk, piece.bytes)
 
 
 class _Least:
@@ -253,8 +253,8 @@ class _Least:
 
     def __call__(self, on_host: frozenset[Name]) -> int:
         for chunk in {name.chunk for name in on_host ^ self._on_host}:
-            for times, away in ((-1, self._on_host), (1, on_host)):
-                for taker in _takers(self._of_chunk[chunk], away):
+            for times, off_device in ((-1, self._on_host), (1, on_host)):
+                for taker in _takers(self._of_chunk[chunk], off_device):
                     self._count(taker.what, self._of(taker), times)
         self._on_host = on_host
         return sum(max(accumulate(changes)) for changes in self._changes.values())
@@ -285,7 +285,7 @@ def place(
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
     """The placement with few bytes over the link that the device's `budget` allows; None: no limit. `beside` as
-    `Placement` has it.
+    `StatePlacement` has it.
 
     If nothing fits, the placement that needs least is returned: `device_bytes` says how much."""
 
@@ -310,7 +310,7 @@ def place(
 
 
 GAPS_TRIED = 4
-"""How often a device is filled anew, with so much less as places had gaps; then what comes last stays away."""
+"""How often the device is filled again with less, because of gaps between places; then the last pieces stay off it."""
 
 
 def _filled(
@@ -358,12 +358,12 @@ def spilled(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
         of_size.setdefault(records[chunk], []).append(chunk)
     counts = {size: len(of_size[size]) for size in sorted(of_size)}
     # So much must go to disk that the slots for it, which the largest decides, have room too: more than they take.
-    taken = _least_sum(counts, lambda largest: over + PASSING * _padded(largest))
+    taken = _least_sum(counts, lambda largest: over + PASSING * padded(largest))
     if taken is None:
         taken = min(
             ({size: n for size, n in counts.items() if size <= largest} for largest in (0, *counts)),
             key=lambda some: (
-                PASSING * _padded(max(some, default=0)) - sum(size * n for size, n in some.items())
+                PASSING * padded(max(some, default=0)) - sum(size * n for size, n in some.items())
             ),
         )
     return frozenset(chunk for size, count in taken.items() for chunk in _spread(of_size[size], count))
@@ -375,7 +375,7 @@ MOST_SUMS = 2**14
 def _least_sum(counts: Mapping[int, int], need: Callable[[int], int]) -> dict[int, int] | None:
     """Of numbers of things of each size, given in growing order, with how many there are: those of least sum that is at
     least `need(largest size among them)`; None if there is none. Of more than `MOST_SUMS` sums that can be reached only
-    as many are followed, always the largest among them: what is found is then enough all the same."""
+    as many are followed, always the largest among them. The result is then still sufficient."""
     reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}  # sum -> that before, size, how many of it
     followed, best = [0], None
     for size, count in counts.items():
@@ -446,8 +446,8 @@ def _fewest(
 
     def on_device(count: int) -> int:
         """Bytes if the `count` smallest are on the host."""
-        away = frozenset(piece.name for piece in mine[:count])
-        return least(others | away) + sum(piece.own_bytes for piece in mine[count:])
+        off_device = frozenset(piece.name for piece in mine[:count])
+        return least(others | off_device) + sum(piece.own_bytes for piece in mine[count:])
 
     return [piece.name for piece in mine[: min(range(len(mine) + 1), key=on_device)]]
 
@@ -472,7 +472,7 @@ PieceGroup = tuple[StatePiece, ...]
 def _steps_of(
     pieces: Sequence[StatePiece], on_host: frozenset[Name]
 ) -> Iterable[tuple[Fraction, PieceGroup]]:
-    """How one chunk's pieces go to the device, what saves most per byte first, and how much that is."""
+    """In which order one chunk's pieces go to the device, the most saved per byte first, and what each saves."""
     while True:
         left = [piece for piece in pieces if piece.name in on_host]
         before = _moved(pieces, on_host)

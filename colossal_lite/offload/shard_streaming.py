@@ -1,16 +1,16 @@
-"""Weights and gradients that rest on the host: how they visit the device for an update, and how gradients leave it.
+"""Copies weights and gradients between host and device: weights for their uses, gradients after backward.
 
 Note: three ways over the link.
-In a forward or backward a shard comes into its slot of the gathered weights, and goes with it: nothing has changed
-(`Chunk.fetch`).  A sum of gradients leaves through an outbox, a place on the device, and is added on the host to those
-of the micro-batches before, in their order: the same bits as on the device.  On a GPU its
-squares are taken before it leaves, or, of several sums, from what comes back for it: a CPU's would have other bits
-(`Chunk.squares`).  For its update, with the optimizer's
-record (zero/tiers.py), a chunk's gradient and, where they are their own masters or a half of them, its weights come
-into places, and the weights go back.  Weights beside whole masters are written whole and need not come.  As many in a
-row are there at once as of records: one is updated, `AHEAD` come, one goes; of gradients, which do not go back, one
-less.  Of a chunk that is updated on the host nothing comes (zero/on_host.py).  Whoever reads a chunk's `local_shard`,
-`master` or `gradient` between steps reads what is on the host.
+In a forward or backward a shard is copied to its slot of the gathered weights, and dropped with it: nothing has changed
+(`Chunk.fetch`).  A sum of gradients is copied out through a place on the device.  The host adds it to the sums of
+earlier micro-batches, in their order: the same bits as on the device.  A GPU computes the squares before that copy, or,
+of several sums, from what is copied back: a CPU's squares would have other bits (`Chunk.squares`).  For its update a
+chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).  So are its weights,
+where they are their own masters or a half of them, and they are copied back.  Where a float32 master exists, the update
+overwrites the weights, so they are not fetched.  As many chunks in a row have places at once as records: one is
+updated, `AHEAD` are fetched, one is written back.  For gradients, which are not written back, it is one less.  A chunk
+that is updated on the host needs none of this (offload/host_updates.py).  Between steps `local_shard`, `master` and
+`gradient` of a chunk are the tensors on the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
 
 
 class HostShardStream:
-    """The slots of chunks whose weights or gradients rest on the host, and the links by which they come and go."""
+    """Copies weights and gradients that rest on the host, through slots on the device."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
         """`places`: what rests on the host lies there."""
@@ -54,28 +54,28 @@ class HostShardStream:
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
         """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
-        one for each kind. `is_first`: before any update, and there are none for visitors. Nothing may be on its way."""
+        one for each kind. `is_first`: before any update, and there are none for updates. No copy may be running."""
         self._on_host = frozenset(on_host)
-        self.let_go()
+        self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
         }
         if not is_first:
-            visit = self._visitors
-            weights = {i: c.weights_at_rest for i, c in visit if c.weights_at_rest is not None}
-            gradients = {i: resting[i] for i, c in visit if i in resting and not c.waits_on_device}
+            on_device = self._updated_on_device
+            weights = {i: c.weights_at_rest for i, c in on_device if c.weights_at_rest is not None}
+            gradients = {i: resting[i] for i, c in on_device if i in resting and not c.waits_on_device}
             self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
             self._gradient_slots = self._places(VISITING[StateKind.GRADIENTS], gradients, arena)
-        rest = tuple(resting.values())
-        self._largest_bytes = max((tensor.nbytes for tensor in rest), default=0)
-        self._outgoing_count = min(OUTGOING, len(rest))
+        shards = tuple(resting.values())
+        self._largest_bytes = max((tensor.nbytes for tensor in shards), default=0)
+        self._outgoing_count = min(OUTGOING, len(shards))
         leaving = self._places(LEAVING, resting, arena)
-        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(rest))
+        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(shards))
         for chunk in self._chunks:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
-    def let_go(self) -> None:
-        """Of all places on the device, before there are others."""
+    def release_slots(self) -> None:
+        """Free all places on the device, before there are others."""
         nothing = self._places(LEAVING, {}, None)
         self._weight_slots = self._gradient_slots = nothing
         self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, nothing)
@@ -96,7 +96,7 @@ class HostShardStream:
         return self._offload_buffer.most_landed * self._largest_bytes
 
     @property
-    def visited(self) -> tuple[ArenaAllocator, ...]:
+    def staging_places(self) -> tuple[ArenaAllocator, ...]:
         """The places on the device, of weights, of gradients that come and of sums that leave."""
         return self._weight_slots, self._gradient_slots, self._offload_buffer.places
 
@@ -124,25 +124,25 @@ class HostShardStream:
         return LEAVING.bytes(sizes)
 
     @property
-    def _visitors(self) -> list[tuple[int, Chunk]]:
-        """Those that are updated on the device, by their numbers."""
+    def _updated_on_device(self) -> list[tuple[int, Chunk]]:
+        """The chunks that are updated on the device, by their numbers."""
         return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
 
     def fetch(self, index: int) -> None:
-        """Begin to bring to the device what the update of a chunk reads."""
+        """Begin to copy to the device what the update of a chunk reads."""
         chunk = self._chunks[index]
         self._incoming[index] = []
         if (weights := chunk.weights_at_rest) is not None:
             slot, before = self._weight_slots.take(index)
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
-                self._bring(index, slot, weights, before)
+                self._copy_in(index, slot, weights, before)
         if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
-            self._bring(index, slot, gradient, before)
+            self._copy_in(index, slot, gradient, before)
 
-    def _bring(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
+    def _copy_in(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
         coming = self._up.copy(slot[: source.numel()], source, after=before, priority=Priority.PREFETCH)
         self._incoming[index].append(coming)
 
@@ -166,7 +166,7 @@ class HostShardStream:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
     def evict(self, index: int) -> None:
-        """Begin to take the weights back to the host; a gradient is used up."""
+        """Begin to copy the weights back to the host; a gradient is used up."""
         chunk = self._chunks[index]
         if (weights := chunk.weights_at_rest) is not None:
             slot, _ = self._weights_here.pop(index)
@@ -182,34 +182,36 @@ class HostShardStream:
             chunk.gradient = chunk.gradient_at_rest
 
     def defer(self) -> None:
-        """A step has ended whose updates of all weights have yet to come."""
+        """A step has ended: the weights at rest are not valid until its updates are done."""
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
                 self._records.defer(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
-        """All weights are whole on the host."""
+        """Wait until all weights are back on the host."""
         while self._outgoing:
             self._outgoing.pop().finish()
 
     def close(self) -> None:
         self._adds.close()
 
-    def _landings(self, rest: Sequence[Tensor]) -> list[Tensor]:
-        """Where sums come down to be added; a thread adds as it copies, and needs none."""
+    def _landings(self, resting: Sequence[Tensor]) -> list[Tensor]:
+        """Buffers on the host for sums that are added there; a thread adds as it copies, and needs none."""
         count = self._outgoing_count if self._down.executor.on_stream else 0
         landings = [
-            host_room(max(tensor.numel() for tensor in rest), rest[0].dtype, self._chunks[0].device)
+            host_room(max(tensor.numel() for tensor in resting), resting[0].dtype, self._chunks[0].device)
             for _ in range(count)
         ]
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _places(self, slot: StagingBuffer, rest: Mapping[int, Tensor], arena: Arena | None) -> ArenaAllocator:
+    def _places(
+        self, slot: StagingBuffer, resting: Mapping[int, Tensor], arena: Arena | None
+    ) -> ArenaAllocator:
         """On the device, for these."""
-        dtype = next((tensor.dtype for tensor in rest.values()), torch.float32)
-        stays = slot.live_ranges({index: tensor.nbytes for index, tensor in rest.items()})
-        return ArenaAllocator(stays, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
+        dtype = next((tensor.dtype for tensor in resting.values()), torch.float32)
+        ranges = slot.live_ranges({index: tensor.nbytes for index, tensor in resting.items()})
+        return ArenaAllocator(ranges, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
 
 
 def _owned(chunk: Chunk) -> int:

@@ -1,11 +1,12 @@
-"""Where the record of a chunk rests while nobody updates it: in a place on the host, or in a file behind slots there.
+"""Stores the record of a chunk between updates: on the host, or in a file behind slots on the host.
 
 Note: the file's slots.
-A record that rests on disk has a slot on the host from its read until its copy to the device is done, and another from
-its copy down until it is written (or one, from its read to its write, where it is updated on the host).  Reads go by
-the order of those that rest there, however far apart their chunks are (zero/interleave.py), so of `HOST_SLOTS` slots,
-`BELOW` are read ahead, one goes up, one comes down and one is written: never more than there are such records.  A slot
-is refilled only when the copy out of it is done (`Transfer`s say so).
+A record on disk has a slot on the host from its read until its copy to the device is done.  It has another from its
+copy back until it is written.  Where it is updated on the host it has one, from its read to its write.  Reads follow
+the order of the records on disk, however far apart their chunks are (schedule/optimizer_updates.py).  Of the host
+buffers, READ_AHEAD hold records read ahead.  One is on its way to the device, one on its way back, one is being written
+to disk.  There are never more than there are such records.  A slot is refilled only after the copy out of it
+(`Transfer`s order these).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.pinned import host_pages
 from colossal_lite.memory.transfers import Buffers
 
-BELOW = 1
-HOST_SLOTS = BELOW + 3
+READ_AHEAD = 1
+HOST_SLOTS = READ_AHEAD + 3
 MASTER = "master"
 
 OpenFile = Callable[[FileLayout, Collection[int]], DiskFile]
@@ -84,12 +85,11 @@ class StateStorage(ABC):
 
     @abstractmethod
     def leave(self, index: int, bring: Callable[..., Transfer]) -> None:
-        """A record goes up: by `bring(flat, *after)`, its elements, and what must be done before they are read."""
+        """Copy a record to the device by `bring(flat, *after)`: its elements, and the transfers before it."""
 
     @abstractmethod
     def come_back(self, index: int, take: Callable[..., Transfer]) -> None:
-        """A record comes down: by `take(flat, *after, then=)`, where to, what must be done before that is written, and
-        what is called when it is there."""
+        """Copy a record back by `take(flat, *after, then=)`: the target, the transfers before, the callback after."""
 
     @abstractmethod
     def begin_update(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
@@ -97,19 +97,19 @@ class StateStorage(ABC):
 
     @abstractmethod
     def end_update(self, index: int, updated: Transfer) -> None:
-        """The update of that record is on its way."""
+        """The update of that record has started."""
 
     def drop(self) -> Sequence[Transfer]:
-        """What was read ahead is not wanted: those copies, revoked where they had not begun."""
+        """Drop what was read ahead: those copies, revoked where they had not begun."""
         return ()
 
     def finish(self) -> None:
-        """What is on its way back is there."""
+        """Wait until all records are back."""
         while self._outgoing:
             self._outgoing.popitem()[1].finish()
 
     def back(self, index: int) -> tuple[Transfer, ...]:
-        """What must be done before a record is read where it rests."""
+        """The transfer that must end before a record is read where it rests."""
         return () if index not in self._outgoing else (self._outgoing.pop(index),)
 
     # ---- between steps ----
@@ -124,11 +124,11 @@ class StateStorage(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """What was changed between steps is where it rests."""
+        """Write changes between steps back."""
 
 
 class HostStorage(StateStorage):
-    """Records on the host, each in a place of its own, where an engine before may have left it."""
+    """Records on the host, each in a place of its own, where an earlier engine may have parked it."""
 
     tier = "host"
 
@@ -166,7 +166,7 @@ class HostStorage(StateStorage):
         self._outgoing[index] = updated
 
     def defer(self) -> None:
-        """A step has ended whose updates of all records have yet to come."""
+        """A step has ended: the records are not valid until its updates are done."""
         for index in self.rest:
             self._places.defer(self._numbers[index], OPTIMIZER)
 
@@ -222,7 +222,7 @@ class DiskStorage(StateStorage):
     def links(self) -> tuple[Link, ...]:
         return self.reads, self.writes
 
-    # ---- who rests here ----
+    # ---- which records rest here ----
 
     def begin(self, resting: Collection[int]) -> None:
         """These rest here from the start. Raises DiskError."""
@@ -305,7 +305,7 @@ class DiskStorage(StateStorage):
         return [transfer for _, transfer in dropped]
 
     def rest(self) -> None:
-        """Nothing is on its way."""
+        """Wait until no slot is in use."""
         self._passing.rest()
 
     def close(self) -> None:

@@ -47,9 +47,10 @@ from colossal_lite.transforms.split_backward import (
     restore_weights,
 )
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.gather_units import contexts_of, plan_of, units_of
 from colossal_lite.zero.gradient_hooks import GradientHooks
 from colossal_lite.zero.parameter_order import by_order, order_of_use
-from colossal_lite.zero.sharded_weights import ParameterGather, contexts_of, plan_of, units_of
+from colossal_lite.zero.sharded_weights import ParameterGather
 
 Builder = Callable[[], nn.Module]
 META = torch.device("meta")

@@ -32,8 +32,8 @@ from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
 from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
-from colossal_lite.zero.memory_budget import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
+from colossal_lite.zero.state_pieces import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
 
 TIERS = ("device", "host", "disk")
 BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")

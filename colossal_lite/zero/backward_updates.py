@@ -1,18 +1,16 @@
-"""Updates that are made while backward runs, each as soon as the gradient of its chunk is summed over the ranks.
+"""Updates each chunk during backward, as soon as its gradient is reduced.
 
-Note: what has to be known before.
-An update divides its gradient by the number of valid tokens of all ranks.  That number is known when the forward ends,
-so it is summed then, with the loss: 16 bytes in one all-reduce before backward.  Of a step whose loss is not finite, or
-that counts no token, gradients are summed and forgotten, and nothing changes.  A gradient that is not finite shows only
-when others have been used: such a step has spoilt the weights, and says so.
-What a parameter's update may not know before the end of backward is whether some other rank had a gradient for it.  A
-rank that had one for every parameter of a chunk need not ask.  One that had not keeps the gradient of this chunk, and
-of those after it, until the ranks have agreed: more memory than planned, on this rank alone, and no number is another.
-Nobody reads the weights of a chunk in backward once all its gradients are there: whoever does is told so, by torch or,
-of sharded weights, by the version of what it saved.  Other ranks fetch the new weights when the step is over, in
-forward order, as they do after any step.
-So what is computed is what a step without clipping would have computed, in another order of chunks: the bits are the
-same.  Gradients take the slots in which they fill and are summed, and no more.
+Note: what must be known before.
+An update divides its gradient by the number of valid tokens of all ranks.  The forward knows that number, so it is
+summed with the loss before backward: 16 bytes in one all-reduce.  If the loss is not finite, or no token counts,
+gradients are reduced and dropped, and nothing changes.  A gradient that is not finite shows only after other updates.
+Such a step has spoilt the weights, and raises an error.  An update must know whether any rank had a gradient for a
+parameter.  A rank with gradients for all parameters of a chunk need not ask.  A rank without holds the gradient of this
+chunk, and of those after it, until the ranks have agreed.  This rank uses more memory than planned.  Results do not
+change.  Backward does not read the weights of a chunk whose gradients are complete.  If it does, torch raises an error,
+or for sharded weights the version of the saved tensor does.  Other ranks gather the new weights after the step, in
+forward order, as always.  So the computation is that of a step without clipping, in another order of chunks: the bits
+are the same.  Gradients use the slots in which they accumulate and are reduced, and no more.
 Source: fused backward and update as in arXiv 2306.09782 (LOMO), here for every elementwise rule, with sharded state.
 """
 
@@ -25,7 +23,7 @@ from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
 class UpdatesInBackward:
-    """What one step at a time has updated, and what it still has to."""
+    """Runs the updates of one step at a time during its backward."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
@@ -43,7 +41,7 @@ class UpdatesInBackward:
         self._deferred, self._waits = deferred, False
 
     def summed(self, chunk: Chunk) -> None:
-        """The gradient of a chunk is whole."""
+        """The gradient of a chunk is reduced."""
         chunk.keep_squares()
         self._waits |= not all(chunk.used)
         if self._deferred is None:
@@ -52,7 +50,7 @@ class UpdatesInBackward:
             self._deferred.until(self._place[chunk.spec.id])
 
     def finish(self) -> None:
-        """The ranks have agreed: what is left is updated."""
+        """The ranks have agreed: run the remaining updates."""
         if self._deferred is not None:
             self._deferred.finish()
 

@@ -1,4 +1,4 @@
-"""Which chunks a rank has: packed and allocated from names, sizes and specs alone.
+"""Packs and allocates a rank's chunks, from names, sizes and specs alone.
 
 Note: `initialize` fills them; `plan` makes the same ones on the meta device, so what is forecast is what is allocated.
 """
@@ -80,7 +80,7 @@ def pack_chunks(
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
     order. The same on every rank. Those of `frozen` are in chunks of their own, numbered behind all others, where
-    weights are sharded, and in none where each rank keeps them whole.
+    weights are sharded, and in none where each rank holds them in full.
 
     `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
     blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
@@ -235,9 +235,9 @@ def _slots(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[ArenaAllocator, ArenaAllocator]:
-    """Room for gradients that fill, and for what other ranks send of those being reduced, for each of `packed`.
+    """Slots for accumulating gradients, and for what other ranks send in reductions, for each of `packed`.
 
-    The stages on a rank of a pipeline take turns; a chunk of several stages fills through the whole step."""
+    The stages on a rank of a pipeline run one after the other; a chunk of several stages accumulates all step."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, spec in enumerate(packed):
         groups.setdefault(stages_of(spec), []).append(index)

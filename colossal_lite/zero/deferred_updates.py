@@ -1,16 +1,15 @@
-"""Updates that a step owes: they run while the next forward does, each before the first read of its weights.
+"""Runs the updates of a step during the next forward, each before the first read of its weights.
 
 Note: without speculation.
-When a step ends its norm is known, and with it every number that its updates use; only their copies over a link are
-long.  So the step returns, and the updates run in forward order, a chunk's when a gate (zero/weights.py) is about to
-let a module read its weights: its record comes while the units before it compute, and goes while those after it do.
-What is computed, and in which order, is what it would have been at once: so are the bits.  Whatever else reads or
-changes weights or optimizer state first runs what is owed; until then the weights are placeholders, which nobody can
-read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the delayed update of 2101.06840,
-no forward sees weights of a step before.
-Updates on the host do not hold up whoever asks for them, so they set out together, as soon as no update on the device
-stands before them; whoever then asks for a chunk waits until its new weights have come (`arrive`).  Where updates run
-on both, the ranks that share a chunk make the same choice for it: what `arrive` and updates on the device gather,
+When a step ends, the norm is known.  The values that an update needs are known.  Only the copies over the link are
+slow.  So the step returns, and the updates run in forward order.  A chunk is updated when a gate
+(zero/forward_hooks.py) is about to let a module read its weights.  Its record is fetched while earlier units compute,
+and written back while later ones do.  The computation and its order are those of an immediate update: so are the bits.
+Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
+placeholders, which nobody can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
+delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
+They start together, as soon as no update on the device comes before them.  A read of a chunk then waits until its new
+weights have arrived (`arrive`).  Where updates run on both sides, the ranks that share a chunk choose the same side, so
 they gather in the same order.
 """
 
@@ -25,7 +24,7 @@ from colossal_lite.schedule.plan import CPU, Action, ActionKind
 
 
 class DeferredUpdates:
-    """The actions of a step's updates, run as far as they are asked for."""
+    """Runs the actions of a step's updates, as far as they are requested."""
 
     def __init__(
         self,
@@ -38,15 +37,14 @@ class DeferredUpdates:
         host; `end` is called when all are done."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
-        # What is planned behind an update and holds nobody up sets out with it: it has the computing that follows to
-        # hide behind.
+        # Actions behind an update that do not block start with it: the computing that follows hides them.
         self._stops: dict[int | None, int] = {}
         stop = len(actions)
         for number, action in reversed([*enumerate(actions)]):
             if action.kind is ActionKind.UPDATE:
                 self._stops[action.chunk] = stop
             stop = number if holds_up(action) else stop
-        self._coming: deque[int] = deque()  # updates on the host that have set out
+        self._coming: deque[int] = deque()  # updates on the host that have started
         self._last: int | None = None
         self._failure: Exception | None = None
 
@@ -62,7 +60,7 @@ class DeferredUpdates:
             self._settle(chunk)
 
     def finish(self) -> None:
-        """Everything is done. Raises what one of the actions has raised, each time: after it nothing goes on."""
+        """Run all that is left. If an action has raised, this raises the same, each time."""
         if self._next <= len(self._actions):
             self._run(len(self._actions))
             self._settle(None)
@@ -70,7 +68,7 @@ class DeferredUpdates:
             self._end()
 
     def mark_failed(self, why: Exception) -> None:
-        """What is not done will never be: whoever asks for it is told `why`, unless an action has raised before."""
+        """The remaining updates never run: a request raises `why`, or the error of an earlier action."""
         self._failure = self._failure or why
 
     def _run(self, stop: int) -> None:
@@ -86,14 +84,14 @@ class DeferredUpdates:
                 self._coming.append(action.chunk or 0)
 
     def _settle(self, last: int | None) -> None:
-        """The updates on the host up to that of chunk `last` have come; None: all."""
+        """Wait for the updates on the host up to that of chunk `last`; None: all."""
         while self._coming and (last is None or self._coming[0] <= last):
             with self._noting_failures():
                 self._arrive(self._coming.popleft())
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
-        """An action that was interrupted counts as one that has raised: nobody knows what it has done."""
+        """An interrupted action counts as one that raised: its effect is unknown."""
         try:
             yield
         except Exception as error:

@@ -1,12 +1,12 @@
-"""Weights of chunks brought together again before anything computes with them.
+"""Gathers updated weights chunk by chunk, and waits for each before a module reads it.
 
 Note: gates.
-From stage 1 on a rank updates its shard of a chunk and fetches the others' shards, chunk by chunk in forward order,
-while the next forward already runs.  A hook before the forward of every module that owns a parameter waits for that
-parameter's chunk, so a chunk that is used late has all the time before it.  A parameter that is read in any other way
-while its chunk is on its way is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather
-(zero/sharded.py).  Updates that the last step owes (zero/owed.py) are run by the same gates, a chunk ahead where its
-shards are then to be gathered, and all of them before a forward ends.
+From stage 1 on a rank updates its shard of a chunk and gathers the others' shards, chunk by chunk in forward order,
+while the next forward already runs.  A hook before the forward of every module with parameters waits for their chunks.
+So a chunk that is used late has all the time before it.  A parameter that is read in any other way during its gather is
+NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py).  The gates also run
+deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
+gathered, they run one chunk ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
 class ForwardGates:
-    """Gates before the modules of one model, whose weights are whole between steps."""
+    """Gates before the modules of one model, whose weights are full between steps."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
@@ -60,7 +60,7 @@ class ForwardGates:
         yield
 
     def flush(self) -> None:
-        """Whatever is owed or on its way has come."""
+        """Finish deferred updates and gathers."""
         self.run_deferred()
         for chunk in self._chunks:
             chunk.finish_gather()
@@ -73,27 +73,27 @@ class ForwardGates:
         self._run_deferred_until(self._first)
 
     def update(self, deferred: DeferredUpdates) -> None:
-        """The updates of a step, which run now. What one of them has raised is raised by all that is asked later, too:
-        a step that was updated in part is none."""
+        """Run the updates of a step now. If one raises, all later requests raise the same, because the weights are a
+        mix."""
         self._deferred = deferred
         self.run_deferred()
 
     def give_up(self) -> bool:
-        """After a forward or backward that did not come to its end: what of it other ranks may still do, this rank does
-        too. False: there is nothing. Collective where there is."""
+        """After a forward or backward that failed: make the collectives of it that other ranks may still make. False:
+        there are none. Collective where there are."""
         return False
 
     def for_readers(self) -> None:
-        """Whoever reads the parameters now finds them as new as the last step; not those that are sharded."""
+        """Make parameters readable, with the values of the last step; not those that are sharded."""
         self.flush()
 
     @property
     def has_deferred(self) -> bool:
-        """Whether updates of the last step have yet to come."""
+        """Whether updates of the last step are still to run."""
         return self._deferred is not None
 
     def run_deferred(self) -> None:
-        """Every update has come. Raises what one of them has raised."""
+        """Run every deferred update. Raises what one of them has raised."""
         if self._deferred is not None:
             with _disable_current_modes():
                 self._deferred.finish()
@@ -105,12 +105,12 @@ class ForwardGates:
         return self._deferred is not None and self._deferred.has_failed
 
     def discard(self) -> bool:
-        """Updates that have failed are nobody's any more: all weights are about to be loaded. False: none have."""
+        """Forget failed updates, because all weights are about to be loaded. False: none has failed."""
         has_failed, self._deferred = self.has_failed, None if self.has_failed else self._deferred
         return has_failed
 
     def mark_failed(self) -> None:
-        """The run is over; updates that it still owes are lost, and who reads the weights is told so."""
+        """The run is over: deferred updates never run, and a read of the weights raises an error."""
         if self._deferred is not None:
             self._deferred.mark_failed(
                 ValueError(
@@ -120,7 +120,7 @@ class ForwardGates:
             )
 
     def _run_deferred_until(self, place: int) -> None:
-        """The updates of the chunks up to this place in their order have come."""
+        """Run the updates of the chunks up to this place in their order."""
         if self._deferred is not None and 0 <= place:
             with (
                 _disable_current_modes()
@@ -129,11 +129,11 @@ class ForwardGates:
 
     @property
     def _first(self) -> int:
-        """The last place of what a forward begins with."""
+        """The last place among the chunks that a forward begins with."""
         return 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
-        """After the update of a chunk, in forward order, on every rank: what the next forward needs may set out."""
+        """After the update of a chunk, in forward order, on every rank: start its gather."""
         if changed:
             chunk.start_gather()
 
@@ -145,7 +145,7 @@ class ForwardGates:
         return found
 
     def remove(self) -> None:
-        """Take the gates away; every weight is whole before."""
+        """Remove the gates; first every weight is made full."""
         self.flush()
         for handle in self._handles:
             handle.remove()

@@ -1,10 +1,10 @@
-"""The squared norm of all gradients: a sum of each rank's shares, or one whose bits no cut can change.
+"""Computes the squared norm of all gradients, fast or in a fixed order.
 
 Note: `ordered`.
-Each block of 1,024 elements of a parameter lies whole in one rank's share of its chunk (memory/pack.py), so its square
-is a number that no other rank adds to.  The ranks exchange the squares of all blocks, zero for those they do not hold,
-and every rank adds them up in the order of the model's parameters: the same bits for any stage and chunk size.  Cost:
-8 bytes a block in the step's agreement, 0.2 % of the gradients in float32.
+Each block of 1,024 elements of a parameter lies in one rank's shard of its chunk (memory/packing.py), so its square is
+a number that no other rank adds to.  The ranks exchange the squares of all blocks, with zeros for blocks of others.
+Every rank adds them in the order of the model's parameters: the same bits for any stage and chunk size.  Cost: 8 bytes
+a block in the all-reduce of the step's totals, 0.2 % of the gradients in float32.
 """
 
 from __future__ import annotations

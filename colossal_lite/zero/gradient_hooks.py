@@ -1,18 +1,16 @@
-"""Gradients from autograd into chunks, and chunks over the ranks, while backward is still running.
+"""Accumulates gradients from autograd in chunks, and reduces the chunks while backward is still running.
 
 Note: the order of reductions.
-A hook on every trainable parameter hands its gradient to its chunk as soon as autograd has finished it (a tied
-parameter once, with the sum of its uses) and frees autograd's own tensor.  During the last micro-batch of a step, or
-during each if gradients are reduced by micro-batch, a chunk whose entries have all arrived is reduced at once,
-asynchronously, so that communication runs beside the rest of backward.  Chunks are launched strictly in reverse
-forward order: which parameters a rank has used can differ from rank to rank, the order of collectives cannot.
-`reduce` launches what is left, absent gradients counting as zero, and waits.  Where weights are gathered in backward
-too, `limit` says how far chunks may go for now: gathers and reductions then come in one order on all ranks.
-Reductions that need room of slots are held to `IN_FLIGHT` at once.  After a backward that has raised, `give_up` makes
-the reductions that are left, so that ranks that have stopped at other gradients have made the same ones.
-Where gradients are used up as soon as they are summed (zero/in_backward.py), a sum that is over is handed on at once,
-in the order of the launches, which is one on all ranks.
-Cost: one copy of each gradient per micro-batch, and the reductions of zero/stages.py.
+A hook on every trainable parameter copies its finished gradient to its chunk and frees autograd's own tensor.  A tied
+parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously, so communication
+overlaps the rest of backward.  That is in the last micro-batch of a step, or in each if gradients are reduced by
+micro-batch.  Chunks are launched strictly in reverse forward order: ranks may use different parameters, but the order
+of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients, and waits.
+Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
+order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once.  After a backward that raised,
+`give_up` makes the remaining reductions, so that all ranks have made the same ones.  With updates in backward
+(zero/backward_updates.py) a finished sum is passed on at once, in the order of the launches.
+Cost: one copy of each gradient per micro-batch, and the reductions of schedule/step_moments.py.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class GradientHooks:
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
         self.summed: Callable[[Chunk], None] = nothing
-        """Called with each chunk whose gradient is used up as soon as it is whole, in the order of the sums."""
+        """Called with each reduced chunk whose gradient is freed on its update, in the order of the launches."""
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
@@ -75,11 +73,10 @@ class GradientHooks:
         self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False,
         frees: bool = False,
     ) -> None:  # fmt: skip
-        """Before the backward of a micro-batch, which starts with `seed`; `is_last` before the sum over the ranks: it
-        lets complete chunks go; `ends`: it is the last of the step, and what is summed may be summed over copies;
-        `frees`: no forward comes before the step, and weights that rest by turns leave with their gradients.
-        `to_come`: the parameters whose gradients come now, once for each time; None: all,
-        once."""
+        """Before the backward of a micro-batch, which starts with `seed`. `is_last`: the sum over the ranks follows, so
+        complete chunks may launch; `ends`: it is the last of the step, so sums over copies may follow; `frees`: no
+        forward comes before the step, so time-shared weights are dropped with their gradients; `to_come`: the
+        parameters whose gradients arrive now, once for each time; None: all, once."""
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once = is_last and to_come is None
         self._arrived.clear()
@@ -90,7 +87,7 @@ class GradientHooks:
         self._next, self._complete = len(self._chunks) - 1, 0
 
     def start_ready(self) -> None:
-        """Launch complete chunks, in order, as far as they go and may."""
+        """Launch complete chunks, in order, up to the limit."""
         while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
             self._launch()
 
@@ -113,7 +110,7 @@ class GradientHooks:
             self._launch()
 
     def reduce(self, index: int) -> None:
-        """Wait for the sum of chunk `index`, launching first whatever comes before it. Collective."""
+        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective."""
         if not self._reduces:
             self.begin(is_last=True)
         while self._next >= index:
@@ -130,8 +127,8 @@ class GradientHooks:
             chunk.conclude()
 
     def give_up(self) -> bool:
-        """After a backward that did not come to its end: every sum that it begins, here or on another rank, is begun
-        and over, and what has come counts for nothing. False: it had begun none. Collective where it had."""
+        """After a backward that failed: make every reduction that it makes here or on another rank, and discard the
+        gradients. False: it had launched none. Collective where it had."""
         for parameter in self._parameters:
             parameter.grad = None
         if not self._reduces or (self._next < 0 and not self._in_flight):
@@ -182,7 +179,7 @@ class GradientHooks:
             self.summed(chunk)
 
     def _arrive(self, number: int, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # its layer has put it off (deferral.py)
+        if parameter.grad is None:  # its layer has put it off (transforms/split_backward.py)
             return
         chunk = self._chunks[number]
         if self._is_once and (number, index) in self._arrived:
@@ -211,14 +208,14 @@ class GradientHooks:
 
 
 def _hand_on(arrive: WeakMethod[Callable[..., None]], number: int, index: int, parameter: Tensor) -> None:
-    """A gradient has come; where the hooks are gone with their engine, it stays with its parameter."""
+    """Pass a gradient on; if the engine was deleted with its hooks, the gradient stays at its parameter."""
     method = arrive()
     if method is not None:
         method(number, index, parameter)
 
 
 def nothing(chunk: Chunk) -> None:
-    """What is done with a gradient that is not used up at once."""
+    """Does nothing: a gradient that is not freed on its update waits for the step."""
 
 
 class StageHooks:
@@ -247,11 +244,11 @@ class StageHooks:
 
     @property
     def began(self) -> Sequence[int] | None:
-        """As `GradientHooks.began`; None where several stages take turns."""
+        """As `GradientHooks.began`; None with several stages on this rank."""
         return self.only.began if len(self._hooks) == 1 else None
 
     def hand_on(self, summed: Callable[[Chunk], None]) -> None:
-        """What is done with a gradient that is used up as soon as it is whole."""
+        """Set the callback for gradients that are freed on their update."""
         for hooks in self._hooks.values():
             hooks.summed = summed
 
@@ -272,7 +269,7 @@ class StageHooks:
                 hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last, frees=frees)
 
     def reduce(self, number: int) -> None:
-        """Wait for the sum of a chunk, launching first whatever comes before it on its stage. Collective."""
+        """Wait for the sum of a chunk, launching first all chunks before it on its stage. Collective."""
         stages, index = self._place[number]
         self._hooks[stages].reduce(index)
 

@@ -1,13 +1,13 @@
-"""The order in which a forward first uses the parameters of a model: chunks are packed in it.
+"""Finds the order in which a forward first uses the parameters of a model: chunks are packed in it.
 
 Note: why it matters.
-Updates run in the order of the chunks while the next forward does, each just before the first use of its weights
-(zero/owed.py), and sums of gradients begin in the reverse order while backward runs.  A model whose modules are defined
-in another order than they are used would wait for all of them.  So before anything is packed a model that a callable
-builds is run forward once without tensors, on ids [1, T]; `plan` does the same, so both pack alike.  Where that cannot
-be done (a module that was handed over built, inputs that are no ids, values that decide what is computed) the order of
-definition stands, and `notice_order` says so if the first real forward shows another.  Numbers do not depend on it.
-Cost: one more build without storage and one forward without tensors, at the start; our own GPT is spared both.
+Updates run in the order of the chunks during the next forward, each just before the first use of its weights
+(zero/deferred_updates.py).  Reductions of gradients start in the reverse order during backward.  If modules are defined
+in another order than they are used, neither overlaps with computing.  So a model from a callable is first run forward
+without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Some models cannot be run so: those built
+outside, with inputs that are no ids, or with control flow that reads values.  They are packed in the order of
+definition, and `notice_order` warns if the first real forward shows another.  Numbers do not depend on the order.
+Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
-"""ZeRO-3: weights that are shards between uses, gathered into slots by plan.
+"""Gathers ZeRO-3 weights into slots by a plan, and drops them after use.
 
-Note: who asks and who decides.
-A weight is asked for by a gate before the forward of the module that owns it, and in backward by autograd, when it
-unpacks a saved tensor that lies in a slot.  What then happens is the plan's (zero/unshard.py): the steps up to the one
-that has the weight are executed, in order, so that every rank makes the same gathers and reductions in the same order
-whatever modules it leaves out; at the end of a forward or backward, the rest of them.  A weight that the plan has left
-behind is an error, never a stale number: a parameter that is not gathered is NaN, and saving one is an error too.
+Note: requests and the plan.
+A gate requests weights before the forward of the module that owns them.  In backward autograd requests them, when it
+unpacks a saved tensor that lies in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
+run in order, up to the one that has the weights.  So every rank makes the same gathers and reductions in the same
+order, whatever modules it leaves out.  At the end of a forward or backward the remaining steps run.  A weight that the
+plan has dropped is an error, never an old value: a parameter that is not gathered is NaN, and saving one is an error
+too.
 
-The first micro-batch has no plan.  There, at each new unit, the ranks tell each other what they want and how many
-gradients are complete, sum those that are so on any of them (where they are not, nothing will come), gather all that
-any of them wants, and note it: that is the trace.  The arena is allocated when it ends; from then on nothing is.
+The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
+are complete.  They reduce the gradients that are complete on any rank, gather what any of them wants, and record it.
+That record is the trace.  The arena is allocated when the trace ends; nothing is allocated after that.
 
-Saved views.  Autograd saves views of weights, which would read other bytes when a chunk comes back elsewhere: saved
-tensors that lie in a slot are kept as (chunk, offset, strides) and rebuilt on use.  A block that is recomputed saves
-real views, which live until its own backward is done; the block stays for so long, because nothing asks for another
-unit before.  Of a tensor that a hook packs torch does not ask whether it has changed when it is used: so this one does.
+Saved views.  Autograd saves views of weights, which would read other bytes when a chunk gets another slot.  So saved
+tensors that lie in a slot are stored as (chunk, offset, strides) and rebuilt on use.  A recomputed block saves real
+views, which live until its own backward ends.  Its weights are not dropped before, because nothing requests another
+unit.  For a tensor that a hook packs, torch does not check whether it was modified.  This hook does.
 Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
-Frozen weights are gathered and dropped with their unit like the others, in chunks that have nothing else; backward asks
-for them where an input gradient needs them, so a stretch in front of the first that trains is gathered once.
+Frozen weights are gathered and dropped like the others, in chunks of their own.  Backward requests them where an input
+gradient needs them, so those in front of the first trained weight are gathered once.
 """
 
 from __future__ import annotations
@@ -37,20 +38,12 @@ from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.link import Link
-from colossal_lite.memory.packing import ChunkKey, trains
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
-from colossal_lite.schedule.gather_plan import (
-    FROM_NEAR,
-    GatherMoment,
-    GatherPlan,
-    GatherStep,
-    Needs,
-    Trace,
-    gather_plan,
-)
+from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPlan, GatherStep, Needs, Trace
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.gather_units import contexts_of, plan_of, units_of
 from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
 
 NOTHING: Needs = frozenset()
@@ -81,20 +74,20 @@ class ParameterGather(ForwardGates):
         self.plan: GatherPlan | None = None
         """What a micro-batch does, by the trace."""
         self.up: Link | None = None
-        """By which shards come that rest on the host."""
+        """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
         self.most_numel = self.most_held_numel = 0
         """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
         self._phase = Phase.IDLE
         self._steps: tuple[GatherStep, ...] = ()
         self._next = 0  # the step to execute next
-        self._current = NOTHING  # what is whole now
-        self._open: list[Needs] = []  # of the modules that have begun their forward and not ended it
+        self._current = NOTHING  # gathered now
+        self._parents: list[Needs] = []  # of the modules that have begun their forward and not ended it
         self._resident: dict[int, int] = {}  # chunk -> offset
-        self._kept: set[int] = set()  # chunks of which the neighbours of this rank have their parts
+        self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
-        self._learnt = False  # whether the plan is new
+        self._has_new_plan = False  # whether the plan is new
         self._node: Any = None  # of autograd, that has asked last
         super().__init__(module, parameters, chunks, frozen)
 
@@ -119,7 +112,7 @@ class ParameterGather(ForwardGates):
         self._end()
         self.run_deferred()
         if not keeps or self.plan is None:
-            self._bring({})
+            self._make_resident({})
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -127,25 +120,25 @@ class ParameterGather(ForwardGates):
         self._begin(Phase.BACKWARD)
         yield
         self._end()
-        self._bring({})
+        self._make_resident({})
 
     def flush(self) -> None:
-        """Every update has come, and every gathered weight is dropped."""
+        """Run every deferred update and drop every gathered weight."""
         self.run_deferred()
-        self._bring({})
+        self._make_resident({})
 
     def give_up(self) -> bool:
-        """Of a trace that was not finished nothing is learnt."""
+        """After a failed micro-batch: make its remaining gathers; an unfinished trace gives no plan."""
         if self._phase is Phase.IDLE:
             return False
-        self._keep_step()
+        self._run_remaining()
         self._forward_seen = ()
-        self._go_idle()
-        self._bring({})
+        self._end_phase()
+        self._make_resident({})
         return True
 
     def for_readers(self) -> None:
-        """What the next forward begins with is on its way and stays so."""
+        """Run deferred updates. The gathers for the next forward go on."""
         self.run_deferred()
 
     @property
@@ -153,13 +146,13 @@ class ParameterGather(ForwardGates):
         return self._last_trained(self.plan.forward[0].resident) if self.plan and self.plan.forward else 0
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
-        """The chunks that the next forward begins with are gathered while the others are updated."""
+        """Gather the chunks that the next forward begins with, while the others are updated."""
         if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
             self._fetch(chunk.spec.id, offset)
             self._gather(chunk.spec.id)
 
     def remove(self) -> None:
-        """Take the gates away, and leave the model whole on every rank. Collective."""
+        """Remove the gates, and leave full weights on every rank. Collective."""
         self.flush()
         for chunk in self._all:
             if chunk.is_sharded:
@@ -170,7 +163,7 @@ class ParameterGather(ForwardGates):
         self._resident.clear()  # for good
         super().remove()
 
-    # ---- who asks ----
+    # ---- requests ----
 
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
@@ -180,19 +173,19 @@ class ParameterGather(ForwardGates):
             yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
             return
         # What a module with children owns may be read before, between and behind them.
-        yield owner.register_forward_pre_hook(partial(self._open_one, needs))
-        yield owner.register_forward_hook(lambda *_: self._close_one(), always_call=True)
+        yield owner.register_forward_pre_hook(partial(self._enter_parent, needs))
+        yield owner.register_forward_hook(lambda *_: self._leave_parent(), always_call=True)
 
-    def _open_one(self, needs: Needs, module: nn.Module, args: Any) -> None:
-        self._open.append(needs | self._held)
+    def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
+        self._parents.append(needs | self._held)
         self._need(self._held)
 
-    def _close_one(self) -> None:
-        self._open.pop()
+    def _leave_parent(self) -> None:
+        self._parents.pop()
 
     @property
     def _held(self) -> Needs:
-        return self._open[-1] if self._open else NOTHING
+        return self._parents[-1] if self._parents else NOTHING
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
         storage = tensor.untyped_storage()._cdata
@@ -233,7 +226,7 @@ class ParameterGather(ForwardGates):
         return saved.rebuilt()
 
     def _need(self, needs: Needs) -> None:
-        """`needs` are whole when this returns."""
+        """Make the chunks `needs` gathered."""
         if needs <= self._current:
             return
         if self._phase is Phase.IDLE:
@@ -242,11 +235,11 @@ class ParameterGather(ForwardGates):
                 "place of the model, on every rank"
             )
         with _disable_current_modes():  # selective recomputation would take our operations for the block's
-            self._bring_whole(needs)
+            self._gather_needed(needs)
 
-    def _bring_whole(self, needs: Needs) -> None:
+    def _gather_needed(self, needs: Needs) -> None:
         if self.plan is None:
-            self._round(needs)
+            self._trace_moment(needs)
             return
         found = next((i for i in range(self._next, len(self._steps)) if needs <= self._steps[i].needs), None)
         if found is None:
@@ -263,44 +256,44 @@ class ParameterGather(ForwardGates):
             f"its first step, and each forward needs a backward of its own; zero.stage=2 has no such rule"
         )
 
-    # ---- what happens ----
+    # ---- gathers and drops ----
 
     def _begin(self, phase: Phase) -> None:
         self._phase, self._next, self._current, self._seen = phase, 0, NOTHING, []
-        self._open.clear()
+        self._parents.clear()
         if phase is Phase.FORWARD:
-            self._kept.clear()
+            self._has_part.clear()
         self._hooks.limit = 0  # until a step, or the other ranks, say more
         if self.plan is None:
-            self._bring({})
+            self._make_resident({})
         elif phase is Phase.FORWARD:
-            self._bring(self.plan.forward[0].resident, gathers=False)  # its steps do
-        if phase is Phase.FORWARD and self._learnt:
+            self._make_resident(self.plan.forward[0].resident, gathers=False)  # its steps do
+        if phase is Phase.FORWARD and self._has_new_plan:
             for slots in slots_of(self._chunks):
                 slots.shrink()
-            self._learnt = False
+            self._has_new_plan = False
         if self.plan is not None:
             self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
             if phase is Phase.BACKWARD:
-                self._bring(self.plan.forward[-1].resident)
+                self._make_resident(self.plan.forward[-1].resident)
                 self._limit()
 
     def _end(self) -> None:
-        """What other ranks still do, this rank does with them."""
-        self._keep_step()
+        """Make the remaining gathers, because other ranks may need them."""
+        self._run_remaining()
         if self.plan is None:
-            self._learn()
-        self._go_idle()
+            self._plan_from_trace()
+        self._end_phase()
 
-    def _keep_step(self) -> None:
+    def _run_remaining(self) -> None:
         if self.plan is not None:
             while self._next < len(self._steps):
                 self._step()
         else:
-            while self._round(None):
+            while self._trace_moment(None):
                 pass
 
-    def _go_idle(self) -> None:
+    def _end_phase(self) -> None:
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
         self._hooks.limit = len(self._chunks)
 
@@ -318,9 +311,7 @@ class ParameterGather(ForwardGates):
             elif action.resource == FROM_NEAR:
                 self._fetch(action.chunk, step.resident[action.chunk], near=True)
             elif action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
-                if (
-                    action.chunk not in self._resident
-                ):  # the first ones may have set out when they were updated
+                if action.chunk not in self._resident:  # its gather may have started after its update
                     self._fetch(action.chunk, step.resident[action.chunk])
                 if action.kind is ActionKind.UNSHARD:
                     self._gather(action.chunk)
@@ -330,7 +321,7 @@ class ParameterGather(ForwardGates):
             self._limit()
 
     def _limit(self) -> None:
-        """Until the next step no more sums may begin than it wants to see begun."""
+        """Until the next step no more reductions may launch than it expects."""
         more = self._next < len(self._steps)
         self._hooks.limit = self._steps[self._next].launched if more else len(self._chunks)
 
@@ -340,8 +331,8 @@ class ParameterGather(ForwardGates):
         self._current = needs
 
     def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
-        """A chunk gets its slot, and its own shard sets out if it rests on the host; if not, all the others do, or what
-        the neighbours have kept."""
+        """Give a chunk its slot. Then start the copy of its own shard if that rests on the host, else the gather of all
+        shards, or of the parts at the neighbours."""
         chunk = self._all[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:
@@ -365,7 +356,7 @@ class ParameterGather(ForwardGates):
         self.most_held_numel = max(self.most_held_numel, held)
 
     def _gather(self, index: int) -> None:
-        """The shards of the others set out, if they have not."""
+        """Start to gather the other shards, if that has not begun."""
         if self._all[index].weights is WeightState.FETCHING:
             self._all[index].gather_fetched()
 
@@ -375,20 +366,20 @@ class ParameterGather(ForwardGates):
         return self._arena[start : start + self._all[index].part_numel]
 
     def _keep_part(self, index: int) -> None:
-        """Before the first drop of a chunk in a micro-batch, if its neighbours keep it from then on."""
-        if self.plan is not None and index in self.plan.kept and index not in self._kept:
+        """Before the first drop of a chunk in a micro-batch: store this rank's part for the neighbours."""
+        if self.plan is not None and index in self.plan.kept and index not in self._has_part:
             part = self._part(index)
             self._all[index].keep_part(part)
             self._count(self.plan.kept[index] + part.numel())
-            self._kept.add(index)
+            self._has_part.add(index)
 
     def _drop(self, index: int) -> None:
         self._all[index].reshard()
         del self._resident[index]
 
-    def _bring(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
-        """Make exactly `resident` be there, each at its offset; what comes from the host only on its way if not
-        `gathers`."""
+    def _make_resident(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
+        """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those from the host are only
+        fetched."""
         self._run_deferred_until(self._last_trained(resident))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
@@ -404,9 +395,8 @@ class ParameterGather(ForwardGates):
 
     # ---- the first micro-batch ----
 
-    def _round(self, needs: Needs | None) -> bool:
-        """One moment of the trace, agreed with all ranks; `needs` None: this rank has come to its end. False: all
-        have."""
+    def _trace_moment(self, needs: Needs | None) -> bool:
+        """One moment of the trace, agreed with all ranks; `needs` None: this rank has no more. False: no rank has."""
         ready = self._hooks.ready if self._phase is Phase.BACKWARD else 0
         with self._world.ledger.paused():
             rows = self._world.gather_json([None if needs is None else sorted(needs), ready])
@@ -418,18 +408,18 @@ class ParameterGather(ForwardGates):
             return False
         union: Needs = frozenset(index for some in wanted for index in some)
         self._current = NOTHING
-        self._bring(dict.fromkeys(sorted(union), -1))
+        self._make_resident(dict.fromkeys(sorted(union), -1))
         self._seen.append(GatherMoment(union, launched))
         self._wait(union)
         return True
 
-    def _learn(self) -> None:
-        """A forward and a backward have been seen: from now on there is a plan."""
+    def _plan_from_trace(self) -> None:
+        """After the first forward and backward: make the plan from their trace."""
         if self._phase is Phase.FORWARD:
             self._forward_seen = tuple(self._seen)
         elif self._forward_seen:
-            self._bring({})
-            self._learnt = True
+            self._make_resident({})
+            self._has_new_plan = True
             self.trace = Trace(self._forward_seen, tuple(self._seen))
             self.replan()
             assert self.plan is not None
@@ -452,7 +442,7 @@ class ParameterGather(ForwardGates):
         )
 
     def replan(self) -> None:
-        """Shards rest elsewhere from now on: the order in which weights come, and their slots, stay as they are."""
+        """Plan again after shards have changed tiers; the order of gathers and the slots do not change."""
         self.plan = self.planned(self.prefetch)
 
     def _before_state_dict(self) -> None:
@@ -460,59 +450,6 @@ class ParameterGather(ForwardGates):
             raise ValueError(
                 "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
             )
-
-
-def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk, in forward order, what is gathered with it: the chunks of its block, or those that hold a
-    part of a module of which it holds a part. One operation reads the weights of one module, and they are to come and
-    go together."""
-    units: dict[int, set[int]] = {}
-    first: dict[int | str, int] = {}
-    for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
-        key, own = chunk.spec.key, chunk.spec.id
-        assert isinstance(key, ChunkKey)
-        if not chunk.is_sharded:
-            continue
-        units[own] = {own}
-        owners = {entry.name.rpartition(".")[0] for entry in chunk.spec.entries}
-        for holder in {key.unit} if key.is_block else owners:
-            joined = units[own] | units[first.setdefault(holder, own)]
-            units |= dict.fromkeys(joined, joined)
-    return {index: frozenset(unit) for index, unit in units.items()}
-
-
-def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk what a forward of its modules needs: its unit, what these modules own beside it, and what
-    the modules around them own."""
-    units = units_of(chunks)
-    owned: dict[str, set[int]] = {}
-    for chunk in chunks:
-        for entry in chunk.spec.entries:
-            owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
-
-    def around(name: str) -> Iterator[int]:
-        while name:
-            name = name.rpartition(".")[0]
-            yield from owned.get(name, ())
-
-    return {
-        index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))
-        for index, needs in units.items()
-    }
-
-
-def plan_of(
-    trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
-) -> GatherPlan:
-    """The plan of these chunks by this trace."""
-    num_trained = sum(trains(chunk.spec) for chunk in chunks)
-    numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
-    on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
-    return gather_plan(
-        trace, numels, num_chunks=num_trained, prefetch=prefetch,
-        reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
-        parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
-    )  # fmt: skip
 
 
 def weights_of(

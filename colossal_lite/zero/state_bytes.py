@@ -1,4 +1,4 @@
-"""Part of what was zero.stages."""
+"""Computes the bytes of model state on one rank, by kind, from the shards of its chunks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Widths:
 
 
 def forecast(sharding: Sharding, chunks: Sequence[Extent], widths: Widths) -> dict[str, int]:
-    """Bytes of model state on one rank, by kind, at their most, alignment included; what an optimizer keeps beside
-    the masters, only its rule knows, and what is staged, the order of the parameters."""
+    """Bytes of model state on one rank, by kind, at their most, alignment included. Optimizer states follow from the
+    rule, and slots from the order of the parameters: neither is counted here."""
     whole = sum(chunk.numel for chunk in chunks)
     shards = sum(chunk.shard for chunk in chunks)
     owned = shards if sharding.state else whole

@@ -1,15 +1,14 @@
-"""An optimizer of the user's own: any torch optimizer that steps from gradients alone.
+"""Wraps an optimizer of the user's own: any torch optimizer that steps from gradients alone.
 
-Note: it is handed one `nn.Parameter` for each trainable parameter of the model, in the model's order, each a
-view of
-the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced
-gradient, divided by tokens and clip factor (a copy where the master weights are narrower), or None where no
-rank used it.  It keeps whole state on every rank, so it works where the weights are whole: ZeRO stage 0, no
-tensor axis, on the device.
+Note: parameters.
+The optimizer gets one `nn.Parameter` for each trainable parameter of the model, in the model's order.  Each is a view
+of the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced gradient,
+divided by tokens and clip factor (a copy where the master weights are narrower), or None where no rank used it.  Its
+state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
 
-Beside a pipeline the list is as long, so that groups come out alike on all ranks: for parameters of other stages
-stand ones on the meta device, which never have a gradient.  A step that makes one parameter depend on another cannot
-be taken stage by stage: small probes tell, before anything is allocated.
+With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
+meta device, and never have a gradient.  A step that makes one parameter depend on another cannot be made stage by
+stage.  Small probes detect that before anything is allocated.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class OwnOptimizer:
         """Where the state of a chunk rests: on the device."""
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
-        """State of a chunk now, and what it will keep, which only it knows."""
+        """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
         held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
         return held, held
 
@@ -107,18 +106,18 @@ class OwnOptimizer:
         """Nothing can have failed."""
 
     def settle(self) -> None:
-        """Everything is where it rests."""
+        """Nothing to do: state is on the device."""
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Nothing travels."""
+        """None: state is on the device."""
         return ()
 
     def prepare(self) -> None:
-        """Nothing has to come."""
+        """Nothing to fetch."""
 
     def defer(self) -> None:
-        """Nothing is anywhere else."""
+        """Nothing to do: state is on the device."""
 
     def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
         """Nothing is shared."""
@@ -127,7 +126,7 @@ class OwnOptimizer:
         """Nothing is shared."""
 
     def rest(self) -> None:
-        """Everything is where it rests."""
+        """Nothing to do: state is on the device."""
 
     @contextmanager
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
@@ -138,13 +137,13 @@ class OwnOptimizer:
         raise AssertionError("everything is in memory")
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
-        """For each entry of a chunk whatever tensors the optimizer keeps for it."""
+        """For each entry of a chunk the tensors that the optimizer has for it."""
         for entry in chunk.spec.entries:
             state = self._optimizer.state.get(self._of[entry.name], {})
             yield {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:
-        """Refused: what an optimizer of one's own keeps, and where it comes back to, only it knows."""
+        """Refused: only the optimizer knows its state and how to restore it."""
         name = type(self._optimizer).__name__
         raise ValueError(
             f"optimizer: checkpoints of {name}, an optimizer of your own, are not built; legal is a type of the "
@@ -168,7 +167,7 @@ class OwnOptimizer:
 
     @property
     def forecast_bytes(self) -> int:
-        """What it will keep, only it knows."""
+        """Bytes of its state; only the optimizer knows what it will be."""
         return self.state_bytes
 
 

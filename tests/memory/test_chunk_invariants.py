@@ -312,7 +312,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
         ]  # fmt: skip
         made.release(index)
     there = some(left) | {0}
-    made.settle_homes(there)
+    made.settle_storages(there)
     made.settle_places(None)
     assert made.disk is not None and made.on_disk == there
     assert {i for i in left if made.tier_of(i) == "host"} == left - there

@@ -1,4 +1,4 @@
-"""Whatever was set aside for a step is used in it to the last byte, at every stage and placement; and red where not."""
+"""Checks that a step uses its buffers to the last byte, at every stage and placement, and fails if it does not."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
             engine._state.rest()
             optimizer = engine._optimizer
             assert isinstance(optimizer, ChunkOptimizer)
-            kinds = (*slots_of(engine._chunks), *optimizer.visited, *time_shared(engine._chunks))
+            kinds = (*slots_of(engine._chunks), *optimizer.staging_places, *time_shared(engine._chunks))
             held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
             if (arena := optimizer.arena) is not None:
                 held.append((arena.most_held_bytes, arena.plan.held_bytes))
@@ -238,7 +238,7 @@ def _wider(what: str) -> Callable[[], tuple[Any, str, Any]]:
 
 
 def _rests_longer(what: SharedInterval) -> Callable[[], tuple[Any, str, Any]]:
-    """What rests by turns in this way is there for nearly all of a step."""
+    """Such time-shared tensors are allocated for nearly all of a step."""
 
     def planted() -> tuple[Any, str, Any]:
         original = budget.shared_interval

@@ -1,4 +1,4 @@
-"""State that rests on the host or on disk and visits the device gives the bits of state that stays."""
+"""Checks that state on the host or on disk gives the bits of state on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where pieces rest under a budget: within it, by what a step moves least, against every policy there is."""
+"""Checks placements under a budget: they fit, and move the least bytes, compared with every policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from colossal_lite.schedule.step_moments import (
     flight_intervals,
     moments_of_step,
 )
-from colossal_lite.zero.memory_budget import gradients_of
+from colossal_lite.zero.state_pieces import gradients_of
 
 RANDOM = range(20)
 
@@ -104,11 +104,11 @@ def phases_of(pieces: list[StatePiece], accumulation: int = 1, own_master: bool 
 
 
 def time_shared(pieces: Sequence[StatePiece], accumulation: int) -> list[StatePiece]:
-    """As a device has them whose weights and gradients rest in one place by turns."""
+    """As on a device whose weights and gradients share memory."""
     out: list[StatePiece] = []
     for piece in pieces:
         if piece.name.kind is StateKind.WEIGHTS:
-            out.append(replace(piece, rest=SharedInterval.WEIGHTS))
+            out.append(replace(piece, shared=SharedInterval.WEIGHTS))
         elif piece.name.kind is StateKind.GRADIENTS:
             out += gradients_of(piece.name.chunk, piece.bytes, accumulation, time_shared=True)
         else:
@@ -306,7 +306,7 @@ def test_p5_what_stays_for_good_meets_the_bound_with_several_micro_batches_too(
 ) -> None:
     """Where the weights are their own masters: to move something out of the way for a phase saves nothing. Here without
     slots, and with room for whole pieces."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
+    monkeypatch.setattr(pieces_module, "STAGING", dict.fromkeys(StateKind, ()))
     pieces = pieces_of([sizes] * 6, accumulation)
     phases = phases_of(pieces, accumulation)
     for capacity in range(0, 6 * sum(sizes) + 1, 40):
@@ -320,7 +320,7 @@ def test_where_masters_are_apart_weights_that_stay_for_good_are_above_the_bound(
 ) -> None:
     """Nobody reads weights between a backward and their update: to leave them there costs what gradients in their room
     would save."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
+    monkeypatch.setattr(pieces_module, "STAGING", dict.fromkeys(StateKind, ()))
     pieces = pieces_of([(5, 10, 30)] * 6, own_master=False)
     placed = place(pieces, {}, 30)
     moved, bound = placed.up_bytes + placed.down_bytes, link_bound(phases_of(pieces, own_master=False), 30)
@@ -333,7 +333,7 @@ def test_p5_weights_and_gradients_that_rest_by_turns_move_at_most_two_chunks_mor
     accumulation: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the others to be there at other times. Here without slots."""
-    monkeypatch.setattr(pieces_module, "AWAY", dict.fromkeys(StateKind, ()))
+    monkeypatch.setattr(pieces_module, "STAGING", dict.fromkeys(StateKind, ()))
     monkeypatch.setattr(pieces_module, "LEAVING", LEAVING._replace(tier="nowhere"))
     pieces = pieces_of([sizes] * 40, accumulation, own_master=False)
     phases = phases_of(pieces, accumulation, own_master=False)
@@ -617,7 +617,7 @@ def test_i7_neither_budget_is_exceeded_where_there_is_a_disk_or_the_host_holds_t
         for share in (0.0, 0.3, 0.5, 0.8, 1.0):
             host = round(share * (placed.host_bytes + beside))
             found = spill_to_disk(placed, host, beside)
-            assert found.away == placed.on_host and not found.on_host & found.on_disk
+            assert found.off_device == placed.on_host and not found.on_host & found.on_disk
             assert {name.kind for name in found.on_disk} <= {StateKind.OPTIMIZER}
             assert (found.device_bytes, found.up_bytes, found.down_bytes) == (
                 placed.device_bytes, placed.up_bytes, placed.down_bytes,

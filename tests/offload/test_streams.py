@@ -1,4 +1,4 @@
-"""State beside a GPU: the streams of real steps have no race, and one that is not told to wait has."""
+"""Checks that the copy streams of real steps have no race, and that a missing wait is found."""
 
 from __future__ import annotations
 

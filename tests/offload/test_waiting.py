@@ -1,4 +1,4 @@
-"""How long a step waits for its links: what the simulator says of its plan, nothing where computing can hide them."""
+"""Checks how long a step waits for its links: as simulated, and not at all where computing hides them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 import colossal_lite as cl
 from colossal_lite.offload.optimizer_states import AHEAD
-from colossal_lite.offload.state_storage import BELOW
+from colossal_lite.offload.state_storage import READ_AHEAD
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
 from colossal_lite.schedule.plan import DISK, Action, ActionKind
@@ -212,7 +212,7 @@ def test_a_step_from_the_disk_waits_as_its_plan_says(disk_s: float, copy_s: floa
     ((waited, step_s, computed_s, _),) = run_world(
         ran, 1, seconds, dict(placement="disk", disk_dir=str(tmp_path))
     )
-    assert (waited["h2d"], step_s) == pytest.approx(predicted(seconds, BELOW), rel=ROUNDED)
+    assert (waited["h2d"], step_s) == pytest.approx(predicted(seconds, READ_AHEAD), rel=ROUNDED)
     assert computed_s == pytest.approx(seconds.computed) and step_s == pytest.approx(
         computed_s + sum(waited.values())
     )

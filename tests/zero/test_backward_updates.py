@@ -1,4 +1,4 @@
-"""Updates within backward: the bits of updates after it, gradients in a few slots alone, and clear words where not."""
+"""Checks that updates in backward give the bits of later updates, need a few slots, and else raise clear errors."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_fault_in_the_order_of_things_changes_bits(name: str) -> None:
 
 
 def rows_of(env: RankEnv, case: Case) -> tuple[int, int, dict[str, int], dict[str, int | None]]:
-    """Elements of this rank's chunks and of the largest, and bytes of each kind: held, and foretold."""
+    """Elements of this rank's chunks and of the largest, and bytes of each kind: held, and forecast."""
     with env.launch(case.full_config) as context:
         engine = start(case, context)
         for number in range(2):

@@ -1,4 +1,4 @@
-"""Updates that run while the next forward does give the bits of updates at once, whatever reads come between."""
+"""Checks that updates during the next forward give the bits of immediate updates, whatever reads come between."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Hybrid sharding: copies of the model, each over neighbouring ranks, are the serial run too, bytes and memory as
-planned."""
+"""Checks hybrid sharding, copies of the model over neighbouring ranks: serial numbers, planned bytes and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training within a budget: the bits of a run without one, the bytes of the plan, and an error where nothing fits."""
+"""Checks training within a budget: the bits of a run without one, the planned bytes, an error if nothing fits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk
 from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
-from colossal_lite.zero import memory_budget as memory_budget_module
+from colossal_lite.zero import state_pieces
+from colossal_lite.zero.gather_units import units_of
 from colossal_lite.zero.memory_budget import MemoryBudget
-from colossal_lite.zero.sharded_weights import ParameterGather, units_of
+from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_optimizer_states import slow
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, Step, start, steps_of
@@ -558,11 +559,11 @@ def over_the_bound(told: Told, micro_batches: int, *, own_master: bool = True) -
     placed = told.placement
     assert placed.budget is not None
     moving = [
-        replace(piece, rest=None, last_sum=False)
+        replace(piece, shared=None, last_sum=False)
         for piece in placed.pieces
         if piece.name.kind is not StateKind.LAST_SUM
     ]
-    fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.away, placed.beside)
+    fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.off_device, placed.beside)
     phases = phases_of(told, micro_batches, own_master=own_master)
     bound = link_bound(phases, placed.budget - fixed + told.unit_bytes)
     return (told.up_bytes + told.down_bytes) / bound
@@ -630,7 +631,7 @@ def all_on_the_host(pieces: Any, fixed: Any, budget: int | None, beside: Any) ->
 
 
 def told_badly(env: RankEnv, case: Case, times: float) -> Told:
-    with patch.object(memory_budget_module, "place", all_on_the_host):
+    with patch.object(state_pieces, "place", all_on_the_host):
         return told(env, case, times)
 
 
@@ -643,7 +644,7 @@ def test_a_policy_that_keeps_nothing_on_the_device_is_beyond_five_percent_of_the
         assert over_the_bound(found, parts) > 1.05
 
 
-# ---- what does not fit, and what is told ----
+# ---- errors of budgets that do not fit ----
 
 
 def refused(env: RankEnv, case: Case, memory: dict[str, Any], steps: int) -> str:
@@ -722,7 +723,7 @@ def grown(env: RankEnv, case: Case, budget: int, sizes: list[tuple[str, int]]) -
 def test_a_batch_larger_than_the_first_is_let_in_where_it_fits_and_else_refused_before_it_runs(
     stage: int, build: str
 ) -> None:
-    """On every rank, and of models that nobody can foretell too."""
+    """On every rank, also for models without a forecast."""
     case = replace(GROWING, build=build, config=config_of(stage, sum_order="fast"))
     if build == "module":
         case = replace(case, adapters=2)

@@ -1,4 +1,4 @@
-"""Sharded weights: the serial numbers from slots that come and go, by plan, on every rank in one order."""
+"""Checks that sharded weights give the serial numbers, from planned slots and in one order on every rank."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightState
 from colossal_lite.schedule.gather_plan import GatherPlan, GatherStep
 from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.zero import gather_units
 from colossal_lite.zero import sharded_weights as product
 from colossal_lite.zero.sharded_weights import ParameterGather, Phase
 from tests.engine.test_engine import SGD, Branches, batch_of
@@ -122,7 +123,7 @@ def elsewhere(original: Callable[..., GatherPlan], *args: Any, **more: Any) -> G
 def begin_elsewhere(original: Callable[..., None], self: ParameterGather, phase: Phase) -> None:
     original(self, phase)
     if phase is Phase.BACKWARD and self.plan is not None:
-        self._bring({c: offset + self.plan.arena_numel // 2 for c, offset in self._resident.items()})
+        self._make_resident({c: offset + self.plan.arena_numel // 2 for c, offset in self._resident.items()})
 
 
 def drop_and_spoil(original: Callable[..., None], self: Chunk) -> None:
@@ -132,7 +133,7 @@ def drop_and_spoil(original: Callable[..., None], self: Chunk) -> None:
 
 
 def moving(env: RankEnv, case: Case) -> Any:
-    begin, drop, plan_of = ParameterGather._begin, Chunk.reshard, product.plan_of
+    begin, drop, plan_of = ParameterGather._begin, Chunk.reshard, gather_units.plan_of
     with (
         patch.object(ParameterGather, "_begin", lambda self, phase: begin_elsewhere(begin, self, phase)),
         patch.object(Chunk, "reshard", lambda self: drop_and_spoil(drop, self)),

@@ -1,5 +1,5 @@
-"""What a run keeps to at every moment: weights that are read are the newest, whoever lets go of a future has waited for
-it, all ranks of a group make the same collectives; and the bits that follow, from one way to run to another."""
+"""Checks invariants of a step: reads see the newest weights, every future is awaited before it is dropped, all ranks of
+a group make the same collectives; and the same bits for every way to run."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_i3_goes_red_where(fault: str) -> None:
         assert_newest(replace(SHALLOW, config=config_of(1, sum_order="fast")), fault)
 
 
-# ---- I6: whoever lets go of a future has waited for it ----
+# ---- I6: a future is awaited before it is dropped ----
 
 
 class Futures:

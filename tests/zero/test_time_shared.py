@@ -1,5 +1,5 @@
-"""Weights that rest on the device by turns with gradients: whatever comes between a backward and its updates, the run
-goes on with the bits of one whose weights have memory of their own, or the call is refused and names why."""
+"""Checks weights that share memory with gradients: any call between a backward and its updates is either refused with
+the reason, or the run has the bits of one whose weights have memory of their own."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[tuple[Any, str, Any], str, int, str | None]] = {
 
 
 SHARE_OF = {1: 0.4, 2: 0.05}
-"""By which gradients rest by turns, or last sums."""
+"""With time-shared gradients, or last sums."""
 
 
 def budget_of(env: RankEnv, case: Case, share: float) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def story(
     env: RankEnv, case: Case, share: float | None, event: str, directory: str, fault: str = ""
 ) -> tuple[list[float], State, tuple[int, int, int]]:
     """A step, what comes then, two more, within a `share` of what lies between the least and all; and of how many
-    chunks weights, gradients and last sums rest by turns."""
+    chunks weights, gradients and last sums share memory."""
     with patch.object(*FAULTS[fault][0]) if fault else nullcontext():
         memory = dict[str, Any]() if share is None else budget_of(env, case, share)
         full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config

@@ -1,4 +1,4 @@
-"""Sharded training state is the serial run too, and stage by stage the same bits, bytes and memory as planned."""
+"""Checks that sharded training equals the serial run, and every stage has the same bits and the planned bytes."""
 
 from __future__ import annotations
 

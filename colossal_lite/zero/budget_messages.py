@@ -1,0 +1,188 @@
+"""Explains why a memory budget is too small, and names the least change of the config that fits.
+
+Note: the error of a device budget names one change; changes are tried in order, the smallest first.  If the batch can
+be forecast, `plan` computes the bytes of each.  If not, only changes are tried whose bytes follow from the measured
+ones.
+Cost: nothing unless a budget is exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+
+from colossal_lite.config.errors import Problem
+from colossal_lite.config.memory_schema import MemoryConfig
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.offload.pieces import StateKind, passing_bytes
+from colossal_lite.offload.placement import StatePlacement, spilled
+from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.sharded_weights import ParameterGather
+from colossal_lite.zero.state_pieces import first_placement, gathered_bytes, host_bytes_of, spilled_by
+from colossal_lite.zero.user_optimizer import OwnOptimizer
+
+if TYPE_CHECKING:
+    from colossal_lite.config.config import Config
+
+ChangedForecast = Callable[[Sequence[str]], Mapping[str, int] | None]
+"""From changes of the config, as a command line has them, to the bytes of each kind on the device; None: unknown."""
+
+
+def device_problems(
+    memory: MemoryConfig, placed: StatePlacement, smaller: Iterator[tuple[str, int]], whose: str = ""
+) -> Iterator[Problem]:
+    """Why the device's budget is too small, if it is. `smaller`: changes and the bytes with them, from
+    `smaller_steps`; `whose`: what the placement is for."""
+    budget, need = memory.device_budget, placed.device_bytes
+    if budget is None or need <= budget:
+        return
+    rows = ", ".join(f"{kind} {held:,}" for kind, tier, held in placed.rows if tier == "device")
+    is_least = memory.placement == "auto" and memory.moves
+    what = "at the least " if is_least else ""
+    change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
+    largest = "; or begin with the largest batch, beside which state is then placed" if whose else ""
+    others = "" if is_least else ", or, if that is enough, memory.placement='auto' or a higher zero.stage"
+    legal = f"{need:,} or more{f'; or {change}' if change else others}{largest}"
+    yield Problem(
+        "memory.device_budget", budget, f"{whose}the device needs {need:,} bytes {what}({rows})", legal
+    )
+
+
+def host_problems(
+    memory: MemoryConfig, placed: StatePlacement, chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device, *, outlives: bool,
+) -> Iterator[Problem]:  # fmt: skip
+    """Why the host's budget is too small, if it is. `outlives`: a store takes all state when the engine is closed."""
+    budget = memory.host_budget
+    if budget is None:
+        return
+    held, first = _host_bytes(memory, placed, optimizer, device), placed.first_host_bytes
+    at_first = first_placement(memory, placed, device)
+    left = 0
+    if outlives:
+        left = max(_left_bytes(memory, each, chunks, optimizer, device) for each in (placed, at_first))
+    if left > max(held, first, budget):
+        rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
+        legal = f"{left:,} or more, more ranks; or no store: a checkpoint hands on what the host cannot hold"
+        yield Problem("memory.host_budget", budget, rule, legal)
+    elif max(held, first) > budget:
+        least = " at the least" if memory.spills_to_disk else ""
+        when = ", before the device takes any" if first > held else ""
+        rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
+        other = "smaller fractions, " if memory.placement == "static" else ""
+        other += "a larger device_budget, " if memory.placement == "auto" and not when else ""
+        disk_bytes = _on_disk_instead(memory, placed, len(chunks), optimizer, device)
+        disk = f"; or memory.disk_dir, for {disk_bytes:,} bytes of optimizer state" if disk_bytes else ""
+        legal = f"{max(held, first):,} or more, {other}more ranks{disk}"
+        yield Problem("memory.host_budget", budget, rule, legal)
+
+
+def _host_bytes(
+    memory: MemoryConfig, placed: StatePlacement, optimizer: ChunkOptimizer | OwnOptimizer,
+    device: torch.device,
+) -> int:  # fmt: skip
+    if memory.moves:
+        return host_bytes_of(placed, device)
+    found = optimizer.tiers.host_bytes if optimizer.tiers else 0
+    if isinstance(optimizer, ChunkOptimizer) and optimizer.host_updates:
+        found += optimizer.host_updates.host_bytes
+    return found
+
+
+def _left_bytes(
+    memory: MemoryConfig, placed: StatePlacement, chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device,
+) -> int:  # fmt: skip
+    """On the host while the engine is closed. Then weights and records from elsewhere are in its store, and gradients
+    and buffers are still allocated."""
+    assert isinstance(optimizer, ChunkOptimizer)
+    stored = (StateKind.WEIGHTS, StateKind.OPTIMIZER)
+    there = sum(p.resting_bytes for p in placed.pieces if p.name in placed.on_host and p.name.kind in stored)
+    if not memory.moves and optimizer.tiers:
+        there = optimizer.tiers.record_bytes("host")
+    records = sum(map(optimizer.record_bytes, range(len(chunks))))
+    weights = sum(chunk.types.resting_bytes(chunk.local_shard.numel()) for chunk in chunks)
+    return _host_bytes(memory, placed, optimizer, device) - there + records + weights
+
+
+def _on_disk_instead(
+    memory: MemoryConfig, placed: StatePlacement, num_chunks: int,
+    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device,
+) -> int | None:  # fmt: skip
+    """Bytes that a disk would hold, at the most, if there were one; None if that would not help."""
+    with_disk = memory.model_copy(update={"disk_dir": "."})
+    if (
+        memory.spills_to_disk
+        or not with_disk.spills_to_disk
+        or memory.host_budget is None
+        or optimizer.tiers is None
+    ):
+        return None
+    if not memory.moves:
+        sizes = {i: size for i in range(num_chunks) if (size := optimizer.record_bytes(i))}
+        room = memory.host_budget - _host_bytes(memory, placed, optimizer, device) + sum(sizes.values())
+        some = {i: sizes[i] for i in spilled(sizes, room)}
+        left = sum(sizes.values()) - sum(some.values()) + passing_bytes(some)
+        return sum(some.values()) if left <= room else None
+    every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+    found = [spilled_by(with_disk, each, device) for each in (placed, replace(placed, on_host=every))]
+    fits = all(_host_bytes(memory, each, optimizer, device) <= memory.host_budget for each in found)
+    return max(each.read_bytes for each in found) if fits else None
+
+
+def smaller_steps(
+    config: Config, samples: int, placed: StatePlacement, weights: ForwardGates,
+    chunks: Sequence[WeightChunk], forecast: ChangedForecast,
+) -> Iterator[tuple[str, int]]:  # fmt: skip
+    """Changes of the config, the least first, and the bytes that the device would then hold. `samples`: of a step of a
+    rank; `chunks`: frozen ones too."""
+    need, of, accumulation = placed.device_bytes, dict(placed.fixed), config.gradient_accumulation
+    plan = weights.planned if isinstance(weights, ParameterGather) else lambda prefetch: None
+    is_known = forecast(()) is not None
+    by_step = config.zero.stage == 2 and config.zero.reduce_every == "step"
+    for changes in _changes(config, samples):
+        if is_known:
+            found = forecast([word for path, value in changes.items() for word in (f"--{path}", str(value))])
+            if found is not None:
+                yield _in_words(changes), found["device"]
+        elif changes.keys() == {"zero.prefetch"} and (gathers := plan(int(changes["zero.prefetch"]))):
+            yield _in_words(changes), need - of["gathered"] + gathered_bytes(chunks, gathers)
+        elif changes.keys() == {"gradient_accumulation"} and (accumulation > 1 or not by_step):
+            share = accumulation / int(changes["gradient_accumulation"])
+            about = need - of["activations"] + ceil(of["activations"] * share)
+            yield _in_words(changes), about
+
+
+def _changes(config: Config, samples: int) -> Iterator[Mapping[str, str | int]]:
+    """What may make a step of so many samples of a rank smaller, the least change first."""
+    zero, now = config.zero, config.gradient_accumulation
+    parts = [now * 2**n for n in range(1, samples.bit_length()) if now * 2**n < samples]
+    parts += [samples] * (samples > now)
+    if zero.stage == 3:
+        yield from ({"zero.prefetch": prefetch} for prefetch in range(zero.prefetch - 1, -1, -1))
+    by_step = zero.stage == 2 and zero.reduce_every == "step"
+    if by_step and now > 1:
+        yield {"zero.reduce_every": "micro_batch"}
+    yield from ({"gradient_accumulation": k} for k in parts)
+    if by_step:  # more micro-batches than one would keep gradients whole
+        yield from ({"gradient_accumulation": k, "zero.reduce_every": "micro_batch"} for k in parts)
+    if config.activation_checkpoint != "full":
+        yield {"activation_checkpoint": "full"}
+    if config.memory.placement != "auto":
+        yield {"memory.placement": "auto"}
+    most: dict[str, str | int] = {"activation_checkpoint": "full"}
+    most |= {"gradient_accumulation": samples} if parts else {}
+    most |= {"zero.prefetch": 0} if zero.stage == 3 else {}
+    most |= {"zero.reduce_every": "micro_batch"} if by_step else {}
+    yield most
+    yield most | {"memory.placement": "auto"}
+
+
+def _in_words(changes: Mapping[str, str | int]) -> str:
+    return " with ".join(f"{path}={value!r}" for path, value in changes.items())

@@ -1,0 +1,65 @@
+"""Groups sharded chunks into the units that are gathered together, and plans their gathers.
+
+Note: a unit is a block, or the chunks that share a module outside the blocks.  One operation reads all weights of its
+module, so these are gathered and dropped together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from colossal_lite.memory.packing import ChunkKey, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.schedule.gather_plan import GatherPlan, Needs, Trace, gather_plan
+
+
+def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk, in forward order, the chunks that are gathered with it: those of its block, or those that
+    share a module with it."""
+    units: dict[int, set[int]] = {}
+    first: dict[int | str, int] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
+        key, own = chunk.spec.key, chunk.spec.id
+        assert isinstance(key, ChunkKey)
+        if not chunk.is_sharded:
+            continue
+        units[own] = {own}
+        owners = {entry.name.rpartition(".")[0] for entry in chunk.spec.entries}
+        for holder in {key.unit} if key.is_block else owners:
+            joined = units[own] | units[first.setdefault(holder, own)]
+            units |= dict.fromkeys(joined, joined)
+    return {index: frozenset(unit) for index, unit in units.items()}
+
+
+def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+    """For each sharded chunk what a forward of its modules needs: its unit, and the chunks of these modules and of the
+    modules around them."""
+    units = units_of(chunks)
+    owned: dict[str, set[int]] = {}
+    for chunk in chunks:
+        for entry in chunk.spec.entries:
+            owned.setdefault(entry.name.rpartition(".")[0], set()).update(units.get(chunk.spec.id, ()))
+
+    def around(name: str) -> Iterator[int]:
+        while name:
+            name = name.rpartition(".")[0]
+            yield from owned.get(name, ())
+
+    return {
+        index: needs.union(*(around(entry.name) for entry in chunks[index].spec.entries))
+        for index, needs in units.items()
+    }
+
+
+def plan_of(
+    trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
+) -> GatherPlan:
+    """The plan of these chunks by this trace."""
+    num_trained = sum(trains(chunk.spec) for chunk in chunks)
+    numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
+    on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
+    return gather_plan(
+        trace, numels, num_chunks=num_trained, prefetch=prefetch,
+        reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
+        parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""Lists the model state that can move between device and host, and the device bytes that cannot.
+
+Note: the planner and the running engine call the same functions, so a planned placement is the one that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from colossal_lite.config.memory_schema import MemoryConfig
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.offload.pieces import (
+    GRADIENT_DOWN,
+    LEAVING,
+    WEIGHTS_BOTH,
+    WEIGHTS_UP,
+    LinkCrossing,
+    Name,
+    StateKind,
+    StatePiece,
+)
+from colossal_lite.offload.placement import StatePlacement, divide, place, spill_to_disk
+from colossal_lite.offload.shard_streaming import landing_bytes
+from colossal_lite.schedule.gather_plan import GatherPlan
+from colossal_lite.schedule.interval_packing import LiveRange
+from colossal_lite.schedule.step_moments import Backwards, SharedInterval, moments_of_step
+from colossal_lite.zero.build_chunks import slots_of
+from colossal_lite.zero.gather_units import units_of
+from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.user_optimizer import OwnOptimizer
+
+
+def pieces_of(
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer, gathers: GatherPlan | None, accumulation: int,
+    frozen: Sequence[WeightChunk] = (),
+) -> tuple[StatePiece, ...]:  # fmt: skip
+    """The pieces that may rest on device or host; call it while all of them are on the host. The weights that a step
+    begins with are taken from the slots of the update before, if they are updated."""
+    stays = gathers.stays() if gathers else {}
+    begins = gathers.forward[0].resident if gathers and gathers.forward else {}
+    time_shared = _time_shared(chunks, gathers)
+    out: list[StatePiece] = []
+    for index, chunk in enumerate(chunks):
+        if optimizer.is_updated_on_host(chunk):
+            fetches = accumulation * stays.get(chunk.spec.id, 0)
+            out += _updated_on_host(index, chunk, optimizer, fetches, accumulation, chunk.spec.id in begins)
+            continue
+        if chunk.weights_at_rest is not None:
+            fetches = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
+            ups = fetches + chunk.updates_weights
+            shared = SharedInterval.WEIGHTS if index in time_shared else None
+            out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
+        if chunk.gradient_at_rest is not None:
+            out += gradients_of(index, chunk.gradient.nbytes, accumulation, time_shared=bool(time_shared))
+        record_bytes = optimizer.record_bytes(index)
+        if record_bytes:
+            out.append(StatePiece(Name(index, StateKind.OPTIMIZER), record_bytes, 1, 1))
+    for each in frozen:
+        if each.weights_at_rest is not None:
+            ups = accumulation * stays.get(each.spec.id, 0)
+            out.append(StatePiece(Name(each.spec.id, StateKind.FROZEN), each.resting_bytes, ups, 0))
+    return tuple(out)
+
+
+def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -> Iterator[StatePiece]:
+    """The pieces of a chunk's gradient, a sum of so many; `time_shared`: it shares memory with weights."""
+    has_last = time_shared and sums > 1
+    shared = SharedInterval.GRADIENTS if time_shared and sums == 1 else None
+    name = Name(index, StateKind.GRADIENTS)
+    yield StatePiece(name, size_bytes, 1, sums - has_last, shared=shared, sums=sums, last_sum=has_last)
+    if has_last:
+        yield StatePiece(Name(index, StateKind.LAST_SUM), size_bytes, 0, 1, shared=SharedInterval.LAST_SUMS)
+
+
+def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozenset[int]:
+    """The chunks whose weights, if on the device, are needed for a part of a step only. No update reads them, and no
+    backward does after their gradients."""
+    late = gathers.read_late(len(chunks)) if gathers else ()
+    return frozenset(
+        index
+        for index, chunk in enumerate(chunks)
+        if chunk.weights_at_rest is not None and not chunk.updates_weights and chunk.spec.id not in late
+    )
+
+
+def _updated_on_host(
+    index: int, chunk: Chunk, optimizer: ChunkOptimizer, fetches: int, accumulation: int, begins: bool
+) -> Iterator[StatePiece]:
+    """The pieces of a chunk that is updated on the host while its record is there. What cannot rest there crosses the
+    link all the same."""
+    both = int(chunk.updates_weights)
+    ways = {
+        StateKind.WEIGHTS: (
+            LinkCrossing(fetches),
+            LinkCrossing(1, both, (WEIGHTS_BOTH if both else WEIGHTS_UP,)),
+        ),
+        StateKind.GRADIENTS: (
+            LinkCrossing(0, accumulation, (LEAVING,)),
+            LinkCrossing(0, 1, (GRADIENT_DOWN,)),
+        ),
+        StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
+    }
+    shard_bytes = (chunk.owned[1] - chunk.owned[0]) * chunk.local_shard.element_size()
+    held = {
+        StateKind.WEIGHTS: (shard_bytes, fetches - begins + both, 1, chunk.weights_at_rest is not None),
+        StateKind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),
+        StateKind.OPTIMIZER: (optimizer.record_bytes(index), 1, 1, True),
+    }
+    for kind, (size_bytes, ups, downs, moves) in held.items():
+        if size_bytes:
+            yield StatePiece(
+                Name(index, kind), size_bytes, ups, downs, beside=ways[kind], moves=moves, sums=accumulation
+            )
+
+
+def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> dict[str, int]:
+    """Bytes on the device of model state that does not move, by kind."""
+    gradients = [
+        c.gradient if c.accumulating is None else c.accumulating for c in chunks if c.gradient_at_rest is None
+    ]
+    fixed = {
+        "weights": sum(c.resting_bytes for c in chunks if c.weights_at_rest is None),
+        "gradients": sum(t.numel() * t.element_size() for t in gradients),
+    }
+    if not _shares(optimizer):
+        fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))
+    if optimizer.tiers is None:
+        fixed["masters"] = sum(c.master_bytes for c in chunks)
+        fixed["optimizer"] = optimizer.forecast_bytes
+    return fixed
+
+
+def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
+    """Whether one arena holds gradients in a backward and state during its update (memory/arena.py)."""
+    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
+
+
+def beside_of(
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int
+) -> tuple[LiveRange, ...] | None:  # fmt: skip
+    """The live ranges that share an arena with pieces on the device; None: there is no such arena."""
+    if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
+        return None
+    backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)
+    ranges = moments_of_step(backward, len(chunks))
+    return tuple(backwards_of(accumulation).of(each, len(chunks) - 1) for each in ranges)
+
+
+def gathered_bytes(chunks: Sequence[WeightChunk], plan: GatherPlan | None) -> int:
+    """Bytes of the slots of gathered weights; without a plan the least that any has."""
+    widths = {c.spec.id: c.spec.numel * c.types.compute.itemsize for c in chunks}
+    if plan is not None:
+        return plan.arena_numel * chunks[0].types.compute.itemsize
+    return max((sum(widths[c] for c in unit) for unit in units_of(chunks).values()), default=0)
+
+
+def backwards_of(accumulation: int) -> Backwards:
+    return Backwards.EACH if accumulation > 1 else Backwards.LAST
+
+
+def update_bytes_of(
+    memory: MemoryConfig, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer
+) -> int:
+    """The most that an update on the device may hold beside the state, wherever records rest."""
+    if isinstance(optimizer, ChunkOptimizer) and not memory.moves:
+        return optimizer.update_bytes
+    return max((chunk.update_bytes for chunk in chunks), default=0)
+
+
+def placed_by(
+    memory: MemoryConfig, pieces: Sequence[StatePiece], fixed: Mapping[str, int], device: torch.device,
+    beside: tuple[LiveRange, ...] | None,
+) -> StatePlacement:  # fmt: skip
+    """The placement of these pieces under a config that moves them; `beside` as in `StatePlacement`."""
+    if memory.placement == "static":
+        placed = divide(pieces, fixed, memory.host_fraction.model_dump(), memory.device_budget, beside)
+    else:
+        placed = spilled_by(memory, place(pieces, fixed, memory.device_budget, beside), device)
+    budget = memory.host_budget
+    first_bytes = 0 if budget is None else host_bytes_of(first_placement(memory, placed, device), device)
+    return replace(placed, host_budget=budget, first_host_bytes=first_bytes)
+
+
+def spilled_by(memory: MemoryConfig, placed: StatePlacement, device: torch.device) -> StatePlacement:
+    """As `placed`, with records on disk that the host has no room for, if there is a disk."""
+    if not memory.spills_to_disk:
+        return placed
+    assert memory.host_budget is not None
+    return spill_to_disk(placed, memory.host_budget, landing_bytes(_gradients_on_host(placed), device))
+
+
+def first_placement(memory: MemoryConfig, placed: StatePlacement, device: torch.device) -> StatePlacement:
+    """Before the first update: all that can rest off the device does."""
+    every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+    return spilled_by(memory, replace(placed, on_host=every, on_disk=frozenset()), device)
+
+
+def host_bytes_of(placed: StatePlacement, device: torch.device) -> int:
+    return placed.host_bytes + landing_bytes(_gradients_on_host(placed), device)
+
+
+def _gradients_on_host(placed: StatePlacement) -> list[int]:
+    return [p.bytes for p in placed.pieces if p.name.kind is StateKind.GRADIENTS and p.name in placed.on_host]
