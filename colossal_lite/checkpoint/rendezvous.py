@@ -107,7 +107,7 @@ class Heartbeat:
         self.what, self.since_s = what, time.monotonic()
 
 
-def _shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
+def shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
     """What `read` returns, once a network file system shows `path` to this rank too."""
     end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
     while not path.exists():

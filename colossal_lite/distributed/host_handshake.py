@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer, mapped
-from colossal_lite.distributed.shared_memory import MESSAGE_BYTES, TOKEN_BYTES, Exchange, _Neighbour
+from colossal_lite.distributed.shared_memory import MESSAGE_BYTES, TOKEN_BYTES, Exchange, Neighbour
 
 # ------------------------------------------------------------------------------------------------- how ranks meet
 
@@ -69,9 +69,9 @@ class HostHandshake:
         if self._listener is not None:
             self._listener.close()
 
-    def _receive(self, wanted: set[int], send_buffer: SendBuffer, timeout_s: float) -> list[_Neighbour]:
+    def _receive(self, wanted: set[int], send_buffer: SendBuffer, timeout_s: float) -> list[Neighbour]:
         assert self._listener is not None
-        end, found = time.monotonic() + timeout_s, list[_Neighbour]()
+        end, found = time.monotonic() + timeout_s, list[Neighbour]()
         while wanted:
             try:
                 self._listener.settimeout(max(0.001, end - time.monotonic()))
@@ -126,7 +126,7 @@ def host_of(card: bytes) -> bytes:
     return card[:-TOKEN_BYTES]
 
 
-def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout_s: float) -> _Neighbour:
+def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout_s: float) -> Neighbour:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(timeout_s)
     try:
@@ -142,11 +142,11 @@ def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout
     return _neighbour(other, link, descriptors[0], send_buffer.capacity_bytes)
 
 
-def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> _Neighbour:
+def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> Neighbour:
     memory = mapped(descriptor, capacity_bytes)
     os.close(descriptor)
     link.setblocking(False)
-    return _Neighbour(rank, link, memory)
+    return Neighbour(rank, link, memory)
 
 
 def _address(token: bytes) -> bytes:

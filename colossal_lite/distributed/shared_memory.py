@@ -49,7 +49,7 @@ _POSTED, _DONE = 1, 2
 
 
 @dataclass
-class _Neighbour:
+class Neighbour:
     """One rank of the same host: its socket, its send buffer, and what it has posted and nobody has asked for yet."""
 
     rank: int
@@ -64,7 +64,7 @@ class Arrival:
     """A message that is expected. `wait`, then read `view()`, then `done()`."""
 
     def __init__(
-        self, exchange: Exchange, source: _Neighbour, key: tuple[int, int], like: Tensor, tag: str,
+        self, exchange: Exchange, source: Neighbour, key: tuple[int, int], like: Tensor, tag: str,
         timeout_s: float,
     ) -> None:  # fmt: skip
         self._exchange, self._source, self._key, self._tag = exchange, source, key, tag
@@ -137,7 +137,7 @@ class Operation:
 class Exchange:
     """This rank's end of all the pairs of its host. One thread at a time may use it."""
 
-    def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[_Neighbour]) -> None:
+    def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[Neighbour]) -> None:
         self.rank, self.send_buffer = rank, send_buffer
         self._neighbours = {each.rank: each for each in neighbours}
         self._by_descriptor = {each.socket.fileno(): each for each in neighbours}
@@ -189,7 +189,7 @@ class Exchange:
             for each in tuple(self.unfinished):
                 each.advance()
 
-    def await_message(self, source: _Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
+    def await_message(self, source: Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
         """The offset of a message, when it has come."""
         self._hear(source, key)
         end = time.monotonic() + timeout_s
@@ -206,7 +206,7 @@ class Exchange:
             raise ExchangeError(f"rank {source.rank} has come with {theirs}, this rank with {tag}")
         return offset
 
-    def say_done(self, source: _Neighbour, offset: int, timeout_s: float) -> None:
+    def say_done(self, source: Neighbour, offset: int, timeout_s: float) -> None:
         """Tell the sender that its place has been read. One that has ended needs it no more."""
         self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
 
@@ -217,7 +217,7 @@ class Exchange:
         self._neighbours.clear()
         os.close(self.send_buffer.descriptor)
 
-    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> bool:
+    def _tell(self, reader: Neighbour, words: bytes, timeout_s: float) -> bool:
         """Send one packet; False if the reader has ended. While its socket is full this rank goes on hearing: all may
         be full."""
         end = time.monotonic() + timeout_s
@@ -244,7 +244,7 @@ class Exchange:
         for each in self._neighbours.values():
             self._hear(each)
 
-    def _hear(self, source: _Neighbour, until: tuple[int, int] | None = None) -> None:
+    def _hear(self, source: Neighbour, until: tuple[int, int] | None = None) -> None:
         """Take what has come from one neighbour, at most to the message `until`."""
         while not source.gone and (until is None or until not in source.arrived):
             try:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from colossal_lite.schedule.interval_packing import _up
+from colossal_lite.schedule.interval_packing import round_up
 from colossal_lite.sharding.mesh_layout import FAR, REPLICATE
 
 ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
@@ -113,9 +113,9 @@ def trains(spec: ChunkSpec) -> bool:
 
 def _place(end: int, numel: int) -> int:
     """Where an entry of `numel` elements starts behind one that ends at `end`."""
-    start = _up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
+    start = round_up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
     crosses = start // SHARD_BLOCK_NUMEL != max(start, start + numel - 1) // SHARD_BLOCK_NUMEL
-    return _up(start, SHARD_BLOCK_NUMEL) if crosses else start
+    return round_up(start, SHARD_BLOCK_NUMEL) if crosses else start
 
 
 def pack(
@@ -152,6 +152,6 @@ def pack(
         close(key)
     closed.sort(key=lambda found: found[0])
     return tuple(
-        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries), i)
+        ChunkSpec(i, key, round_up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries), i)
         for i, (_, key, entries) in enumerate(closed)
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 
-def _up(numel: int, multiple: int) -> int:
+def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
@@ -112,7 +112,7 @@ class LiveRange:
 
     def sized(self, align_bytes: int) -> LiveInterval:
         """With its bytes on a multiple of so many."""
-        return LiveInterval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
+        return LiveInterval(self.start, self.stop, round_up(self.bytes, align_bytes), self.gap)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ArenaPlan:
 
     def sized(self, live_range: LiveRange) -> int:
         """What a stay counts in `held_bytes`."""
-        return _up(live_range.bytes, self.align_bytes)
+        return round_up(live_range.bytes, self.align_bytes)
 
     def __str__(self) -> str:
         lines = [

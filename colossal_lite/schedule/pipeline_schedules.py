@@ -165,7 +165,7 @@ def _split(actions: Sequence[Action], lag: int) -> list[Action]:
     return out + queue
 
 
-def _placements(ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+def placements(ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
     """The rank of each stage, in a loop and folded, which are the same for one stage on a rank."""
     loop = tuple(stage % ranks for stage in range(ranks * stages_per_rank))
     there_and_back = (*range(ranks), *reversed(range(ranks)))
@@ -209,7 +209,7 @@ def auto(
         makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
-    for place in _placements(ranks, stages_per_rank) if placement is None else [placement]:
+    for place in placements(ranks, stages_per_rank) if placement is None else [placement]:
         for deep, fill in product((True, False), (None, 0.0, 0.5, 1.0)):
             search = _Greedy(place, micro_batches, costs, costs.message_s + latency_s, cap, deep, fill)
             best = search.plan(best[0] if best else inf) or best
