@@ -55,10 +55,11 @@ from colossal_lite.checkpoint.manifest import (
     reads,
     writes,
 )
-from colossal_lite.checkpoint.rendezvous import Heartbeat, KeyValueStore, SaveRendezvous, shared
+from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
 from colossal_lite.checkpoint.writer import SaveJob
 from colossal_lite.config.renamed import renamed
+from colossal_lite.distributed.key_value_store import KeyValueStore
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
 

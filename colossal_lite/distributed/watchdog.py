@@ -26,7 +26,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from colossal_lite.distributed.key_value_store import KeyValueStore
 
 LOOK_S = 0.25
 BEAT_S = 5.0
@@ -36,14 +38,6 @@ END_S = 30.0
 """how long the thread may be within a look in the store when it is to end"""
 KEPT = 32
 """descriptions kept for each axis"""
-
-
-class KeyValueStore(Protocol):
-    """What ranks agree through: torch's stores have it."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass

@@ -48,8 +48,8 @@ from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import Updates, refuse_second_backward, spoilt
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError
-from colossal_lite.memory.host_store import ParkedState, TaskRecords
 from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.memory.task_records import ParkedState, TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale

@@ -24,7 +24,6 @@ by its method.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -34,15 +33,14 @@ from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import ArenaAllocator
-from colossal_lite.memory.host_store import GRADIENTS, WEIGHTS, TaskRecords
+from colossal_lite.memory.gradient_squares import block_squares_of, squares_of
 from colossal_lite.memory.link import Link, Priority, Transfer
-from colossal_lite.memory.packing import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
+from colossal_lite.memory.local_shard import LocalShard
+from colossal_lite.memory.packing import ChunkSpec, Entry
+from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.numerics.precision import ChunkTypes
-
-WIDENED_NUMEL = 256 * SHARD_BLOCK_NUMEL
-"""Elements of two bytes that are widened at once for their norms."""
 
 
 class GradientState(StrEnum):
@@ -67,60 +65,6 @@ LEGAL = {
     (GradientState.PARTIAL, GradientState.EMPTY),
     (GradientState.EMPTY, GradientState.EMPTY),
 }
-
-
-class LocalShard:
-    """What a rank owns of a chunk, as an update of it reads and writes it: on the device, or on the host."""
-
-    local_shard: Tensor
-    master: Tensor
-    residual: Tensor | None
-    gradient: Tensor
-
-    @property
-    def updates_weights(self) -> bool:
-        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
-        return self.master is self.local_shard or self.residual is not None
-
-    def seen(self, start: int, stop: int) -> Tensor | None:
-        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
-        upper half of them."""
-        return None if self.updates_weights else self.local_shard[start:stop]
-
-    def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
-        8, and so is stop, or a gap follows."""
-        assert self.residual is not None and local.start % 8 == 0
-        length = self.local_shard.numel()
-        ties = self.residual[length:].view(torch.uint8)
-        return self.local_shard[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
-
-    def masters(self, local: slice | None = None) -> Tensor:
-        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
-        local = local or slice(0, self.local_shard.numel())
-        if self.residual is None:
-            return self.master[local]
-        here = self.local_shard.device
-        return split.join(*(to_device(half, here) for half in self.halves(local)))
-
-    def set_masters(self, local: slice, masters: Tensor) -> None:
-        """Split such elements of any dtype into their halves."""
-        halves, device = self.halves(local), self.local_shard.device
-        here = [to_device(half, device) for half in halves]
-        split.split_(to_device(masters, device).to(self.master.dtype), *here)
-        for half, changed in zip(halves, here, strict=True):
-            if changed is not half:  # the residual rests on another tier
-                half.copy_(changed)
-
-
-@dataclass
-class HostShard(LocalShard):
-    """Where it lies on the host for an update there; all [owned], as the chunk has it on the device."""
-
-    local_shard: Tensor
-    master: Tensor
-    residual: Tensor | None
-    gradient: Tensor
 
 
 class Chunk(LocalShard, WeightChunk):
@@ -533,28 +477,17 @@ class Chunk(LocalShard, WeightChunk):
         if self.ordered:
             yield from (self._block_squares(gradient, entry) for entry in self.spec.entries)
             return
-        spans = [self._share_of(first, last) for first, last in self._counted]
-        found = [
-            _block_norms(to_device(gradient[span], self.device)).double().square().sum()
-            for span in spans
-            if span.start < span.stop
-        ]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        yield torch.stack(found).sum() if found else zero
+        yield squares_of(gradient, self._counted_spans(), self.device)
 
     def _block_squares(self, gradient: Tensor, entry: Entry) -> Tensor:
-        out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=self.device)
-        for first, last in self._counted:
-            span = self._share_of(max(first, entry.start), min(last, entry.stop))
-            if span.start >= span.stop:
-                continue
-            offset = span.start + self.owned[0] - entry.start
-            for start, stop in _cut_to_blocks(offset, offset + span.stop - span.start):
-                part = gradient[span.start + start - offset : span.start + stop - offset]
-                norms = _block_norms(to_device(part, self.device))
-                at = start // SHARD_BLOCK_NUMEL
-                out[at : at + len(norms)] += norms.double().square()
-        return out
+        spans = self._counted_spans(entry.start, entry.stop)
+        return block_squares_of(gradient, entry, spans, self.owned[0], self.device)
+
+    def _counted_spans(self, start: int = 0, stop: int | None = None) -> list[slice]:
+        """Of elements [start, stop), those whose squares this rank counts, as slices of `gradient`."""
+        stop = self.spec.numel if stop is None else stop
+        spans = [self._share_of(max(first, start), min(last, stop)) for first, last in self._counted]
+        return [span for span in spans if span.start < span.stop]
 
     def _share_of(self, first: int, last: int) -> slice:
         """The part of elements [first, last) that lies in this rank's share, as a slice of `gradient`."""
@@ -589,34 +522,3 @@ class Chunk(LocalShard, WeightChunk):
 def _nowhere(tensor: Tensor) -> Tensor:
     """Of that shape and dtype, without memory: whoever reads it stops."""
     return torch.empty_like(tensor, device="meta")
-
-
-def blocks_of(entry: Entry) -> int:
-    """Blocks over which an entry's norm is summed."""
-    return -(-(entry.stop - entry.start) // SHARD_BLOCK_NUMEL)
-
-
-def _cut_to_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) as at most three ranges: to the first block boundary, whole blocks, the rest."""
-    head = min(-(-start // SHARD_BLOCK_NUMEL) * SHARD_BLOCK_NUMEL, stop)
-    body = max(stop // SHARD_BLOCK_NUMEL * SHARD_BLOCK_NUMEL, head)
-    yield from ((a, b) for a, b in ((start, head), (head, body), (body, stop)) if a < b)
-
-
-def _block_norms(flat: Tensor) -> Tensor:
-    """Norms of the blocks of a buffer, the last block perhaps short, in float32, or, of a float64 buffer, in that (on
-    CPU a float64 norm of a float32 buffer costs 40 times as much)."""
-    whole = flat.numel() - flat.numel() % SHARD_BLOCK_NUMEL
-    step = WIDENED_NUMEL if flat.dtype.itemsize == 2 else max(1, whole)
-    norms = [_norms(part.view(-1, SHARD_BLOCK_NUMEL)) for part in flat[:whole].split(step)] if whole else []
-    if whole < flat.numel():
-        norms.append(_norms(flat[whole:].view(1, -1)))
-    return torch.cat(norms)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """Of each row, in float32 or better."""
-    norms: Tensor = torch.linalg.vector_norm(
-        rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)
-    )
-    return norms

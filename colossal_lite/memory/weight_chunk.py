@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
-from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.precision import ChunkTypes
 

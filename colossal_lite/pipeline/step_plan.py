@@ -7,7 +7,7 @@ from typing import Literal
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.pipeline_schedules import SCHEDULES, placements, auto, generate, ranks_of
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, placements, ranks_of
 from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.simulator import StageCosts
 from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.host_store import (
+from colossal_lite.memory.host_store import HostStore
+from colossal_lite.memory.task_records import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    HostStore,
     ParkedState,
     Records,
     Snapshot,
