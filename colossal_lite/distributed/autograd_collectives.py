@@ -1,18 +1,19 @@
-"""Communication under autograd: pairs of functions, each one's backward the other's forward.
+"""Communicates under autograd, in pairs of functions: each one's backward is the other's forward.
 
-Note: conjugates.
-A collective is a linear map from what all ranks hold to what all ranks hold, so its gradient is its adjoint:
+Note: adjoints.
+A collective is a linear map from the tensors of all ranks to the tensors of all ranks.  Its gradient is its adjoint:
 
     copy        identity            <->  all_reduce     sum over the axis
-    gather      all-gather          <->  reduce_scatter sum, then keep one's part
-    split       keep one's part     <->  join           all-gather of parts that are equal work (see below)
+    gather      all-gather          <->  reduce_scatter sum, then one's own part
+    split       one's own part      <->  join           all-gather of parts that are equal work (see below)
     tokens_to_heads  all-to-all     <->  heads_to_tokens  all-to-all back
     shift       ring step by +d     <->  shift          ring step by -d
     broadcast   from one coordinate <->  reduce         to that coordinate
 
-Two conventions for a gradient of a tensor that every rank holds: after `copy` each rank has a *term* of it (they are
-summed), after `split`/`join` each rank has *all* of it.  `gather` takes terms in its backward, `join` takes the whole.
-Inputs are never changed.  Payload of each is counted under its own name on the axis, forward and backward alike.
+Two conventions exist for the gradient of a tensor that every rank has.  After `copy` each rank has a *term* of it, and
+terms are summed.  After `split` and `join` each rank has *all* of it.  `gather` takes terms in its backward, `join`
+takes all of it.  Inputs are never changed.  Payload of each is counted under its own name on the axis, in forward and
+in backward.
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
-"""The only file that moves tensors between ranks: collectives on one axis, counted.
+"""Moves tensors between ranks, the only file that does: collectives on one axis, counted.
 
 Note: the communicator.
-An `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
-that
-- the **ledger** sees all: it counts calls and *logical payload* bytes per (operation, axis), as a paper would: the
-  full tensor handed to the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the
-  unreduced input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A
-  group of one rank makes no call and counts nothing.
-- a **recording** communicator has the same methods and no peers: it counts and returns at once, so that a rank of any
-  world can be run on meta tensors in one process.  A `PendingCollective` of it holds what that of an exchange holds,
-  what the pieces of the others land in among it, so that a meter sees a real step's bytes;
-- whoever waits has a timeout (the group's), and the error says for whom: axis, ranks, operation, shape.
+A `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
+- the **ledger** counts all calls and *logical payload* bytes per (operation, axis), as a paper would.  Payload is the
+  full tensor of the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the unreduced
+  input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A group of
+  one rank makes no call and counts nothing;
+- a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any
+  world runs on meta tensors in one process.  Its `PendingCollective` holds the tensors that a real exchange holds,
+  also those that receive the parts of others, so a meter sees a real step's bytes;
+- every wait has the group's timeout, and its error names axis, ranks, operation and shape.
 
-Asynchronous methods return a `PendingCollective`; its `wait()` must be called, on every rank in the same order.  Sums
-are plain sums; no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
-(half the bytes and a third of the time of gloo's own at 64 MB, two ranks); a reduce-scatter then adds in rank order,
-so its bits do not depend on timing.  The names of torch's collectives changed between 2.11 and 2.13; that is hidden
-here.
+Asynchronous methods return a `PendingCollective`.  Its `wait()` must be called, on every rank in the same order.  Sums
+are plain sums: no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
+(half the bytes and a third of the time of gloo's own at 64 MB, two ranks).  Such a reduce-scatter adds in rank order,
+so its bits do not depend on timing.  torch renamed collectives between 2.11 and 2.13.  That is hidden here.
 """
 
 from __future__ import annotations

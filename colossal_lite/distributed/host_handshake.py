@@ -1,4 +1,10 @@
-"""Part of what was exchange."""
+"""Connects the ranks of one host: each maps the send buffers of the others and opens a socket to each of them.
+
+Note: the handshake.
+Every rank listens on a socket without a file and publishes a card: its host and a token.  `join` connects each pair of
+ranks whose cards show one host, and passes the descriptors of their send buffers.  A process of another user, or
+without this world's token, is refused.  Linux only: elsewhere `why_not` gives the reason, and no memory is shared.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The mesh of one rank: its layout, its coordinates, and a communicator for each axis.
+"""Builds the mesh of one rank: its layout, its coordinates, and a communicator for each axis.
 
 Note: groups.
-Ranks of one host reach each other through shared memory (`exchange.py`), all others through torch's groups.  Which of
-both a group has follows from where its ranks are, so every rank knows it of every group.
-All groups are made at once, in the layout's order, by every rank: no communicator is born inside a step, so none can
-be born in a different order on two ranks.  Sets of axes with the same ranks share a group.  A group of one rank has
-no process group.  `axis("data")` and `axis("data", "sequence")` look up; they never create.
+Ranks of one host exchange through shared memory (distributed/shared_memory.py), all others through torch's groups.
+The positions of a group's ranks decide which, so every rank knows it of every group.
+Every rank makes all groups at once, in the layout's order.  No group is made inside a step, so none is made in a
+different order on two ranks.  Sets of axes with the same ranks share a group.  A group of one rank has no process
+group.  `axis("data")` and `axis("data", "sequence")` look up; they never create.
 """
 
 from __future__ import annotations

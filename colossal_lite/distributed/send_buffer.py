@@ -1,4 +1,7 @@
-"""Part of what was exchange."""
+"""Allocates shared memory without a file, and lends parts of it to the ranks that read them.
+
+Note: addresses for all of the host's memory are reserved at once.  A page is taken when it is first written.
+"""
 
 from __future__ import annotations
 

@@ -1,24 +1,21 @@
-"""Ranks of one host hand tensors to each other through shared memory: one copy in, one copy (or sum) out.
+"""Exchanges tensors between ranks of one host through shared memory: one copy in, one copy (or sum) out.
 
 Note: the exchange.
-Each rank has a **send buffer**, anonymous shared memory that every rank of its host has mapped, and one socket to
-each of them.  Who sends copies a tensor into a free place of its send buffer and tells each reader where it lies; who
-receives waits
-for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
-free again.  A post does not wait for its readers (only where hundreds of packets lie unread does it wait for room, and
-goes on reading meanwhile), so any order of posts and reads that ends on paper ends here.
-- **Order**: messages from one rank to another are numbered on each `MessageChannel`; the n-th that is expected is the
-n-th that
-  was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
-  common sequence of operations are told at once, not after a timeout.
-- **Sums** are made in rank order by whoever needs them, so their bits depend neither on timing nor on sizes.
-- **Faults**: a rank that ends closes its sockets, and whoever waits for it hears so; a rank that stalls is waited for
-  no longer than the timeout.  What was posted before a rank ended can still be read.
-- **Cost**: the send buffer grows to the most bytes that were posted and not yet read, and no further; a message is
-two short
-  packets (the place; that it has been read).  No thread, no spinning.
+Each rank has a **send buffer**: anonymous shared memory that every rank of its host has mapped.  It has one socket to
+each of them.  A sender copies a tensor into a free part of its send buffer and sends its offset to each reader.  A
+reader waits for that packet, reads the tensor where it lies (a sum adds straight from it), and answers that it is
+done.  Then the part is free again.  A send does not wait for its readers.  Where hundreds of packets are unread it
+waits for room, and receives meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
+- **Order**: messages from one rank to another are numbered on each `MessageChannel`.  The n-th message expected is the
+  n-th posted, whatever else is on the socket.  Every message has a tag (operation, shape, dtype).  Ranks that have
+  left the common sequence of operations get an error at once, not after a timeout.
+- **Sums** are made in rank order by the rank that needs them.  Their bits depend neither on timing nor on sizes.
+- **Faults**: a rank that ends closes its sockets, and ranks that wait for it get an error.  A rank that stalls is
+  waited for until the timeout.  Messages that a rank posted before it ended can still be read.
+- **Cost**: the send buffer grows to the most bytes that were posted and not yet read, and no further.  A message is two
+  short packets: the offset, and that it has been read.  No thread, no spinning.
 Addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
-elsewhere `HostHandshake` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
+elsewhere `HostHandshake` finds no neighbour.
 """
 
 from __future__ import annotations

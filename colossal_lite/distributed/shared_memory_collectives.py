@@ -1,11 +1,12 @@
-"""The collectives of a group whose ranks share a host, over shared memory (exchange.py).
+"""Runs the collectives of a group whose ranks share a host, over distributed/shared_memory.py.
 
 Note: who copies and who adds.
-Every operation posts what others need and expects what they post; the rest happens when it is here.  A piece that one
-rank reads is summed where it was posted, so nothing needs scratch, but for more than two terms of 16 bits: these are
-added in float32, tile by tile, and rounded once; a large sum of more than two ranks has two stages,
-each rank adding one piece.  A rank of n writes and reads, of a tensor of B bytes: all-reduce B and B (n = 2), else
-(1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all (n - 1)/n B each way.
+Every operation posts what others need and expects what they post.  The rest happens when that has arrived.  A piece
+with one reader is summed where it was posted, so sums need no scratch.  More than two terms of 16 bits are the
+exception: they are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has two
+stages, in which each rank adds one piece.  Of a tensor of B bytes a rank of n writes and reads: all-reduce B and B
+(n = 2), else (1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all
+(n - 1)/n B each way.
 """
 
 from __future__ import annotations

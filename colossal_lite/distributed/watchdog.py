@@ -1,16 +1,18 @@
-"""Who is missing: what each rank was doing when a collective did not come to its end.
+"""Reports which rank is missing when a collective does not end, and what each rank was doing.
 
-Note: a survivor of a hang knows only that others did not come; the one that hangs knows nothing.  So every rank keeps a
-record (phase, step, and per axis the number and the last descriptions of its collectives), which costs an append a
-collective and no message.  A rank whose collective fails raises an alarm in the context's store; a thread of each rank
-looks there once in `LOOK_S`, and answers with its record and the line that its main thread is in.  The one that failed
-compares: who has made fewer calls on that axis has not come, who has made another call at that number has diverged,
-who does not answer has died or is stopped (then its last record, at most `BEAT_S` old, is told).
+Note: records and alarms.
+A rank that survives a hang knows only that others are missing.  The rank that hangs knows nothing.  So every rank has
+a record: phase, step, and per axis the number and the last descriptions of its collectives.  That costs an append a
+collective and no message.  A rank whose collective fails raises an alarm in the context's store.  A thread of each
+rank looks there every `LOOK_S`, and answers with its record and the current line of its main thread.  The rank that
+failed compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has
+diverged.  A rank that does not answer has died or is stopped: then its last record is shown, at most `BEAT_S` old.
 Cost in a run without faults: one look in the store every `LOOK_S`, one small write every `BEAT_S`, beside the training.
 
-Ranks that leave the common sequence need not hang: gloo and NCCL take another operation or dtype of as many bytes, and
-the numbers are wrong.  So each rank also keeps, of each group, all its collectives as one number (`Made`), and the
-step's agreement compares these before anything is updated (`Mesh.apart`): 8 bytes in its all-reduce.
+Ranks that leave the common sequence need not hang.  gloo and NCCL accept another operation or dtype of as many bytes,
+and the numbers are wrong.  So each rank also folds all collectives of a group into one number
+(`CollectiveFingerprint`).  The all-reduce of a step's totals compares these before any update
+(`Mesh.collectives_differ`).  That adds 8 bytes to it.
 """
 
 from __future__ import annotations

@@ -1,37 +1,37 @@
-"""Bytes that a step needs for a while: taken from what was set aside at the start.
+"""Allocates buffers that a step needs for a while, at planned offsets of memory set aside at the start.
 
-Note: arenas and places.
-What is there for some moments of a step only has a place in an arena, which is planned: no two that are there at once
-overlap (memory/pack.py), so the arena is as large as the worst moment.  Kinds have an arena each, or share one; each
-takes its own `Places`.  A model that does not keep to the plan (parameters that no backward reaches hold their chunk
-open) gets further buffers for its gradients, which are kept and counted: a wrong forecast shows in `memory_report`, a
-wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
+Note: arenas.
+A buffer that exists for some moments of a step has a planned offset in an arena.  Two buffers that exist at once do
+not overlap (schedule/interval_packing.py), so the arena is as large as the worst moment.  Each kind of buffer has an
+arena or shares one.  It allocates through its own `ArenaAllocator`.  A model may leave the plan: parameters that no
+backward reaches hold their chunk open.  Its gradients then get further buffers, which are counted.  A wrong plan thus
+shows in `memory_report` and never changes a number.  `shrink` frees what a first micro-batch took beyond the plan.
 
-Note: who had the bytes last.
-A place is handed back while transfers may still read or write it, and the next to take any of its bytes, of whatever
-kind, is given these to wait for: one table of an arena's bytes knows them (`Arena.take`).  What is computed needs no
-entry: it is over, or comes first on the device's own stream, after which a transfer begins; and a collective is waited
-for before its bytes are handed back.
+Note: transfers and reuse.
+Memory may be given back while transfers still read or write it.  `Arena.take` returns the transfers of the last users
+of any of its bytes, of whatever kind, and the next user waits for them.  Computing needs no entry.  It has finished,
+or comes first on the device's own stream, and transfers begin after it.  A collective is waited for before its bytes
+are given back.
 
-Note: what shares memory, and what does not.
-Where weights or gradients rest on the host, a step is over when its updates are.  There, from the first update on
-(zero/reside.py), what a backward needs (gradients that fill, what comes of other ranks', sums that leave for the host)
-and what an update does (records, weights and gradients that visit) share one arena: it is as large as the larger of the
-two; and weights and gradients that rest on the device by turns (zero/stages.py) lie between them.  Until then those of
-the backward share one, and no visitor has a place.  For a 124M GPT in bf16 on 2 ranks with
-everything on the host that is 354 MB in place of 765 at stage 3, and 315 of 724 at stage 2.  Apart stay
-- gathered weights (zero/unshard.py): what the next forward begins with is gathered while visitors are there, so that
-  one arena would take 432 MB in place of 433 with them; where state rests on the device, 258 of 322, with moments that
-  only the first micro-batch shows;
-- records where they alone are off the device: they come while a backward runs, and go while the next forward does;
+Note: what shares an arena.
+Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
+(zero/memory_budget.py) these share one arena, as large as the larger of the two groups:
+- what backward needs: gradients that accumulate, parts received from other ranks, sums on their way to the host;
+- what an update does: records, weights and gradients fetched for it.
+Weights and gradients that share memory over time (schedule/step_moments.py) lie between them.  Before the first update
+only the buffers of backward share an arena.  A 124M GPT in bf16 on 2 ranks with everything on the host takes 354 MB
+instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
+- gathered weights (schedule/gather_plan.py): the next forward gathers its first weights while updates run.  One arena
+  would take 432 MB instead of 433, and 258 instead of 322 where state is on the device, with moments that only the
+  first micro-batch shows;
+- records where they alone are off the device: they are fetched during backward and written back in the next forward;
 - messages of a pipeline, and whatever is on the host.
 
 Note: high water.
-What a plan asks for and what a step really takes are counted apart: the furthest byte that any place has reached, and
-the most that was there at once, of all and of each kind.  A plan that is right has both equal: a place that nobody
-takes, or a stay that is longer than it is needed, is a wrong plan, though no number is wrong.  Who was taken away by a
-transfer, the last of its kind, is there for as long as that was planned.  Cost: a sum over the places that are taken,
-whenever one is.
+Planned and measured peaks are counted apart: the furthest byte in use, and the most bytes in use at once, in total and
+of each kind.  In a right plan both are equal.  Memory that nobody takes, or takes for too long, is a wrong plan though
+no number is wrong.  A buffer that a copy removes counts as present until its planned end.
+Cost: a sum over the buffers in use, at each allocation.
 """
 
 from __future__ import annotations

@@ -1,24 +1,29 @@
-"""One chunk that trains: beside its weights (memory/weight_chunk.py) its masters, and the life of its gradients.
+"""Holds the tensors of one chunk that trains, and takes its gradient from accumulation to the reduced sum.
 
-Note: chunk tensors.
-`value`, `local_shard`: the weights, all of them and this rank's part.
-`master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
-            same memory as `local_shard` where the dtypes agree; nowhere (on the meta device) where masters are split:
-`residual`  [owned * 17 / 16] int16: what float32 masters have beyond `local_shard`, their upper half, and behind that a
-            map of ties (kernels/split.py).  None where masters are whole.
-`accumulating`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
-`gradient`  [owned], gradient dtype: the sum over the sync axes, in `accumulating`'s place where that is kept whole,
-or where
-            a gradient is used up as soon as it is summed (`frees_gradient_on_update`): then nowhere after
-            `free_gradient`.
-Where they rest by turns (zero/stages.py) `local_shard` and `gradient` are nowhere, on the meta device, while others are
-in their places.
-Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
-copy alone until `start_copies`.
-Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
-them.  Gradients walk EMPTY -> ACCUMULATING -> REDUCING -> (PARTIAL -> ACCUMULATING ... ->) REDUCED -> EMPTY; any
-other move is a programming error and stops at once.  The values of a buffer mean something only in the states named
-by its method.
+Note: chunk tensors.  No other file defines them.
+numel: elements of the chunk, gaps between entries included.  owned: elements that this rank updates: its shard, or all
+at stage 0.
+`full_weight`   [numel], compute dtype: all weights.  Parameters are views of it while the weights are WHOLE.  Where
+                weights are sharded it is the gathered copy, in a slot lent from one gather to the drop.
+`local_shard`   [owned], compute dtype: this rank's part of the weights.  A view of `full_weight`, or memory of its own
+                where weights are sharded.
+`master`        [owned], master dtype: what the optimizer updates.  The same memory as `local_shard` where the dtypes
+                agree.  On the meta device where float32 masters are split.
+`residual`      [owned * 17 / 16], int16: the lower half of split masters, whose upper half is `local_shard`, then a
+                map of ties (kernels/split.py).  None where masters are not split.
+`accumulating`  [numel], gradient dtype (numerics/precision.py): this rank's sum over micro-batches, or the gradient of
+                one micro-batch.  None while it has no slot.
+`gradient`      [owned], gradient dtype: the sum over the sync axes.  Part of `accumulating` where that lasts for the
+                step, or where updates free it (`frees_gradient_on_update`): then empty after `free_gradient`.
+`weights_at_rest`, `gradient_at_rest`  [owned]: the host memory of `local_shard` and `gradient`, where they are
+                offloaded.  None otherwise.
+With time-shared memory (schedule/step_moments.py) `local_shard` and `gradient` are on the meta device while another
+buffer has their bytes.  Where a chunk has several sharded copies (`Groups`), micro-batches are summed over this copy
+alone until `start_copies`.  When gradients are summed, gaps are zero in all tensors.  They add nothing to a norm, and
+no optimizer changes them.
+
+Gradients go EMPTY -> ACCUMULATING -> REDUCING -> (PARTIAL -> ACCUMULATING ... ->) REDUCED -> EMPTY.  Any other move is
+a programming error and raises.  Read a buffer only in the states that its method lists.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What it is for a copy to begin and to end: on a thread of the host, or on a stream of a GPU.
+"""Runs copies on a thread of the host or on a stream of a GPU, and waits for their end.
 
 Note: the only difference.
-Which copies there are, in which order, after which others and into which buffers is said by memory/mover.py and its
-users, and is the same everywhere.  A `Lane` says what remains.
+memory/link.py and its users decide the copies, their order and their buffers.  That is the same everywhere.  A
+`CopyExecutor` does what differs.
 
-On a *thread* a copy has ended when its work returns, and whoever needs it waits there.  That is how files are read and
-written, sums added on the host, and how a device behind a bus is emulated on one machine.
+On a *thread* a copy has ended when its work returns.  Whoever needs it waits there.  Files are read and written so,
+sums are added on the host so, and a device behind a bus is emulated so on one machine.
 
-On a *stream* work returns at once, and its end is an event.  The computing on the device then waits for the event by
-its own stream, and the host goes on; a host that reads the bytes itself waits for the event (`ended`).  A copy begins
-after all that the computing had been given when it was asked for (`now`): so it reads what was written by then, and
-overwrites nothing that is still read.  Everything else that one stream needs of another is an event among `before`.
+On a *stream* work returns at once, and its end is an event.  The device's own stream waits for the event, and the host
+goes on.  A host that reads the bytes itself waits for the event (`ended`).  A copy begins after all computing issued
+before it was requested (`now`).  So it reads what was written by then, and overwrites nothing that is still read.
+Other needs of one stream on another are events among `before`.
 Cost: an event a copy, two with a time for each wait.
 Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/offload/test_streams.py.
 """

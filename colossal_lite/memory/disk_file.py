@@ -1,25 +1,24 @@
-"""Records of model state in a file of this rank's own, past the system's page cache.
+"""Reads and writes records of model state in a file of this rank, past the system's page cache.
 
 Note: the file.
-It has room for each record that rests in it from the start (`posix_fallocate`), so that a disk that is too small says
-so before the first step, and it has no name: it is unlinked as soon as it is open.  Hence nobody can remove or cut it
-under the run, and it is gone when the process is, however that ends; `df` counts it, `ls` does not show it.  Every
-record has a place in it, and those that rest elsewhere are holes, which take nothing (`give_back`; a file system that
-makes no holes in a file keeps the room until the end).
+Every record that starts on disk has room from the start (`posix_fallocate`).  A disk that is too small thus fails
+before the first step.  The file is unlinked as soon as it is open, so it has no name.  Nobody can remove or cut it
+during the run, and it is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
+record has an offset in it.  Records that are elsewhere are holes, which take nothing (`give_back`).  A file system
+without holes in files holds the room until the end.
 
-Blocks of a record are read and written by `THREADS` threads at once with `preadv` and `pwritev` on an `O_DIRECT` file
-descriptor, from and to pages in memory.  What a system call leaves over is asked for again, through the page cache
-where it no longer begins on a page.  Where the file system knows no direct access, all goes through the page cache,
-which is told to forget it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
+`THREADS` threads read and write the blocks of a record at once, with `preadv` and `pwritev` on an `O_DIRECT` file
+descriptor, from and to pages in memory.  What a system call leaves over is requested again, through the page cache
+where it no longer begins on a page.  Without direct access everything passes the page cache, which is then emptied of
+it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 
-Every block has a checksum, taken when it is written, kept in memory and compared at each read: a page that was flipped,
-lost, misplaced or not yet written is an error, never a number.  It is always on: crc32 runs at 2.8 GB/s a thread in
-the threads that wait for the disk, which gave 1.5 GB/s.
+Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
+misplaced or not yet written is an error, never a number.  The check is always on: crc32 runs at 2.8 GB/s a thread, in
+threads that wait for a disk of 1.5 GB/s.
 
-After a fault nothing is read or written any more: what is in the file and what is in memory may be of different steps.
-A system call that never returns keeps its thread, its pages and the file's descriptors until the process ends, and the
-process from nothing: its threads are not joined at exit.
-Cost: `THREADS` threads, the buffers of whoever calls.
+After a fault nothing is read or written any more: file and memory may be of different steps.  A system call that never
+returns keeps its thread and pages until exit.  Exit does not wait for it.
+Cost: `THREADS` threads, and the caller's buffers.
 """
 
 from __future__ import annotations

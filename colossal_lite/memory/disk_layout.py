@@ -1,8 +1,8 @@
-"""Where the records of chunks lie in a file: pages, blocks, and the checksums' places.
+"""Computes the offset, pages and blocks of each chunk's record in a file.
 
-Note: direct reads and writes want whole pages, at a page's start in the file and in memory; so each record begins on
-a page and takes whole ones, less than a page of it unused.  Records lie in the order of their chunks, which is that
-of their updates: a step reads the file once from its start to its end, and writes it so.
+Note: direct reads and writes need pages, at a page's start in the file and in memory.  So each record begins on a page
+and takes full pages, less than a page of it unused.  Records lie in the order of their chunks, which is the order of
+their updates.  A step reads and writes the file once, from its start to its end.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Note: blocks.
 A block is `SHARD_BLOCK_NUMEL` elements of one parameter, counted from its start.  The norm of a block is taken in
-float32 (float64 for a float64 gradient), its square and all sums in float64.  Each block is moved to the device
-before its norm is taken, also where the gradient is on the host.
+float32, or in float64 for a float64 gradient.  Its square and all sums are float64.  All of it runs on the device,
+also for a gradient on the host, so the bits are the same.
 Cost: gradients of two bytes are widened `WIDENED_NUMEL` elements at a time.
 """
 

@@ -1,26 +1,13 @@
-"""Model state that rests in host memory: named, with versions, shared with siblings, and there when an engine ends.
+"""Stores the model state of tasks in host memory, beyond the life of an engine, and shares it with other processes.
 
-Note: records.
-A record is the flat memory of one kind (`OPTIMIZER`, `WEIGHTS`, `GRADIENTS`) of one chunk of one task, on the rank
-whose process it is: its name is (task, chunk, kind).  All records of a task lie in one shared mapping (a memfd, as the
-outboxes of exchange.py are) whose addresses are reserved at once and which takes no page before it is written.  Each
-record has pages of its own, from a page's start on: its exact size rounded up to a page.  In front of them lies a
-directory of 64 bytes a record; so `taken_bytes` is 64 (records + 1), and the bytes of each record, all rounded up to
-pages.
+Note: sharing.  The memory and versions of records are in memory/task_records.py.
+`HostStore.handle(task)` is a small value that can be pickled.  A process of the same user on the same host attaches
+with it, through /proc of the owner.  It may lock the memory beside a device of its own.  When the owner ends, memory
+that others have mapped stays.  When the owner drops a task, readers see that its records are gone.
 
-Who else may read.  `HostStore.handle(task)` is a small value that can be pickled; a process of the same user on the
-same host attaches by it (through /proc of the owner), and may lock the memory beside a device of its own.  The owner's
-end leaves what others have mapped as it is; when the owner drops a task, they are told so.
-
-Versions.  An update of a record that a step owes, or whose bytes are still on their way, is *pending* from the moment
-the step ends (`defer`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
-word of the directory, written before the first byte and after the last one: a reader that finds the same word, not
-pending, before and after its copy has a record of one version, and any other reader is told, or tries again.  `flush`
-makes the owner's engine pay what it owes; elsewhere it waits.  Gradients are pending as long as an engine sums in them.
-
-An engine without a store of its user's has one of its own, which ends with it.
-Cost: a word in memory twice a visit; a descriptor and a mapping a task; on a system without memfd no sibling.
-Source: reference of the design is Hydra's host segment, arXiv 2110.08633; sequence locks: Lameter, Gelato 2005.
+An engine without a store of its user has one of its own, which ends with it.
+Cost: a descriptor and a mapping for each task.  A system without memfd cannot share.
+Source: Hydra's host segment, arXiv 2110.08633.
 """
 
 from __future__ import annotations

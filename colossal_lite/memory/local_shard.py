@@ -1,4 +1,7 @@
-"""Part of what was memory.chunk."""
+"""Reads and writes the masters and weights that this rank owns of a chunk, on the device or on the host.
+
+The tensors are defined in memory/chunk.py.  Masters may be split into `local_shard` and `residual` (kernels/split.py).
+"""
 
 from __future__ import annotations
 

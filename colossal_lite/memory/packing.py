@@ -1,17 +1,17 @@
-"""Parameters into chunks: which parameter lies where in which flat buffer.
+"""Packs parameters into chunks: which parameter lies where in which flat buffer.
 
 Note: packing.
-A chunk is one contiguous run of parameters that share a packing key (whether they train, optimizer group, axes that the
-gradient is summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward
-is.  Every entry starts on an aligned element: one of a block or more on a block, a smaller one lies within one.  A
-chunk's length is a multiple of `parts * shard_numel`, so that it cuts into equal shards for any part count that divides
-`parts`, the ranks that sum its gradient.  `shard_numel` is `SHARD_ALIGN_NUMEL`, and where a sum over blocks must have
-the same bits however the chunks are cut (`ordered`) `SHARD_BLOCK_NUMEL`: then no shard cuts a block of an entry.  Plain
-data: the same on every rank, and nothing here moves a byte.
+A chunk is one contiguous run of parameters that share a packing key: whether they train, optimizer group, axes of the
+gradient's sum.  They have the order in which the model uses them, so a chunk is complete when a stretch of backward
+is.  Every entry starts on an aligned element.  An entry of a block or more starts on a block, a smaller one lies within
+one.  A chunk's length is a multiple of `parts * shard_numel`, where `parts` ranks sum its gradient.  So it cuts into
+equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  Where a sum over blocks must have the
+same bits for any chunk size (`ordered`), it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The result
+is plain data, the same on every rank.  No byte is moved here.
 
-Waste is alignment only.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up to 512
-ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on the average: under 1 % up
-to 32 ranks at 124 million, up to 128 at 1.3 thousand million; equal shards of whole blocks leave no other choice.
+Only alignment wastes memory.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up
+to 512 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 %
+up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Memory of the host in which state rests or waits beside a device.
+"""Allocates page-locked host memory, from and to which a device copies while the host goes on.
 
 Note: why not torch's own pinned memory.
-A GPU copies to and from page-locked memory alone while the host goes on.  torch's allocator of it rounds each request
-up to a power of two (twice the bytes, for records of gigabytes), so pages are taken as they are needed and locked in
-place, once, for as long as they live.  Where a system refuses that, torch's allocator is what is left, and a warning
-says so.  Beside a device that is emulated, memory of the host is memory.
+A GPU copies from and to page-locked memory while the host goes on.  torch's allocator rounds each request up to a power
+of two: twice the bytes, for records of gigabytes.  So pages are allocated as needed and locked in place once, until
+they are freed.  Where a system refuses that, torch's allocator is used, with a warning.  Beside an emulated device,
+memory is not locked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Copies tensors between devices and tiers once: initial values, buffers, batches; and buffers that links fill.
+"""Copies tensors between devices and tiers once: initial values, buffers, batches; and lends buffers to links.
 
-Note: this file and `link` are the only ones that copy between devices.  `link` holds what travels in a step.  `Buffers`
-hand out equal buffers, and `Places` (memory/arena.py) buffers of different sizes, with the transfers that still use
-them.
+Note: this file and `link` are the only ones that copy between devices.  `link` does the copies of a step.  `Buffers`
+lends equal buffers, `ArenaAllocator` (memory/arena.py) buffers of different sizes, both with the transfers that still
+use them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""The weights of one chunk: the flat buffers of a run of parameters, and the life of these weights within a step.
+"""Gathers, drops, fetches and loads the weights of one chunk, and points its parameters at them.
 
-Note: tensors of weights.
-`value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
-            Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
-`local_shard` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
-Gaps between entries are zero.  Weights walk WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin
-and rest as SHARDED) and, where a step owes their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a
-programming error and stops at once.  A parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it
-past the gates gets no stale number.  Parameters never change their shape, dtype or identity.
+Note: states of weights.  The tensors are defined in memory/chunk.py.
+Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED.
+Where a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a
+programming error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN, so a read past the gates
+gives no stale number.  Parameters never change their shape, dtype or identity.
 
-Weights that do not train are all that their chunk has: it is gathered, dropped and kept elsewhere like any other, and
-never written.  What a step needs to train some is added in memory/chunk.py.
+A chunk of frozen weights has nothing else.  It is gathered, dropped and offloaded like any other, and never written.
+memory/chunk.py adds what training needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part of what was simulate."""
+"""Draws timelines of a plan, predicted or measured: as text, as an SVG image, as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What one rank's list of actions holds and has on its way, on paper: slots of messages, live bytes, unread sends.
+"""Computes what one rank's list of actions holds: slots of messages, live bytes, unread sends.
 
 Note
 ----
-The walks do what the runtime does with each action, with bytes in the place of tensors: what a stage gives lives until
-its SEND has left and `IN_FLIGHT` more have, or, where the next stage is here, until that one's backward is done; a
-gradient that came from a stage here lives until backward; what came from elsewhere lies in a slot. So the forecast is
-the maximum over the plan's moments, not a bound on each part.
+The walks do what the runtime does with each action, with bytes in the place of tensors.  The output of a stage lives
+until its SEND has left and `IN_FLIGHT` more have.  Where the next stage is on this rank, it lives until that stage's
+backward is done.  A gradient from a stage of this rank lives until backward.  What comes from another rank lies in a
+slot.  So the forecast is the maximum over the plan's moments, not a bound on each part.
 """
 
 from __future__ import annotations

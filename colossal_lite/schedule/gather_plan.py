@@ -1,23 +1,24 @@
-"""When sharded weights are gathered and dropped, and where they lie meanwhile: the plan of a micro-batch.
+"""Plans when sharded weights are gathered and dropped in a micro-batch, and their offsets meanwhile.
 
 Note: moments.
 The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
-unit computes; a micro-batch is the moments of its forward and then those of its backward, as the first micro-batch has
-shown them (`Trace`).  From the trace everything follows, once for a run: chunk c is resident at moment m if a moment
-from m to m + prefetch needs it, so it is gathered `prefetch` moments before its use, dropped when the next unit begins,
-and kept where it would be dropped only to be gathered again at once (at the turn from forward to backward).  Without
-`reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
-packing these (memory/pack.py), an offset in one arena, whose size is the peak.
+unit computes.  A micro-batch is the moments of its forward, then those of its backward, as the first micro-batch has
+shown them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from
+m to m + prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.
+A chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
+`reshard_after_forward` it is resident from its first use to its last.  A resident chunk has an interval of moments.
+Packing these (schedule/interval_packing.py) gives its offset in one arena, whose size is the peak.
 
-Where `reshard_after_forward` is a number g, what a micro-batch gathers more than once stays with groups of g neighbours
-from its first drop on, a part with each, and is gathered from these: the second gather is over g ranks, for P / g more
-elements, which lie behind the slots.
+Where `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on, if a
+micro-batch gathers it more than once.  Later gathers are over these g ranks, for P / g more elements, which lie behind
+the slots.
 
-A shard that rests on the host is fetched when its chunk becomes resident, into its place in the slot, and the shards of
-the others are gathered beside it a moment before the use, or at the use if it has come only a moment before.
+A shard that is on the host is fetched into its part of the slot when its chunk becomes resident.  The shards of the
+others are gathered beside it a moment before the use, or at the use if it was fetched only a moment before.
 
-Cost of a micro-batch in elements: P chunks are gathered once in forward; in backward again, less those of which
-backward reads no weight (embeddings) and those that are kept at the turn.  So k micro-batches move at most 2 k w P.
+Cost of a micro-batch in elements: P chunks are gathered once in forward.  In backward they are gathered again, less
+those of which backward reads no weight (embeddings) and those not dropped at the turn.  So k micro-batches move at
+most 2 k w P.
 """
 
 from __future__ import annotations

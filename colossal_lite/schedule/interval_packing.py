@@ -1,4 +1,8 @@
-"""Part of what was memory.pack."""
+"""Packs buffers with known lifetimes into one arena, so that no two that exist at once overlap.
+
+Note: lifetimes are moments [start, stop], both included.  A lifetime may have a gap, in which another buffer has the
+bytes.  The arena's size is at least the most that exists at one moment (`most_held`).
+"""
 
 from __future__ import annotations
 

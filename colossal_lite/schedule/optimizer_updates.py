@@ -1,26 +1,26 @@
-"""Where the optimizer's state is while it is updated: the order of its copies and updates, as a plan.
+"""Plans the order in which optimizer state is copied and updated in a step.
 
 Note: streaming.
-State that rests on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched
-before the one that is updated, and one on its way back, `ahead + 2` slots hold what is on the device; the link is used
-in both directions at once.  Bytes each way are those of the state, once a step: nothing is used twice, so no order of
-eviction could do with less.
-A step does not wait for its own updates (zero/owed.py): they run while the next forward does, each before the first
-unit that reads its weights, and the moves that the plan has behind an update set out with it.  So a copy hides behind
-the forward of whole units, and the first fetches behind a whole backward.  `run_of` is a run of such steps: what
-it costs, and how long its computing waits, the simulator says.
-State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
-another from its copy down to its write; the disk is read and written at once, each in the order of the updates.  Where
-only some records rest there, they are read as if there were no others: the next ones when one of them has its turn,
-however many chunks are between, whose updates and copies a slow disk then has to hide behind.
+State on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched before
+the one that is updated, and one on its way back, `ahead + 2` slots hold the state on the device.  The link is used in
+both directions at once.  Each byte of state crosses once each way in a step.  Nothing is used twice, so no order of
+eviction moves less.
+A step does not wait for its own updates (zero/deferred_updates.py).  They run during the next forward, each before the
+first unit that reads its weights.  The moves behind an update in the plan start with it.  So a copy hides behind the
+forward of several units, and the first fetches hide behind a full backward.  `run_of` is a run of such steps: the
+simulator says what it costs, and how long its computing waits.
+State on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and another
+from its copy down to its write.  The disk is read and written at once, each in the order of the updates.  Where only
+some records are on disk, they are read as if there were no others.  The next ones are read when one of them is
+updated, however many chunks lie between.  Their updates and copies then hide a slow disk.
 
 Note: updates on the host.
-A chunk may be updated where its state rests (`on_host`), on one lane of the host's own.  Then its record does not
-travel.  What does is its gradient, and its weights if they are their own masters or a half of them, which come down;
-the new weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c
-and `#2n+c` are its weights.  Such an update does not hold up whoever issues the plan, so all of them may set out as
-soon as the norm is known; the forward waits for the weights that it reads.  Which chunk updates where is a choice for
-each: others may be updated on the device between them (arXiv 2410.21316: every k-th).
+A chunk may be updated on the host, where its state is (`on_host`), on one lane of the host's own.  Then its record is
+not copied.  Its gradient comes down, and so do its weights if they are their own masters or half of them.  The new
+weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c and
+`#2n+c` are its weights.  Such an update does not block the issuer, so all of them may start as soon as the norm is
+known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
+updated on the device between them (arXiv 2410.21316: every k-th).
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Pipeline schedules: the schema of `parallel.pipeline`, the generators of plans, and the passes over them.
+"""Generates pipeline schedules: the compute of every rank, and what each schedule costs.
 
 Note
 ----
-A generator takes (ranks p, micro-batches m, chunks v) and returns the compute of every rank: stages of v
-chunks, placed in a loop (stage s on rank s mod p) or, for zb-v, folded once (stages r and 2p-1-r on rank r).
-Any m works. Passes add what moves: `add_messages` SEND and RECV, `add_unshard` the gathers of ZeRO-3,
-`add_step` REDUCE, TIED_REDUCE and UPDATE; `freeze`, `repeat` and `Plan.only` cut a plan to frozen stages,
-accumulation, evaluation.
+A generator takes (ranks p, micro-batches m, stages per rank v) and returns the compute of every rank.  Stages are
+placed in a loop (stage s on rank s mod p) or, for zb-v, folded once (stages r and 2p-1-r on rank r).  Any m works.
+The passes of schedule/step_passes.py add what moves.
 
-What a schedule costs stands beside its generator, with F, I, W the seconds of one rank's share of the
-layers: seconds idle per rank with a synchronous optimizer step, the most micro-batches whose activations a
-rank holds, in units of its layers, and how often a micro-batch crosses between ranks (each crossing is two
-messages). 1f1b does not idle less than gpipe, it holds less; with latency between ranks it idles more. The
-zero-bubble schedules idle less because W fills the gaps, as far as W is not shorter than I; attention has no
-W. To add a schedule is one function and one line in SCHEDULES.
+The cost of a schedule stands beside its generator, with F, I, W the seconds of one rank's share of the layers.  It is
+- the seconds idle per rank with a synchronous optimizer step;
+- the most micro-batches whose activations a rank holds, in units of its layers;
+- how often a micro-batch crosses between ranks (each crossing is two messages).
+1f1b does not idle less than gpipe, it holds less.  With latency between ranks it idles more.  The zero-bubble schedules
+idle less because W fills the gaps, as far as W is not shorter than I.  Attention has no W.  A new schedule is one
+function and one line in SCHEDULES.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""What a plan costs: a discrete-event simulator, and how a plan, predicted or measured, is drawn.
+"""Simulates a plan by discrete events: when each action runs, the makespan, and how long ranks wait.
 
 Note
 ----
-The simulator runs the lists as `plan.py` says that they mean: on each rank one lane per resource, first in,
-first out; `compute` issues, so whatever stands after it in the list starts after it; a message leaves when
-its SEND is issued and its RECV posted, occupies its direction of the link for its seconds, and arrives
-`latency_s` later. In a plan without messages a need on another rank costs the same, without queueing.
-Everything else is the longest path.
+The simulator runs the lists as schedule/plan.py defines them.  On each rank a resource is one lane, first in, first
+out.  `compute` issues, so whatever stands after it in the list starts after it.  A message leaves when its SEND is
+issued and its RECV posted.  It occupies its direction of the link for its seconds, and arrives `latency_s` later.  In
+a plan without messages a need on another rank costs the same, without queueing.  Everything else is the longest path.
 
-Host memory bandwidth is the one resource that lanes share: while those that run ask for more than there is,
-each of them is slowed down by the same factor. Makespan is from the first start to the last end over all
-ranks; with a synchronous optimizer step that is what bubbles are a share of (reference: arXiv 2401.10241
-section 2).
+Host memory bandwidth is the one resource that lanes share.  While running actions request more than there is, each is
+slowed down by the same factor.  Makespan is from the first start to the last end over all ranks.  With a synchronous
+optimizer step the bubble is a share of it (reference: arXiv 2401.10241 section 2).
 """
 
 from __future__ import annotations

@@ -1,42 +1,41 @@
-"""What each ZeRO stage shards, when gradients are reduced, and the bytes that follow: the plan of a run's state.
+"""Plans when gradients accumulate, are reduced and leave, for each ZeRO stage, and the payload that follows.
 
 Note: one mechanism.
 The stages of arXiv 1910.02054 are three booleans: is the optimizer state, the gradient, the weight of a chunk sharded
-over the ranks that sum its gradient.  Two ways of summing: `by_step` fills a whole gradient buffer over the
-micro-batches and reduces it once; `by micro-batch` fills a slot, reduces it, and adds the result to this rank's shard.
-`ordered` always takes the second way and adds in rank order, at every stage, so that stages agree in every bit.
+over the ranks that sum its gradient.  There are two ways of summing.  `by_step` accumulates micro-batches in a buffer
+of the full gradient and reduces it once.  `by micro-batch` fills a slot, reduces it, and adds the result to this rank's
+shard.  `ordered` always takes the second way and adds in rank order, at every stage, so stages agree in every bit.
 
 Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
 
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
-    stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
+    stage 3     reduce-scatter k r P, all-gather 2 k w P       not dropped between forward and backward: k w P
 
-Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it,
-and ranks with equal shards are copies.  All of the above then is over the S, and with it the bytes of state that are
-sharded; beside it, once a step whatever k:
+Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it.
+Ranks with equal shards are copies.  All of the above is then over the S, and so are the bytes of sharded state.
+Beside it, once a step whatever k:
 
     fast        all-reduce r P / S over the copies, chunk by chunk while the last backward runs
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
-                all-gather r P over all, because what a rank owns is not together in that order; weights over the S
+                all-gather r P over all, because a rank's elements are not contiguous in that order; weights over the S
 
-Where updates are made within backward (`frees_gradient_on_update`), a gradient is used up in the slot in which it was
-summed, at every stage; the ways over the ranks are those above, and 16 bytes are summed before it
-(zero/in_backward.py).
+Where updates run within backward (`frees_gradient_on_update`), a gradient is used in the slot in which it was summed,
+at every stage.  The payload is as above, and 16 bytes are summed before it (zero/backward_updates.py).
 
-Note: what rests by turns.
-Between the last backward of a step and their update nobody reads weights that are apart from their masters, and between
-their update and the next backward there is no gradient.  On a device that has not room for all, which rest on the host
-else, both have places in one arena with what a step needs for a while (memory/arena.py), in moments that are a plan
-(`Rest`, `rests`): weights leave when the sum of their gradient is launched in the last backward, gradients lie over
-weights of later chunks, and an update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
-stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, in place of 669 with weights that
-stay for good, and 103 in place of 266 under 1.4 GB.  What it costs: a step that is skipped, or given up, makes these
-weights of their masters again, for which records come and go as for updates; who reads weights between backward and
-step is refused; and modules are used in the order of the first step, once a backward.
+Note: time-shared memory.
+Between the last backward of a step and the update nobody reads weights that have separate masters.  Between the update
+and the next backward there is no gradient.  A device without room for both, which would offload them to the host, can
+place both in one arena with the buffers of a step (memory/arena.py).  Their moments are planned (`SharedInterval`,
+`shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
+weights of later chunks.  An update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
+stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, instead of 669 with resident
+weights, and 103 instead of 266 under 1.4 GB.  It costs three things.  A skipped or discarded step rebuilds these
+weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
+an error.  Modules must run in the order of the first step, once a backward.
 
-In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
-several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
+In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  Chunks
+that several stages use are summed over them first, once a step.  They have k = 1 and a full buffer for the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Part of what was pipeline.schedule."""
+"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to what is needed.
+
+Passes: `add_messages` adds SEND and RECV, `add_unshard` the gathers of ZeRO-3, `add_step` REDUCE, TIED_REDUCE and
+UPDATE.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
+"""
 
 from __future__ import annotations
 
