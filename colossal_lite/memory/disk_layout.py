@@ -14,12 +14,13 @@ from itertools import accumulate
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 * 2**20
-"""Of one read or write: large enough for a disk's full speed, small enough that a record keeps several busy."""
+"""Bytes of one read or write: large enough for a disk's full speed, small enough that several are in flight for a
+record."""
 
 
 @dataclass(frozen=True)
 class DiskBlock:
-    """Bytes [start, stop) of a record, of a file those from `offset` on; whole pages."""
+    """Bytes [start, stop) of a record, at `offset` of the file; full pages."""
 
     start: int
     stop: int

@@ -32,7 +32,7 @@ from colossal_lite.memory.task_records import (
 
 @dataclass(frozen=True)
 class Handle:
-    """How a sibling process finds the records of a task."""
+    """How another process finds the records of a task."""
 
     task: str
     pid: int
@@ -41,24 +41,24 @@ class Handle:
 
 
 class HostStore:
-    """Records of many tasks, of this process, for as long as it wants them.
+    """Stores the records of many tasks of this process.
 
-    An engine made with `initialize(..., store=, task=)` keeps its model state here when it is closed, and one that is
-    made for the same task later goes on with it, bit for bit. What rested on the device or on disk is copied here for
-    that time: an engine whose memory.host_budget has no room for that is refused. What other tasks have here counts for
-    none of them."""
+    An engine made with `initialize(..., store=, task=)` leaves its model state here when it is closed. An engine made
+    later for the same task resumes from it, bit for bit. State on the device or on disk is copied here for that time.
+    An engine whose memory.host_budget has no room for that is rejected. Other tasks do not count in its budget.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskRecords] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Those that have records, or an engine."""
+        """Tasks that have records or an engine."""
         return tuple(task for task, records in self._tasks.items() if records.is_open or not records.is_blank)
 
     def open(self, task: str, *, beside: torch.device) -> TaskRecords:
-        """The records of a task for an engine. Raises StoreError while another has them, and if one has ended before
-        its updates had come to rest."""
+        """Open the records of a task for an engine. Raises StoreError while another has them open, or if the last one
+        ended before its updates were finished."""
         records = self._tasks.get(task)
         if records is None or (records.is_blank and not records.is_open):
             records = self._tasks[task] = TaskRecords(task, beside)
@@ -75,7 +75,8 @@ class HostStore:
         return records
 
     def handle(self, task: str) -> Handle:
-        """What a process of this user on this host needs to attach: small, to be pickled. Raises StoreError."""
+        """A small value, to be pickled, with which a process of this user on this host attaches. Raises
+        StoreError."""
         records = self._of(task)
         if records.descriptor < 0:
             why = host_handshake.why_not() or "it has no records on the host"
@@ -84,7 +85,7 @@ class HostStore:
 
     @staticmethod
     def attach(handle: Handle) -> Records:
-        """The records of another process's task; they stay mapped when that ends. Raises StoreError."""
+        """Map the records of another process's task; they stay mapped when that ends. Raises StoreError."""
         path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
         gone = f"attach: process {handle.pid} has no records of task {handle.task!r} any more"
         try:
@@ -107,24 +108,24 @@ class HostStore:
         return records
 
     def records(self, task: str) -> Records:
-        """The records of a task as siblings see them. Raises StoreError if it has none."""
+        """The records of a task as other processes see them. Raises StoreError if it has none."""
         if (shared := self._of(task).shared) is None:
             why = host_handshake.why_not() or "it has no records on the host"
             raise StoreError(f"store: task {task!r} has nothing that siblings see: {why}")
         return shared
 
     def flush(self, task: str | None = None) -> None:
-        """The engine of a task, or each, makes the updates that it owes, and their bytes come to rest. Where ranks own
-        shards, on every rank."""
+        """Run the deferred updates of a task's engine, or of all, and wait for their bytes. Where ranks own shards,
+        call it on every rank."""
         for name in self.tasks if task is None else (task,):
             self._of(name).on_flush()
 
     def taken_bytes(self, task: str) -> int:
-        """Of the host's memory, by the records of a task: each rounded up to a page, and 64 bytes for each."""
+        """Bytes of host memory of a task's records: each rounded up to a page, and 64 bytes for each."""
         return self._of(task).taken_bytes
 
     def drop(self, task: str) -> None:
-        """Forget a task, which has no engine any more. Raises StoreError."""
+        """Drop a task that has no engine any more. Raises StoreError."""
         records = self._of(task)
         if records.is_open:
             raise StoreError(f"store: task {task!r} has an engine; legal: close it first")

@@ -15,7 +15,7 @@ from colossal_lite.memory.transfers import to_device
 
 
 class LocalShard:
-    """What a rank owns of a chunk, as an update of it reads and writes it: on the device, or on the host."""
+    """The tensors that a rank owns of a chunk, as an update reads and writes them: on the device or on the host."""
 
     local_shard: Tensor
     master: Tensor
@@ -24,24 +24,24 @@ class LocalShard:
 
     @property
     def updates_weights(self) -> bool:
-        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
+        """Whether an update reads and writes the weights: they are the masters, or half of their bits."""
         return self.master is self.local_shard or self.residual is not None
 
     def seen(self, start: int, stop: int) -> Tensor | None:
-        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
-        upper half of them."""
+        """The weights of master elements [start, stop) for an update to write. None if they are the masters or half
+        of their bits."""
         return None if self.updates_weights else self.local_shard[start:stop]
 
     def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
-        8, and so is stop, or a gap follows."""
+        """Upper half, residual and ties of split master elements [start, stop). `start` is a multiple of 8. So is
+        `stop`, or a gap follows."""
         assert self.residual is not None and local.start % 8 == 0
         length = self.local_shard.numel()
         ties = self.residual[length:].view(torch.uint8)
         return self.local_shard[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
 
     def masters(self, local: slice | None = None) -> Tensor:
-        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
+        """The masters, or elements [start, stop) of them. A joined copy where they are split."""
         local = local or slice(0, self.local_shard.numel())
         if self.residual is None:
             return self.master[local]
@@ -49,18 +49,18 @@ class LocalShard:
         return split.join(*(to_device(half, here) for half in self.halves(local)))
 
     def set_masters(self, local: slice, masters: Tensor) -> None:
-        """Split such elements of any dtype into their halves."""
+        """Write master elements of any dtype, split into their halves."""
         halves, device = self.halves(local), self.local_shard.device
         here = [to_device(half, device) for half in halves]
         split.split_(to_device(masters, device).to(self.master.dtype), *here)
         for half, changed in zip(halves, here, strict=True):
-            if changed is not half:  # the residual rests on another tier
+            if changed is not half:  # the residual is on another tier
                 half.copy_(changed)
 
 
 @dataclass
 class HostShard(LocalShard):
-    """Where it lies on the host for an update there; all [owned], as the chunk has it on the device."""
+    """The tensors [owned] on the host for an update there."""
 
     local_shard: Tensor
     master: Tensor

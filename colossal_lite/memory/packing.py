@@ -45,12 +45,12 @@ class ChunkKey:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Those of the summing ranks among which one copy is sharded; the others have copies of it."""
+        """Axes of the summing ranks among which one copy is sharded; the other ranks have copies of it."""
         return tuple(axis for axis in self.sync_axes if axis != REPLICATE)
 
     @property
     def near_axes(self) -> tuple[str, ...]:
-        """Those of a copy among which its weights may stay from forward to backward."""
+        """Axes of a copy among which its weights may be stored from forward to backward."""
         return tuple(axis for axis in self.shard_axes if axis != FAR)
 
     @property

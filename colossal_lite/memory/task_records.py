@@ -49,13 +49,13 @@ POLL_S = 5e-4
 # Words of an entry. STATE is 0 for none, else version << VERSION | PENDING or not | LIVE; USES counts its records.
 STATE, OFFSET, SIZE, CHUNK, KIND, DTYPE, USES = range(7)
 LIVE, PENDING, VERSION = 1, 2, 2
-# Of the entry in front of them: what this is, entries that were ever used, and the token.
+# Words of the first entry: STATE is the magic number, then the entries ever used, and the token.
 COUNT, TOKEN = 1, 2
 TOKEN_BYTES = 16
 
 
 class StoreError(RuntimeError):
-    """A record is not there, not whole, or not what was asked for."""
+    """A record is missing, incomplete, or not of the requested kind."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Snapshot:
 
 
 class Records:
-    """The records of one task, as whoever has mapped them reads them."""
+    """Reads the records of one task, in any process that has mapped them."""
 
     def __init__(self, task: str, pid: int, memory: mmap.mmap) -> None:
         self.task, self.pid, self.memory = task, pid, memory
@@ -80,20 +80,20 @@ class Records:
 
     @property
     def names(self) -> tuple[tuple[int, str], ...]:
-        """(chunk, kind) of each record that is there now."""
+        """(chunk, kind) of each present record."""
         return tuple(sorted(self._name(i) for i in self._live()))
 
     def version(self, chunk: int, kind: str = OPTIMIZER) -> int:
-        """Updates that have come to rest in a record. Raises StoreError if there is none."""
+        """Number of finished updates of a record. Raises StoreError if there is none."""
         return self._state(self._index(chunk, kind)) >> VERSION
 
     def is_pending(self, chunk: int, kind: str = OPTIMIZER) -> bool:
-        """Whether an update of a record is owed or on its way. Raises StoreError if there is none."""
+        """Whether an update of a record is deferred or in flight. Raises StoreError if there is none."""
         return bool(self._state(self._index(chunk, kind)) & PENDING)
 
     def read(self, chunk: int, kind: str = OPTIMIZER, *, timeout_s: float = 0.0) -> Snapshot:
-        """A copy of a record that no update has touched meanwhile. Raises StoreError if there is none, or if its update
-        is still pending after `timeout_s`."""
+        """A copy of one version of a record. Raises StoreError if there is none, or if its update is still pending
+        after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             index = self._index(chunk, kind)
@@ -101,7 +101,7 @@ class Records:
                 state, uses = self._state(index), self.words[index * ENTRY_WORDS + USES]
             if not state & PENDING:
                 flat = self._flat(index).clone()
-                with self._fence:  # a lock taken and given back keeps loads on their side of it
+                with self._fence:  # a lock is a fence: loads stay on their side of it
                     after = self._state(index), self.words[index * ENTRY_WORDS + USES]
                 if after == (state, uses) and state & LIVE:
                     return Snapshot(self.task, chunk, kind, state >> VERSION, flat)
@@ -110,8 +110,8 @@ class Records:
             time.sleep(min(POLL_S, left_s))
 
     def flush(self, *, timeout_s: float = 0.0) -> None:
-        """No record's update is pending when this returns. Raises StoreError after `timeout_s`, naming those that are;
-        gradients do not count."""
+        """Wait until no update is pending, gradients left out. Raises StoreError after `timeout_s` with the pending
+        records."""
         end_s = time.monotonic() + timeout_s
         while late := [
             name for name in self.names if name[1] != GRADIENTS and self._is_pending(self._found.get(name))
@@ -121,9 +121,12 @@ class Records:
             time.sleep(min(POLL_S, left_s))
 
     def view(self, chunk: int, kind: str = OPTIMIZER, *, runtime: Any = None) -> Tensor:
-        """The memory of a record itself [numel]; with CUDA's `runtime` (`torch.cuda.cudart()`) locked for as long as
-        the tensor lives, so that copies to a device run on their own. Its bytes are of one version only while `version`
-        says the same before and after, and nothing is pending. Raises StoreError."""
+        """The memory of a record itself [numel].
+
+        With CUDA's `runtime` (`torch.cuda.cudart()`) it is locked while the tensor lives, for asynchronous copies to
+        a device. Its bytes are of one version only if `version` is the same before and after, and nothing is pending.
+        Raises StoreError.
+        """
         flat = self._flat(self._index(chunk, kind))
         if runtime is not None and (error := lock(flat, runtime)):
             raise StoreError(f"task {self.task!r}: ({chunk}, {kind!r}) cannot be locked (CUDA error {error})")
@@ -180,34 +183,34 @@ class Records:
 
 @dataclass(frozen=True)
 class ParkedState:
-    """What an engine that has ended well leaves beside its records."""
+    """What an engine that has ended without error leaves beside its records."""
 
     form: Mapping[str, Any]
-    """What its chunks and states were, for who takes them up."""
+    """Layout of its chunks and states, for the engine that resumes."""
     facts: Mapping[str, Any]
-    """What is no record: steps, step counts, loss scale, buffers."""
+    """Everything else: steps, step counts, loss scale, buffers."""
 
 
 class TaskRecords:
-    """The records of one task where they are made and written: by the engine that has it open."""
+    """Allocates and writes the records of one task, in the engine that has it open."""
 
     def __init__(self, task: str, beside: torch.device) -> None:
-        """`beside`: the device that visits them; on meta no record has memory."""
+        """`beside`: the device that copies from and to them; on meta no record has memory."""
         self.task, self.beside = task, beside
         self.is_open, self.is_blank = True, True
-        """Whether an engine has them; whether none ever had."""
+        """Whether an engine has them open; whether none ever had."""
         self.kept: ParkedState | None = None
-        """What an engine has left, until another changes it."""
+        """What the last engine has left, until another resumes."""
         self.misfits: list[str] = []
-        """Records that were left in other sizes than this engine wants them, a line each."""
+        """Records whose size differs from what this engine needs, a line each."""
         self.on_flush: Callable[[], object] = nothing
-        """Brings all records of the engine to rest."""
+        """Finishes all updates of the engine's records."""
         self.shared: Records | None = None
-        """As a sibling sees them; None while there are none."""
+        """The readers' view; None while there are no records."""
         self.descriptor, self.token = -1, secrets.token_hex(TOKEN_BYTES)
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._entries: dict[tuple[int, str], int] = {}
-        self._due: dict[int, int] = {}  # of each entry, updates that are owed or on their way
+        self._due: dict[int, int] = {}  # entry -> pending updates
         self._new: set[tuple[int, str]] = set()
         self._freed: list[tuple[int, int]] = []  # pages [start, stop)
         self._end = DIRECTORY_BYTES
@@ -217,7 +220,7 @@ class TaskRecords:
     # ---- rooms ----
 
     def room(self, chunk: int, kind: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """The memory [numel] of a record: zeros, or what the engine before has left there."""
+        """The memory [numel] of a record: zeros, or what the last engine has left."""
         if self.beside.type == "meta" or numel == 0:
             return torch.zeros(numel, dtype=dtype, device="meta" if self.beside.type == "meta" else "cpu")
         name = (chunk, kind)
@@ -234,11 +237,11 @@ class TaskRecords:
         return room
 
     def is_new(self, chunk: int, kind: str) -> bool:
-        """Whether no engine before has left this record."""
+        """Whether no earlier engine has left this record."""
         return (chunk, kind) not in self._rooms or (chunk, kind) in self._new
 
     def free(self, chunk: int, kind: str) -> None:
-        """A record rests elsewhere from now on; its pages are given back. No tensor in them may be used any more."""
+        """Free the pages of a record. No tensor in them may be used any more."""
         name = (chunk, kind)
         if self._rooms.pop(name, None) is None:
             return
@@ -256,7 +259,7 @@ class TaskRecords:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the host's memory when every record has been written: by the formula in the Note."""
+        """Bytes of host memory when every record has been written: by the formula in the Note."""
         if self.shared is None:
             return 0
         words, _ = self._segment()
@@ -272,7 +275,7 @@ class TaskRecords:
         room = _tensor(memory, start, numel, dtype)
         if self.beside.type == "cuda":
             held = locked(room.view(torch.uint8), torch.cuda.cudart(), self.beside).view(dtype)
-            if held.data_ptr() != room.data_ptr():  # not where a sibling would find it
+            if held.data_ptr() != room.data_ptr():  # another process would not find it there
                 insort(self._freed, (start, start + _pages(size_bytes)))
                 return held
         count = words[COUNT]
@@ -286,13 +289,13 @@ class TaskRecords:
         words[at + OFFSET], words[at + SIZE], words[at + CHUNK] = start, size_bytes, name[0]
         words[at + KIND], words[at + DTYPE] = KINDS.index(name[1]), DTYPES.index(dtype)
         words[COUNT] = max(count, index)
-        with self._lock:  # what is above is there for whoever sees what is below
+        with self._lock:  # a fence: readers of the state see the words above
             words[at + STATE] = LIVE
         self._entries[name] = index
         return room
 
     def _place(self, size_bytes: int) -> int:
-        """The start of free pages: where some were given back, or behind all others."""
+        """The start of free pages: freed ones, or behind all others."""
         for number, (start, stop) in enumerate(self._freed):
             if stop - start >= size_bytes:
                 self._freed[number : number + 1] = [(start + size_bytes, stop)] * (stop - start > size_bytes)
@@ -305,7 +308,7 @@ class TaskRecords:
         return start
 
     def _segment(self) -> tuple[memoryview, mmap.mmap]:
-        """The directory, and all memory; made when the first record is."""
+        """The directory, and all memory; made with the first record."""
         if self.shared is None:
             self.descriptor, memory = send_buffer.shared_memory(f"task {self.task}", self._capacity)
             self._closing = weakref.finalize(self, os.close, self.descriptor)
@@ -317,28 +320,29 @@ class TaskRecords:
     # ---- versions ----
 
     def begin(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """A record is about to be written, if no update of it is owed already; nothing where there is no record."""
+        """Mark a record as pending before it is written, unless an update of it is pending already. No record:
+        nothing."""
         self._set(chunk, kind, lambda due: max(due, 1))
 
     def defer(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """One more update of a record is owed from now on: that of the step before may be on its way still."""
+        """Count one more pending update of a record. The update of the step before may still be in flight."""
         self._set(chunk, kind, lambda due: due + 1)
 
     def commit(self, chunk: int, kind: str = OPTIMIZER, *, version: int | None = None) -> None:
-        """All bytes of a record's update are there, which is the next version, or a given one; by any thread."""
+        """Count one finished update: the next version, or a given one. Any thread may call it."""
         self._set(chunk, kind, _one_less, lambda old: old + 1 if version is None else version)
 
     def cancel(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """The update that was owed has written nothing, and will not be made."""
+        """Count one pending update less, which has written nothing and will not run."""
         self._set(chunk, kind, _one_less)
 
     def _set(
         self, chunk: int, kind: str, due: Callable[[int], int], version: Callable[[int], int] = int
     ) -> None:
-        """Change how many updates of a record are due, and its version."""
+        """Change the number of pending updates of a record, and its version."""
         index = self._entries.get((chunk, kind))
         if index is not None and self.shared is not None:
-            with self._lock:  # given back, it orders the bytes before with the word for other processors
+            with self._lock:  # a fence: the bytes are written before the word
                 left = self._due[index] = due(self._due.get(index, 0))
                 at = index * ENTRY_WORDS + STATE
                 now = version(self.shared.words[at] >> VERSION)
@@ -347,14 +351,14 @@ class TaskRecords:
     # ---- how an engine begins and ends ----
 
     def take_up(self) -> ParkedState | None:
-        """What another engine has left, if one has; the records are this one's from now on."""
+        """Open the records of the last engine; returns what it has left, if anything."""
         self._new.clear()
         self.is_blank = False
         kept, self.kept = self.kept, None
         return kept
 
     def give_up(self) -> None:
-        """The engine was not made: everything is as it was before."""
+        """Undo `open`: the engine was not made."""
         for name in tuple(self._new):
             self.free(*name)
         self.misfits.clear()
@@ -363,7 +367,7 @@ class TaskRecords:
             self.close()
 
     def leave(self, kept: ParkedState | None) -> None:
-        """The engine has ended; `kept`: all its state is here, and another may take it up."""
+        """Close the records of an engine that has ended. `kept`: all its state is here, and another may resume."""
         for name in tuple(self._rooms):
             if name[1] == GRADIENTS:
                 self.free(*name)
@@ -371,8 +375,8 @@ class TaskRecords:
         self.kept, self.is_open, self.is_blank, self.on_flush = kept, False, False, nothing
 
     def close(self) -> None:
-        """No sibling can attach any more, and whoever has is told that the records are gone. Their memory goes when
-        nobody has a tensor in it."""
+        """Drop the records: no process can attach any more, and readers raise. The memory is freed with its last
+        tensor."""
         for index in self._entries.values():
             words, _ = self._segment()
             words[index * ENTRY_WORDS + STATE] = 0
@@ -389,7 +393,7 @@ def _one_less(due: int) -> int:
 
 
 def nothing() -> None:
-    """What there is to do without an engine."""
+    """Do nothing: there is no engine."""
 
 
 def _pages(size_bytes: int) -> int:
