@@ -41,7 +41,7 @@ others."""
 class SharedMemoryTransport:
     """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
 
-    Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
+    Autograd sees none of it, as it sees no write of torch's groups. Tensors are written by their `data`, whose
     version is not that of other views of one buffer.
     """
 
@@ -73,9 +73,9 @@ class SharedMemoryTransport:
     def _by_pieces(
         self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
     ) -> Callable[[], Stage]:
-        """Combine this rank's piece and give it to the others, who give theirs.
+        """Combine this rank's piece, send it to the others, and receive theirs.
 
-        The numbers of these messages are taken now: ranks come to this stage at different times, beside other
+        The numbers of these messages are reserved now. Ranks reach this stage at different times, beside other
         operations.
         """
         pieces = tensor.view(-1).tensor_split(self._size)
@@ -161,7 +161,7 @@ class SharedMemoryTransport:
     def _filling(
         self, places: Mapping[int, Tensor], tag: str, channel: MessageChannel | None = None
     ) -> Stage:
-        """What each of these coordinates posts next is copied to a place."""
+        """Copy the next message of each of these coordinates to its target."""
         came = [((channel or self._together).expect(place, j, tag), place) for j, place in places.items()]
 
         def copy() -> None:
@@ -171,7 +171,7 @@ class SharedMemoryTransport:
         return [message for message, _ in came], copy
 
     def _add_up(self, own: Tensor, theirs: Mapping[int, Tensor], target: Tensor) -> None:
-        """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
+        """Sum all terms in rank order, without scratch: `theirs` were posted for this rank alone."""
         before = [theirs[j] for j in range(self._coord)]
         after = [theirs[j] for j in range(self._coord + 1, self._size)]
         if is_rounded(own, self._size):
@@ -184,7 +184,7 @@ class SharedMemoryTransport:
             target.add_(term)
 
     def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
-        """All terms in the order of ranks, in new memory."""
+        """Sum all terms in rank order, in new memory."""
         terms = [theirs.get(j, own) for j in range(self._size)]
         if combine is torch.add and is_rounded(own, self._size):
             total = torch.empty_like(own)
@@ -198,13 +198,12 @@ class SharedMemoryTransport:
 
 
 def is_rounded(term: Tensor, count: int) -> bool:
-    """Whether a sum of so many such terms would be rounded more than once if it were kept in their dtype."""
+    """Whether a sum of so many terms would be rounded more than once in their dtype."""
     return count > 2 and term.is_floating_point() and term.element_size() == 2
 
 
 def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
-    """The sum of terms of 16 bits in float32, in their order, rounded once: into `target`, of their shape, which may
-    be one of them."""
+    """Sum terms of 16 bits in float32, in their order, rounded once, into `target`, which may be one of them."""
     flat, out = [term.reshape(-1) for term in terms], target.reshape(-1)
     wide = torch.empty(min(WIDE_NUMEL, out.numel()), device=target.device)
     scratch = torch.empty_like(wide)
@@ -219,7 +218,7 @@ def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
 
 
 def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:
-    """The pieces of `whole`, one a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
+    """Cut `whole` into one piece a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
     return whole.chunk(size, dim) if dim else whole.view(size, *piece).unbind()
 
 
