@@ -28,8 +28,8 @@ from colossal_lite.schedule.rank_walk import RankWalk
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a checked plan takes at most, rank by rank, and says: `live` counts activations of one F each,
-    `bytes` is for each tier the sum of `Memory`'s sizes."""
+    """What a checked plan takes at most, rank by rank. `live` counts activations of one F each, `bytes` is for each
+    tier the sum of `Memory`'s sizes."""
 
     live: tuple[int, ...]
     bytes: tuple[Mapping[str, int], ...]
@@ -88,7 +88,7 @@ class Reading(PlanNodes):
             raise PlanError(self.plan, self.problems)
 
     def _index(self) -> None:
-        """What there is must lie in the shapes; nothing else can be said of a plan where it does not."""
+        """Check that all indices are within the shapes; without that nothing else can be checked."""
         for node, action in enumerate(self.actions):
             shape = self.shapes.get(action.task)
             if shape is None:
@@ -105,7 +105,8 @@ class Reading(PlanNodes):
                 self.updates[action.task, action.stage, action.micro_batch].append(node)
 
     def _order(self) -> None:
-        """Each on the rank of its stage, once, and ascending. B counts as I and as W."""
+        """Check that compute and messages are on the rank of their stage, once, and ascending. B counts as I and as
+        W."""
         last: dict[tuple[Hashable, ...], int] = {}
         for node, action in enumerate(self.actions):
             if action.kind not in COMPUTE_KINDS and action.kind not in MESSAGES:
@@ -160,7 +161,7 @@ class Reading(PlanNodes):
             )
 
     def _follow(self, node: int) -> None:
-        """What a compute action or a SEND waits for."""
+        """Record what a compute action or a SEND waits for."""
         action = self.actions[node]
         if action.kind in (ActionKind.F, ActionKind.I, ActionKind.B):
             send, step = (ActionKind.SEND_F, -1) if action.kind is ActionKind.F else (ActionKind.SEND_B, 1)
@@ -280,7 +281,7 @@ def _answer(send: Action) -> Action:
 
 
 def _reachable(waits: list[list[int]]) -> set[int]:
-    """Nodes that run when each waits for those listed (Kahn's algorithm)."""
+    """The nodes that can run when each waits for those listed (Kahn's algorithm)."""
     left = [len(nodes) for nodes in waits]
     then: list[list[int]] = [[] for _ in waits]
     for node, nodes in enumerate(waits):
@@ -307,13 +308,13 @@ def check(
     describe: Callable[[int, Action], object] | None = None,
     strict: bool = False,
 ) -> Footprint:
-    """Proves that a plan does all of its work once and in order, pairs its messages, cannot block, uses
-    nothing before it is there, and stays within its memory.
+    """Proves that a plan does all of its work once and in order, pairs its messages, cannot block, uses nothing
+    before it is there, and fits its memory.
 
-    shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks,
-    tiers and budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold.
-    describe: (rank, SEND or RECV) -> shape and dtype, compared at both ends. strict: a RECV blocks as a SEND
-    does. Raises PlanError with everything that is wrong and the lists drawn.
+    shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks, tiers and
+    budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold. describe: (rank,
+    SEND or RECV) -> shape and dtype, compared at both ends. strict: a RECV blocks as a SEND does. Raises PlanError
+    with everything that is wrong and the lists drawn.
     """
     reading = Reading(plan, shapes, memory, describe)
     for rank, live in enumerate(reading.footprint.live):

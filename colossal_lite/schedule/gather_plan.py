@@ -33,12 +33,13 @@ from colossal_lite.schedule.plan import Action, ActionKind, net
 FROM_NEAR = net("near")
 """Resource of a gather from the parts that neighbours have kept."""
 Needs = frozenset[int]
-"""Chunks that must be whole at the same time."""
+"""Chunks that must be gathered at the same time."""
 
 
 @dataclass(frozen=True)
 class GatherMoment:
-    """What a stretch of computing reads; `launched`: chunks, from the last, whose sums have begun before it."""
+    """What one moment of computing reads; `launched`: number of chunks, from the last, whose sums have started before
+    it."""
 
     needs: Needs
     launched: int = 0
@@ -52,7 +53,7 @@ class Trace:
     backward: tuple[GatherMoment, ...]
 
     def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
-        """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
+        """Add moments for the chunks that were not read at all (a branch not taken). In forward they are behind those
         before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
         modules need in forward, `units`, in that order, what is gathered with it in backward."""
         forward, backward = list(self.forward), list(self.backward)
@@ -74,8 +75,9 @@ class Trace:
 class GatherStep:
     """A moment as it is executed: first the actions, then the computing that needs `needs`.
 
-    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.  `launched`:
-    chunks whose sums have begun by then; those that are complete sooner go sooner, but not before the step before.
+    `resident`: chunks that are gathered or in flight after the actions, each with its offset in the arena.
+    `launched`: number of chunks whose sums have started by then. Chunks that are complete sooner start sooner, but
+    not before the step before.
     """
 
     needs: Needs
@@ -93,11 +95,11 @@ class GatherPlan:
     arena_numel: int
     live_numel: int
     kept: Mapping[int, int] = field(default_factory=dict)
-    """Chunks of which neighbours keep a part each from the first drop on, with its offset in the arena."""
+    """Chunks of which neighbours store a part each from the first drop on, with its offset in the arena."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Everything in order; what is resident at the end is dropped."""
+        """All actions in order; chunks resident at the end are dropped."""
         steps = (*self.forward, *self.backward)
         last = steps[-1].resident if steps else {}
         return (
@@ -115,7 +117,7 @@ class GatherPlan:
         return times
 
     def stays(self) -> Mapping[int, int]:
-        """How often a micro-batch brings each chunk into a slot, from wherever it rests."""
+        """How often a micro-batch brings each chunk into a slot, from any tier."""
         times: dict[int, int] = {}
         before: Mapping[int, int] = {}
         for step in (*self.forward, *self.backward):
@@ -125,7 +127,8 @@ class GatherPlan:
         return times
 
     def read_late(self, num_chunks: int) -> frozenset[int]:
-        """Of so many chunks that train, those whose shard a backward reads when their gradients may be complete."""
+        """Of `num_chunks` chunks that train, those whose shard backward reads when their gradients may be
+        complete."""
         return frozenset(
             action.chunk
             for step in self.backward
@@ -148,9 +151,9 @@ def gather_plan(
     on_host: Needs = frozenset(),
     parts: Mapping[int, int] | None = None,
 ) -> GatherPlan:
-    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed;
-    `on_host`: those of which this rank's shard is fetched from there; `parts`: elements that this rank would keep of
-    those that neighbours keep."""
+    """The plan of a trace. `numels`: of the sharded chunks. `num_chunks`: all whose gradients are summed. `on_host`:
+    chunks whose shard is fetched from the host. `parts`: elements that this rank would store of the chunks that
+    neighbours store."""
     moments = (*trace.forward, *trace.backward)
     resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
@@ -192,7 +195,7 @@ def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
 
 
 def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
-    """Chunks that are resident at each moment, those that are needed first first."""
+    """The chunks that are resident at each moment, in the order of their use."""
     if reshard:
         # Moments that need the same, at the turn, count as one: nothing is gathered between them.
         distinct = [some for m, some in enumerate(needs) if m == 0 or some != needs[m - 1]]
@@ -224,7 +227,7 @@ def _gathers(
 
 
 def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:
-    """The offset of each resident chunk at each moment, the same for as long as it stays."""
+    """The offset of each resident chunk at each moment, the same while it is resident."""
     runs = list(_runs(resident))
     offsets, _ = pack_intervals([LiveInterval(start, stop, numels[chunk]) for chunk, start, stop in runs])
     at = {(chunk, m): o for (chunk, a, b), o in zip(runs, offsets, strict=True) for m in range(a, b + 1)}
@@ -232,7 +235,7 @@ def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> lis
 
 
 def _runs(resident: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """(chunk, first moment, last moment) of every stay."""
+    """(chunk, first moment, last moment) of every run of moments in which a chunk is resident."""
     begun: dict[int, int] = {}
     for m, some in enumerate((*resident, ())):
         for chunk in [c for c in begun if c not in some]:

@@ -66,8 +66,7 @@ def _depth_first(ranks: int, micro_batches: int, stages_per_rank: int, ahead: in
 
 
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int) -> Plan:
-    """All micro-batches through a chunk before the next one (arXiv 2211.05953): fewest gathers under
-    ZeRO-3."""
+    """All micro-batches through a stage before the next one (arXiv 2211.05953): fewest gathers under ZeRO-3."""
 
     def one(rank: int) -> list[Action]:
         return _alternate(
@@ -153,7 +152,7 @@ def _split_all(plan: Plan) -> Plan:
 
 
 def _split(actions: Sequence[Action], lag: int) -> list[Action]:
-    """Each B becomes I, and W after the I that comes `lag` later."""
+    """Split each B into I, and W after the I that comes `lag` later."""
     queue: list[Action] = []
     out: list[Action] = []
     for action in actions:

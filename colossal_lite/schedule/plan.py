@@ -81,7 +81,7 @@ MOVES = {
     (ActionKind.EVICT, D2H): ("device", "host"),
     (ActionKind.EVICT, DISK): ("host", "disk"),
 }
-"""Tier that a move comes from and tier that it goes to."""
+"""Source tier and target tier of a move."""
 SENDS = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 MESSAGES = frozenset(SENDS) | frozenset(SENDS.values())
 
@@ -271,7 +271,7 @@ class Shape:
     backward: bool = True
 
     def backward_kinds(self, stage: int) -> tuple[ActionKind, ...]:
-        """What a stage owes after F: (I, W), which B is as well; (I,), or nothing."""
+        """What a stage must run after F: (I, W), which B is as well; (I,), or nothing."""
         trainable = self.trainable or (True,) * self.stages
         if not self.backward or not any(trainable[: stage + 1]):
             return ()
@@ -321,7 +321,7 @@ class Memory:
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:
-        """What the moves of a plan say: a chunk's home is where its first move takes it from, its user the
+        """The memory that the moves of a plan imply. A chunk's home is the source of its first move, its user the
         stage that the move names."""
         home: dict[Chunk, str] = {}
         uses: dict[tuple[int, int], tuple[Chunk, ...]] = {}

@@ -14,7 +14,7 @@ from colossal_lite.schedule.plan_nodes import PlanNodes, subject_of
 
 
 class TierCopies:
-    """Copies on the tiers of one rank while its list is read: versions, bytes, and who must wait for whom."""
+    """Copies on the tiers of one rank, while its list is read: versions, bytes, and the nodes to wait for."""
 
     def __init__(self, memory: Memory, chunks: Iterable[Chunk], table: PlanNodes) -> None:
         self.memory, self.table = memory, table
@@ -24,7 +24,7 @@ class TierCopies:
         self.peak: Counter[str] = Counter()
         self.writer: dict[tuple[Key, str], int] = {}
         self.readers: defaultdict[tuple[Key, str], list[int]] = defaultdict(list)
-        # Space that a queued EVICT will free counts as taken by whoever can do without it, oldest first.
+        # Space that a queued EVICT will free counts as taken until an action needs it, oldest first.
         self.freeing: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
         self.awaited: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.chunks = sorted(chunks)
@@ -93,7 +93,8 @@ class TierCopies:
         self.table.needs[node] += [other for other in self.readers.pop((key, tier), []) if other != node]
 
     def move(self, node: int, key: Key, tier: str, to: str) -> None:
-        """FETCH (up) and EVICT (down): a clean copy below is kept, a stale one above is thrown away."""
+        """Apply a FETCH (up) or an EVICT (down). A clean copy below is not overwritten, a stale one above is
+        dropped."""
         up = self.table.actions[node].kind is ActionKind.FETCH
         if up or not self.fresh(key, to):
             if up and self.fresh(key, to):
@@ -105,7 +106,7 @@ class TierCopies:
             self.drop(node, key, tier)
 
     def close(self, last: int) -> None:
-        """At the end of the list each chunk must lie where it lay, in its newest version."""
+        """Check that at the end of the list each chunk is on its home tiers, in its newest version."""
         for chunk in self.chunks:
             there = {tier for key, tier in self.version if key == chunk}
             stale = {tier for tier in there if not self.fresh(chunk, tier)}
@@ -117,7 +118,7 @@ class TierCopies:
 
 
 class RankWalk:
-    """One rank's list in order: what lies where, what is gathered, what is summed and updated."""
+    """Reads one rank's list in order: chunks on tiers, gathered weights, sums and updates."""
 
     def __init__(self, table: PlanNodes, rank: int, memory: Memory) -> None:
         self.table, self.memory = table, memory
@@ -152,7 +153,7 @@ class RankWalk:
         self._close(mine)
 
     def _frees(self, action: Action) -> bool:
-        """Whether this is the last that its stage does with a micro-batch's activations."""
+        """Whether this is the last use of a micro-batch's activations in its stage."""
         if action.kind not in COMPUTE_KINDS:
             return False
         due = self.table.shapes[action.task].backward_kinds(action.stage or 0)
@@ -200,7 +201,7 @@ class RankWalk:
         (self.gathered.add if action.kind is ActionKind.UNSHARD else self.gathered.discard)(weights)
 
     def _step(self, node: int, action: Action) -> None:
-        """REDUCE, TIED_REDUCE and UPDATE. An UPDATE before its stage's first F belongs to the step before."""
+        """Apply a REDUCE, TIED_REDUCE or UPDATE. An UPDATE before its stage's first F belongs to the step before."""
         weights, stage = _weights(action), (action.task, action.stage)
         first = action.micro_batch is None and stage not in self.begun and self.due[stage] > 0
         deferred = action.kind is ActionKind.UPDATE and first

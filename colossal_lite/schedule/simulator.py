@@ -38,7 +38,7 @@ from colossal_lite.schedule.plan import (
 class StageCosts:
     """Seconds of compute actions by stage, of a message, and of any other kind (0 where left out).
 
-    last: share of a whole micro-batch that the last one holds, of `micro_batches`.
+    last: share of a full micro-batch that the last one has, of `micro_batches`.
     """
 
     forward_s: tuple[float, ...]
@@ -82,7 +82,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostBandwidth:
-    """Bytes a second that all lanes share, and the bytes that an action moves through host memory."""
+    """Host memory bandwidth that all lanes share, and the bytes that an action moves through host memory."""
 
     bytes_per_s: float
     moved_bytes: Callable[[Action], float]
@@ -98,8 +98,7 @@ class ActionSpan(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """From the end of an action on the compute of a rank to the start of the next, in seconds, and the resource of what
-    that needed last."""
+    """A wait between two actions on the compute of a rank, in seconds, and the resource of its last need."""
 
     rank: int
     resource: str
@@ -109,7 +108,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTimeline:
-    """What ran when, predicted by `simulate` or measured by an executor."""
+    """The start and end of each action, predicted by `simulate` or measured by an executor."""
 
     ranks: int
     spans: tuple[ActionSpan, ...]
@@ -174,7 +173,7 @@ def simulate(
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
 ) -> ScheduleTimeline:
-    """Runs a plan on paper. seconds: of an action alone on its lane; of a message, asked of its SEND, without
+    """Simulates a plan. seconds: of an action alone on its lane; of a message, asked of its SEND, without
     `latency_s`. Raises PlanError if the plan breaks a rule or blocks."""
     reading = Reading(plan, shapes, memory)
     reading.refuse()
@@ -182,7 +181,7 @@ def simulate(
 
 
 class _Run:
-    """Events in order of time: an action starts when the last thing that it waits for is there."""
+    """Events in order of time: an action starts when the last of its needs is there."""
 
     def __init__(
         self,

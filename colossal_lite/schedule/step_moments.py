@@ -51,11 +51,12 @@ IN_FLIGHT = 2
 
 
 def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInterval, ...]:
-    """When each chunk needs room for a gradient that is reduced by micro-batch, in numbers of chunks launched before.
+    """The interval in which each chunk has a slot for a gradient that is reduced by micro-batch, in numbers of chunks
+    launched before.
 
-    `order`: the chunk of each parameter, in forward order.  Gradients come in the reverse of it, and complete chunks
-    are launched from the last to the first.  A chunk fills from its first gradient on, and is on its way until
-    `IN_FLIGHT` more have been launched; chunks of different packing keys fill beside each other.
+    `order`: the chunk of each parameter, in forward order. Gradients come in the reverse order, and complete chunks
+    are launched from the last to the first. A chunk accumulates from its first gradient on, and is in flight until
+    `IN_FLIGHT` more have been launched. Chunks of different packing keys accumulate beside each other.
     """
     missing = [0] * len(numels)
     for chunk in order:
@@ -81,7 +82,7 @@ def in_turn(groups: Sequence[Sequence[LiveInterval]]) -> Iterator[LiveInterval]:
 
 
 def flight_intervals(numels: Sequence[int]) -> tuple[LiveInterval, ...]:
-    """When each chunk needs room for what other ranks send of it: `numels`."""
+    """The interval in which each chunk has a slot for the parts that other ranks send of it: `numels`."""
     last = len(numels) - 1
     return tuple(LiveInterval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
 
@@ -95,12 +96,12 @@ UPDATES = 8
 
 
 def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tuple[LiveRange, ...]:
-    """The stays of a backward in moments that they have in common, the same for any number of chunks.
+    """The live ranges of a backward in common moments, the same for any number of chunks.
 
-    In an even moment 2 (n - `num_chunks` + 1) so many as n chunks, from the last, have been launched, and gradients
-    fill; in the odd one behind it the sum of the oldest of those on their way has come, leaves its slot, perhaps for
-    the host, and makes room for the next to be launched.  `ACCUMULATING` and `INCOMING` as `fill_intervals` and
-    `flight_intervals` have them, `LEAVING` by turns of `visits`, the last chunk first.
+    In an even moment 2 (n - `num_chunks` + 1), n chunks, from the last, have been launched, and gradients accumulate.
+    In the odd moment behind it the oldest sum in flight has arrived and leaves its slot, perhaps for the host. That
+    makes room for the next launch. `ACCUMULATING` and `INCOMING` are as in `fill_intervals` and `flight_intervals`,
+    `LEAVING` as in `visits`, the last chunk first.
     """
     last = num_chunks - 1
     ways = {
@@ -113,15 +114,15 @@ def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tu
 
 
 class Backwards(Enum):
-    """Those of a step in which something is there."""
+    """The backwards of a step in which a buffer exists."""
 
     LAST = "last"
     EARLIER = "earlier"
     EACH = "each"
 
     def of(self, live_range: LiveRange, last: int) -> LiveRange:
-        """A stay of the last backward as it is in these; those before it are one, which begins so much earlier that it
-        is over then. `last`: the chunk of the highest number, or more."""
+        """A live range of the last backward in the moments of all backwards. The earlier ones count as one, which
+        begins early enough to be over then. `last`: the highest chunk number, or more."""
         if self is Backwards.LAST:
             return live_range
         start, stop = (
@@ -138,7 +139,7 @@ def _moments_of_backward(last: int) -> int:
 
 
 class SharedInterval(StrEnum):
-    """What is in its place for a part of a step only, which it shares with what is there for the others."""
+    """A buffer that exists for a part of a step only, and shares its bytes with others."""
 
     WEIGHTS = "resting weights"
     """That no update reads: from their update until the gradients of their chunk are complete for the last time."""
@@ -150,10 +151,11 @@ class SharedInterval(StrEnum):
 
 
 def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:
-    """When this of `chunk` is in its place, by the moments of a step; `last`: the chunk of the highest number, or more.
+    """The live range of this buffer of `chunk`, by the moments of a step; `last`: the highest chunk number, or more.
 
-    What is updated first comes last in backward, so a gradient may lie over weights of any later chunk: they are not
-    read any more when it comes, and not written before it has been used up."""
+    Chunks that are updated first come last in backward. So a gradient may lie over weights of any later chunk. These
+    are not read any more when it arrives, and not written before it has been used.
+    """
     complete, updated = 1 - 2 * chunk, UPDATES + chunk + 1
     if what is SharedInterval.GRADIENTS:
         return LiveRange(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)

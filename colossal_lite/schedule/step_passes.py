@@ -76,7 +76,7 @@ def _unit_seconds(action: Action) -> float:
 
 
 def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
-    """Actions put in after the place (rank, i) of a plan; i = -1 is before the first."""
+    """Insert actions after position (rank, i) of a plan; i = -1 is before the first."""
 
     def one(rank: int) -> Iterator[Action]:
         yield from after.get((rank, -1), ())
@@ -88,11 +88,12 @@ def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Pl
 
 
 def add_unshard(plan: Plan, prefetch: int = 1) -> Plan:
-    """ZeRO-3: the weights of a stage are gathered before each run of its actions and dropped after it.
+    """Adds the gathers of ZeRO-3: the weights of a stage are gathered before each run of its actions, dropped after
+    it.
 
-    The gather of a run is posted `prefetch` runs ahead, so that at most prefetch + 1 stages are gathered at
-    once; what would be dropped only to be gathered again at once is kept. Gathers a rank: gpipe, 1f1b and
-    zb-h1 1, bfs 2v - 1, the depth-first schedules about 2m.
+    The gather of a run is posted `prefetch` runs ahead, so at most prefetch + 1 stages are gathered at once. A gather
+    right after its drop is left out, with the drop. Gathers a rank: gpipe, 1f1b and zb-h1 1, bfs 2v - 1, the
+    depth-first schedules about 2m.
     """
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(plan):
@@ -119,13 +120,12 @@ def add_step(
     reduce: Literal["step", "micro_batch"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """The end of a step: REDUCE of a stage's chunks when its last gradient is there, or with `micro_batch`
-    when each is, and at the end of the list UPDATE of every chunk; with update="backward", of a plan of one rank,
-    each right behind its REDUCE, in the order in which gradients come.
+    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each,
+    and at the end of the list UPDATE of every chunk. With update="backward", of a plan of one rank, each UPDATE
+    stands right behind its REDUCE, in the order of gradients.
 
-    chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several
-    stages is tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for
-    each rank.
+    chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several stages is
+    tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for each rank.
     """
     chunks = chunks if chunks is not None else {stage: (stage,) for stage in plan.placement()}
     placement = plan.placement()
@@ -168,15 +168,15 @@ def _interleaved(ends: Sequence[Action]) -> list[Action]:
 
 
 def _past_sends(actions: Sequence[Action], i: int) -> int:
-    """The last of the SENDs that follow place i: a neighbour waits for them, nobody for what comes behind."""
+    """The last of the SENDs that follow position i: a neighbour waits for them."""
     while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
         i += 1
     return i
 
 
 def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
-    """A plan without the backward that frozen stages do not need: no W, and no I and no messages for it where
-    no stage before trains. It comes after `add_messages`, and before `add_step`, which then skips them."""
+    """Removes the backward that frozen stages do not need: no W, and no I and no messages for it where no stage
+    before trains. It comes after `add_messages`, and before `add_step`, which then skips them."""
     shape = Shape(len(trainable), 1, trainable=tuple(trainable))
 
     def one(action: Action) -> Iterator[Action]:
@@ -195,7 +195,7 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
 
 
 def repeat(plan: Plan, times: int) -> Plan:
-    """Gradient accumulation: a plan of m micro-batches run `times` times over, the next m micro-batches each
+    """Repeats a plan of m micro-batches `times` times for gradient accumulation, with the next m micro-batches each
     time."""
     shift = Shape.of(plan, 0).micro_batches
 
