@@ -171,11 +171,11 @@ class Communicator:
         self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
         scratch: Tensor | None = None,
     ) -> PendingCollective:  # fmt: skip
-        """Sum over the axis; this rank keeps its 1/size of `dim`. Payload: the unreduced input.
+        """Sum over the axis; this rank gets its 1/size of `dim`. Payload: the unreduced input.
 
-        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n, ...].
-        `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be overwritten.
-        `out`, `ordered` and `scratch` are for dim 0.
+        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n,
+        ...]. `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be
+        overwritten. `out`, `ordered` and `scratch` are for dim 0.
         """
         dim %= full.dim()
         assert full.shape[dim] % self.size == 0 and (dim or full.is_contiguous())

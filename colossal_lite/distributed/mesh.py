@@ -49,7 +49,7 @@ class Mesh:
         self._recording, self._timeout_s, self._explain = recording, timeout_s, explain
         self._watch = watch
         self.progress = watch.progress if watch else Progress()
-        """What this rank is doing: whoever is asked why others wait for it says so."""
+        """What this rank is doing, for the errors of ranks that wait for it."""
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
 

@@ -205,7 +205,7 @@ class Exchange:
         return offset
 
     def say_done(self, source: Neighbour, offset: int, timeout_s: float) -> None:
-        """Tell the sender that its part has been read. A sender that has ended needs no answer."""
+        """Send the sender an answer that its part has been read. A sender that has ended needs none."""
         self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
 
     def close(self) -> None:

@@ -30,9 +30,9 @@ from colossal_lite.distributed.shared_memory import (
 
 ReduceOp = Literal["sum", "max"]
 Started = tuple[Sequence[Any], Callable[[], Any]]
-"""What has to be waited for, and what is done then."""
+"""Messages to wait for, and what to do then."""
 WIDE_NUMEL = 1 << 18
-"""Elements of 16 bits that are summed in float32 at once, so that all passes over them stay in the caches."""
+"""Elements of 16 bits that are summed in float32 at once, few enough for the caches in all passes."""
 WHOLE_BYTES = 1 << 16
 """Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the
 others."""
@@ -176,7 +176,7 @@ class SharedMemoryTransport:
         after = [theirs[j] for j in range(self._coord + 1, self._size)]
         if is_rounded(own, self._size):
             return add_wide([*before, own, *after], target)
-        # The own one may lie in `target`: what comes before it is summed where it was posted.
+        # The own term may be in `target`: the terms before it are summed where they were posted.
         for term in before[1:]:
             before[0].add_(term)
         torch.add(own, before[0] if before else after.pop(0), out=target)

@@ -39,7 +39,7 @@ ANSWER_S = 1.5
 END_S = 30.0
 """seconds that `close` waits for the thread, which may be in a call of the store"""
 KEPT = 32
-"""descriptions kept for each axis"""
+"""descriptions recorded for each axis"""
 
 
 @dataclass

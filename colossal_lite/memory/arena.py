@@ -29,7 +29,7 @@ instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
 
 Note: high water.
 Planned and measured peaks are counted apart: the furthest byte in use, and the most bytes in use at once, in total and
-of each kind.  In a right plan both are equal.  Memory that nobody takes, or takes for too long, is a wrong plan though
+of each kind.  In a right plan both are equal.  Memory that is never taken, or for too long, is a wrong plan though
 no number is wrong.  A buffer that a copy removes counts as present until its planned end.
 Cost: a sum over the buffers in use, at each allocation.
 """

@@ -329,7 +329,7 @@ class Chunk(LocalShard, WeightChunk):
         self.state = state
 
     def clear(self) -> None:
-        """Discard this step's gradient. The old numbers stay in the buffer; the first gradient overwrites them."""
+        """Discard this step's gradient. The buffer still has the old numbers; the first gradient overwrites them."""
         self.move(GradientState.EMPTY)
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)

@@ -4,8 +4,8 @@ Note: the only difference.
 memory/link.py and its users decide the copies, their order and their buffers.  That is the same everywhere.  A
 `CopyExecutor` does what differs.
 
-On a *thread* a copy has ended when its work returns.  Whoever needs it waits there.  Files are read and written so,
-sums are added on the host so, and a device behind a bus is emulated so on one machine.
+On a *thread* a copy has ended when its work returns.  A thread that needs it waits there.  Reads and writes of files,
+sums on the host, and the emulation of a device behind a bus run so.
 
 On a *stream* work returns at once, and its end is an event.  The device's own stream waits for the event, and the host
 goes on.  A host that reads the bytes itself waits for the event (`ended`).  A copy begins after all computing issued

@@ -2,7 +2,7 @@
 
 Note: the file.
 Every record that starts on disk has room from the start (`posix_fallocate`).  A disk that is too small thus fails
-before the first step.  The file is unlinked as soon as it is open, so it has no name.  Nobody can remove or cut it
+before the first step.  The file is unlinked as soon as it is open, so it has no name.  No process can remove or cut it
 during the run, and it is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
 record has an offset in it.  Records that are elsewhere are holes, which take nothing (`give_back`).  A file system
 without holes in files holds the room until the end.
@@ -251,7 +251,7 @@ class DiskFile:
         return self._fds[1 if self.is_direct and done % PAGE_BYTES == 0 else 0]
 
     def _forget(self, block: DiskBlock) -> None:
-        """Drop a block from the page cache: nobody else reads it."""
+        """Drop a block from the page cache: no other process reads it."""
         if not self.is_direct:
             os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)
 

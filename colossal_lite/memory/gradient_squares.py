@@ -52,7 +52,7 @@ def block_squares_of(
 
 
 def _cut_to_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) as at most three ranges: to the first block boundary, whole blocks, the rest."""
+    """Cut [start, stop) into at most three ranges: to the first block boundary, full blocks, the remainder."""
     head = min(-(-start // SHARD_BLOCK_NUMEL) * SHARD_BLOCK_NUMEL, stop)
     body = max(stop // SHARD_BLOCK_NUMEL * SHARD_BLOCK_NUMEL, head)
     yield from ((a, b) for a, b in ((start, head), (head, body), (body, stop)) if a < b)

@@ -3,7 +3,7 @@
 Note: sharing.  The memory and versions of records are in memory/task_records.py.
 `HostStore.handle(task)` is a small value that can be pickled.  A process of the same user on the same host attaches
 with it, through /proc of the owner.  It may lock the memory beside a device of its own.  When the owner ends, memory
-that others have mapped stays.  When the owner drops a task, readers see that its records are gone.
+that others have mapped remains.  When the owner drops a task, readers see that its records are gone.
 
 An engine without a store of its user has one of its own, which ends with it.
 Cost: a descriptor and a mapping for each task.  A system without memfd cannot share.
@@ -85,7 +85,7 @@ class HostStore:
 
     @staticmethod
     def attach(handle: Handle) -> Records:
-        """Map the records of another process's task; they stay mapped when that ends. Raises StoreError."""
+        """Map the records of another process's task; the mapping outlives that process. Raises StoreError."""
         path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
         gone = f"attach: process {handle.pid} has no records of task {handle.task!r} any more"
         try:

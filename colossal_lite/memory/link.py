@@ -4,8 +4,8 @@ Note: what travels in a step goes over a `Link`, each copy with a `Transfer` to 
 both directions of a bus are in use.  On one machine a link can be given a speed.  It then emulates a device behind a
 bus, so every order of copies, waits and reuse of buffers is tested without one.
 
-Order.  Demanded copies keep their order on a link; sums and written records rely on it.  A prefetch names the copies
-that it comes after, and keeps its order among prefetches.  A demanded copy may overtake it, and it can be revoked.
+Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies
+that it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.
 Waiting for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy comes
 only after copies that were asked for earlier, and a link begins a copy only when nothing holds it back.  So the
 oldest copy that has not begun can always begin.  A copy on a stream that comes after work of a thread is enqueued by
@@ -31,7 +31,7 @@ class Priority(IntEnum):
     """Priority of a copy that has not begun."""
 
     DEMAND = 0  # a thread waits for it, or later copies rely on its order
-    PREFETCH = 1  # nobody waits: it comes after the copies that it names, and demanded ones may overtake it
+    PREFETCH = 1  # no thread waits: it follows the copies that it names, and demanded ones may overtake it
 
 
 class Request:
@@ -289,7 +289,7 @@ class Link:
         try:
             transfer.request.serve()
         finally:
-            transfer.after = ()  # else each would keep all before it
+            transfer.after = ()  # else each would hold all before it
             with self._changed:
                 self._serving -= 1
                 self._last = transfer

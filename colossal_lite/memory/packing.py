@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from colossal_lite.schedule.interval_packing import round_up
 from colossal_lite.sharding.mesh_layout import FAR, REPLICATE
 
-ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
-SHARD_ALIGN_NUMEL = 64  # updates take whole vectors of so many (kernels/optimizer.py)
+ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views are aligned for vector loads and matrix products
+SHARD_ALIGN_NUMEL = 64  # updates take full vectors of so many (kernels/optimizer.py)
 SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of a parameter
 
 

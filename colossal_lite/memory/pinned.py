@@ -23,7 +23,7 @@ from colossal_lite.memory.disk_layout import PAGE_BYTES
 
 
 def give_back_freed() -> None:
-    """Return freed memory to the system, which the C library may cache: glibc can be told to."""
+    """Return freed memory to the system, where the C library caches it (glibc)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

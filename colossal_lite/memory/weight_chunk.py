@@ -190,7 +190,7 @@ class WeightChunk:
 
     def defer(self) -> None:
         """Hide the weights until their deferred update."""
-        if not self.is_sharded:  # else nobody can
+        if not self.is_sharded:  # sharded weights are hidden already
             self.finish_gather()
             self.move_weights(WeightState.OWED)
             self._hide()

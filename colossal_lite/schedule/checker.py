@@ -1,4 +1,4 @@
-"""Checks that a plan does all of its work once and in order, cannot block, and stays within its memory.
+"""Checks that a plan does all of its work once and in order, cannot block, and fits its memory.
 
 `Reading` applies the rules of the kinds: order, coverage, needs and messages.  What each rank holds is checked by
 its `RankWalk` (schedule/rank_walk.py).  `check` raises one PlanError with everything that is wrong.
@@ -22,7 +22,7 @@ from colossal_lite.schedule.plan import (
     PlanError,
     Shape,
 )
-from colossal_lite.schedule.plan_nodes import PlanNodes, subject_of
+from colossal_lite.schedule.plan_nodes import PlanNodes, work_of
 from colossal_lite.schedule.rank_walk import RankWalk
 
 
@@ -95,7 +95,7 @@ class Reading(PlanNodes):
                 self.fault("no such task", node)
             elif action.kind in COMPUTE_KINDS or action.kind in MESSAGES:
                 limits = (shape.stages, shape.micro_batches, shape.slices)
-                if any(i >= n for i, n in zip(subject_of(action)[1:], limits, strict=True)):
+                if any(i >= n for i, n in zip(work_of(action)[1:], limits, strict=True)):
                     self.fault("outside {} stages, {} micro-batches, {} slices".format(*limits), node)
             elif (
                 action.kind is ActionKind.UPDATE
@@ -114,9 +114,9 @@ class Reading(PlanNodes):
             if action.kind in COMPUTE_KINDS and self._home(action) != self.places[node][0]:
                 self.fault("the forward of this stage is not on this rank", node)
             for part in (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,):
-                if (part, *subject_of(action)) in self.where:
-                    self.fault("done twice", self.where[part, *subject_of(action)], node)
-                self.where[part, *subject_of(action)] = node
+                if (part, *work_of(action)) in self.where:
+                    self.fault("done twice", self.where[part, *work_of(action)], node)
+                self.where[part, *work_of(action)] = node
                 lane = (part, action.task, action.stage, self.places[node][0])
                 if part in COMPUTE_KINDS and lane in last and not _ascends(self.actions[last[lane]], action):
                     self.fault("out of order", last[lane], node)
@@ -141,7 +141,7 @@ class Reading(PlanNodes):
 
     def _after(self, node: int, kind: ActionKind) -> None:
         """`node` needs the `kind` of its own stage and micro-batch, earlier in its list."""
-        other = self.where.get((kind, *subject_of(self.actions[node])))
+        other = self.where.get((kind, *work_of(self.actions[node])))
         if other is not None and other < node and self.places[other][0] == self.places[node][0]:
             self.needs[node].append(other)
         else:
@@ -149,7 +149,7 @@ class Reading(PlanNodes):
 
     def _after_update(self, node: int) -> None:
         """An F waits for the UPDATEs of the micro-batch before; only they let a stage move to another rank."""
-        task, stage, i, _ = subject_of(self.actions[node])
+        task, stage, i, _ = work_of(self.actions[node])
         for update in self.updates[task, stage, i - 1]:
             self.needs[node].append(update)
             if update > node and self.places[update][0] == self.places[node][0]:
@@ -170,7 +170,7 @@ class Reading(PlanNodes):
                 self._after(node, ActionKind.F)
             else:
                 self._after_update(node)
-            task, stage, *rest = subject_of(action)
+            task, stage, *rest = work_of(action)
             source = self.where.get((made_by, task, stage + step, *rest))
             if source is None:
                 return
@@ -268,7 +268,7 @@ class Reading(PlanNodes):
 def _ascends(before: Action, after: Action) -> bool:
     """Micro-batches ascend; slices ascend in F and descend in what follows."""
     sign = 1 if after.kind is ActionKind.F else -1
-    (*_, i, k), (*_, j, m) = subject_of(before), subject_of(after)
+    (*_, i, k), (*_, j, m) = work_of(before), work_of(after)
     return (i, sign * k) < (j, sign * m)
 
 

@@ -4,7 +4,7 @@ Note
 ----
 The walks do what the runtime does with each action, with bytes in the place of tensors.  The output of a stage lives
 until its SEND has left and `IN_FLIGHT` more have.  Where the next stage is on this rank, it lives until that stage's
-backward is done.  A gradient from a stage of this rank lives until backward.  What comes from another rank lies in a
+backward is done.  A gradient from a stage of this rank lives until backward.  What arrives from another rank is in a
 slot.  So the forecast is the maximum over the plan's moments, not a bound on each part.
 """
 
@@ -65,7 +65,7 @@ def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, b
         kinds = (SENDS[send.kind],) if blocks else uses
         return next(at[kind, stage, i] for kind in kinds if (kind, stage, i) in at)
 
-    came: dict[int, tuple[int, int]] = {}  # by the place at which this rank reads: who sent it, and where
+    came: dict[int, tuple[int, int]] = {}  # position of this rank's read -> the sender, and its position
     for sender, actions in enumerate(plan):
         for place, action in enumerate(actions):
             if action.kind in SENDS and reader(action)[0] == rank:

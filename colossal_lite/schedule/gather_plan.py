@@ -31,7 +31,7 @@ from colossal_lite.schedule.interval_packing import LiveInterval, pack_intervals
 from colossal_lite.schedule.plan import Action, ActionKind, net
 
 FROM_NEAR = net("near")
-"""Resource of a gather from the parts that neighbours have kept."""
+"""Resource of a gather from the parts that neighbours store."""
 Needs = frozenset[int]
 """Chunks that must be gathered at the same time."""
 

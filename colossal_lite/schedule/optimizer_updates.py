@@ -199,7 +199,7 @@ def memory_of(
 
 
 def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) -> tuple[int, ...]:
-    """The chunks whose records rest on disk, in the order of their updates."""
+    """The chunks whose records are on disk, in the order of their updates."""
     if below is None:
         return ()
     return tuple(range(num_chunks) if on_disk is None else sorted(on_disk))
@@ -216,7 +216,7 @@ def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
 
 
 def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
-    """These chunks, counted from the last one."""
+    """The same chunks, counted from the last one."""
     return None if some is None else {num_chunks - 1 - chunk for chunk in some}
 
 

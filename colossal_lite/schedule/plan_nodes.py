@@ -32,7 +32,7 @@ class PlanNodes:
         self.problems.append((f"{named}: {text}" if named else text, tuple(self.places[n] for n in nodes)))
 
 
-def subject_of(action: Action) -> tuple[int, int, int, int]:
+def work_of(action: Action) -> tuple[int, int, int, int]:
     """Task, stage, micro-batch and slice of a compute action or a message."""
     assert action.stage is not None and action.micro_batch is not None
     return action.task, action.stage, action.micro_batch, action.slice or 0

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable
 
 from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, MOVES, Action, ActionKind, Chunk, Key, Memory
-from colossal_lite.schedule.plan_nodes import PlanNodes, subject_of
+from colossal_lite.schedule.plan_nodes import PlanNodes, work_of
 
 
 class TierCopies:
@@ -161,7 +161,7 @@ class RankWalk:
 
     def _compute(self, node: int, action: Action) -> None:
         assert action.stage is not None
-        stage, activations = (action.task, action.stage), subject_of(action)
+        stage, activations = (action.task, action.stage), work_of(action)
         self.begun.add(stage)
         for chunk in self.memory.uses.get(stage, ()):
             self.tiers.read(node, chunk, "device")
@@ -191,7 +191,7 @@ class RankWalk:
         elif action.micro_batch is None:
             self.table.fault("needs a chunk, or the micro-batch whose activations it moves", node)
         else:
-            self.tiers.move(node, subject_of(action), tier, to)
+            self.tiers.move(node, work_of(action), tier, to)
             self._count({"device": -1}.get(tier, 0) + {"device": 1}.get(to, 0))
 
     def _gather(self, node: int, action: Action) -> None:

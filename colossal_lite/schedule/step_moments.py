@@ -142,12 +142,13 @@ class SharedInterval(StrEnum):
     """A buffer that exists for a part of a step only, and shares its bytes with others."""
 
     WEIGHTS = "resting weights"
-    """That no update reads: from their update until the gradients of their chunk are complete for the last time."""
+    """Weights that no update reads: from their update until the gradients of their chunk are complete for the last
+    time."""
     GRADIENTS = "resting gradients"
-    """From their sum until the update, where a step has one micro-batch."""
+    """Gradients from their sum until the update, where a step has one micro-batch."""
     LAST_SUMS = "last sums"
-    """Gradients that else rest on the host, where a step has several: from the launch of the last one's sum, when those
-    before it set out to be added to, until the update."""
+    """Gradients that are on the host between micro-batches, where a step has several. From the launch of the last
+    one's sum, when the earlier sums are copied up to be added to, until the update."""
 
 
 def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:

@@ -42,7 +42,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     """
     reading = Reading(plan)
     cost = seconds or _unit_seconds
-    # A stage that costs nothing, of a table alone, would send at the moment of what it waits for, and tell no order.
+    # A stage of a table alone costs nothing. It would send when its input arrives, and give no order.
     least_s = 1e-6 * max((cost(a) for actions in plan for a in actions), default=0.0) or 1.0
 
     def positive_s(action: Action) -> float:
@@ -57,7 +57,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     ]
     sent_s = {hop: spans[reading.places[hop[0]][0], reading.actions[hop[0]]].end_s for hop in reading.hops}
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    # In the order of sending, the same on both sides: that keeps blocking messages from waiting in a ring.
+    # In the order of sending, the same on both sides: so blocking messages never wait in a ring.
     for source, user in sorted(sent_s, key=lambda hop: (sent_s[hop], hop)):
         (sender, place), (receiver, _), use = (
             reading.places[source],
