@@ -1,4 +1,4 @@
-"""A rank that hangs, dies or leaves the sequence of collectives is named by the others, with its phase and its line."""
+"""Tests the watchdog: a rank that hangs, dies or diverges is named by the others, with its phase and its line."""
 
 from __future__ import annotations
 

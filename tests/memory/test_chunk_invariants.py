@@ -1,5 +1,5 @@
-"""What chunks and tiers keep to whatever the model and the number of slots: every element has one owner, and no record
-is read but in its newest version."""
+"""Tests invariants of chunks and tiers for any model and number of slots: every element has one owner, and only the
+newest version of a record is read."""
 
 from __future__ import annotations
 

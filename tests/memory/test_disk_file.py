@@ -1,4 +1,4 @@
-"""A record comes back from the disk as it was written last, or an error names it: whatever the system calls do."""
+"""Tests the disk file under faulty system calls: a read returns the last write or names the record."""
 
 from __future__ import annotations
 

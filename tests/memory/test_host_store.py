@@ -1,4 +1,4 @@
-"""Records on the host: named, of exact size, with versions that siblings see, never read half, gone when dropped."""
+"""Tests records on the host: names, exact sizes, versions seen by other processes, no torn reads, freed on drop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store outlives the engines of its tasks: the next goes on bit for bit, and siblings read what has come to rest."""
+"""Tests a store that outlives the engines of its tasks: the next resumes bit for bit, readers see finished updates."""
 
 from __future__ import annotations
 
