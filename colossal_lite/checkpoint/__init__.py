@@ -1,4 +1,4 @@
 """Files, manifest, save and load on any mesh.
 
-May import: sharding, config, models, memory.  Read first: `checkpointer`.
+May import: sharding, config, models, distributed, memory.  Read first: `checkpointer`.
 """

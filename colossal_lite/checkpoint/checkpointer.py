@@ -55,10 +55,11 @@ from colossal_lite.checkpoint.manifest import (
     reads,
     writes,
 )
-from colossal_lite.checkpoint.rendezvous import Heartbeat, KeyValueStore, SaveRendezvous, _shared
+from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
-from colossal_lite.checkpoint.writer import _Save
+from colossal_lite.checkpoint.writer import SaveJob
 from colossal_lite.config.renamed import renamed
+from colossal_lite.distributed.key_value_store import KeyValueStore
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
@@ -158,7 +159,7 @@ class Checkpointer:
         needed = sum(
             part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
         )
-        work = _Save(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
+        work = SaveJob(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
         self._last = Saving(
             work.run, pulse, in_thread=asynchronous, rank=self._rank, timeout_s=self._timeout_s
         )
@@ -257,7 +258,7 @@ class Checkpointer:
         faults: list[str] = []
         manifest = None
         try:
-            manifest = _shared(lambda: read_manifest(path), path, meeting)
+            manifest = shared(lambda: read_manifest(path), path, meeting)
             if zlib.crc32(encode(manifest)) != crc32:
                 faults = [
                     f"rank {self._rank} sees another manifest than rank 0: all ranks must share one directory"

@@ -1,4 +1,4 @@
-"""Part of what was checkpoint."""
+"""Exchanges words between the ranks of one save or load, and reports which ranks are late."""
 
 from __future__ import annotations
 
@@ -7,43 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.distributed.key_value_store import KeyValueStore
 
 SHARED_S = 10.0
 """how long a network file system may take to show one rank's directory to another"""
-
-
-class KeyValueStore(Protocol):
-    """What ranks agree through: torch's stores have it."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
-
-
-class LocalStore:
-    """A store for one process."""
-
-    def __init__(self) -> None:
-        self._words: dict[str, str] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        self._words[key] = value
-
-    def get(self, key: str, /) -> bytes:
-        return self._words[key].encode()
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self._words for key in keys)
-
-    def delete_key(self, key: str, /) -> bool:
-        return self._words.pop(key, None) is not None
-
-
-# --------------------------------------------------------------------------------------------- between ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +77,7 @@ class Heartbeat:
         self.what, self.since_s = what, time.monotonic()
 
 
-def _shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
+def shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
     """What `read` returns, once a network file system shows `path` to this rank too."""
     end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
     while not path.exists():

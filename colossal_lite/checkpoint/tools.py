@@ -16,8 +16,8 @@ import torch
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
 from colossal_lite.checkpoint.manifest import CheckpointError, Manifest
-from colossal_lite.checkpoint.rendezvous import LocalStore
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
+from colossal_lite.distributed.key_value_store import LocalStore
 from colossal_lite.models.gpt import GPTConfig
 from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, read_hf, to_hf, write_hf
 from colossal_lite.sharding.mesh_layout import MeshLayout

@@ -25,7 +25,7 @@ from colossal_lite.checkpoint.manifest import (
     decode,
     encode,
 )
-from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, _shared
+from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -36,7 +36,7 @@ _HIDDEN = ".tmp-"
 
 
 @dataclass(frozen=True)
-class _Save:
+class SaveJob:
     """One save on one rank, from first to last word."""
 
     meeting: SaveRendezvous
@@ -104,7 +104,7 @@ class _Save:
         found: dict[str, list[dict[str, Any]]] = {}
         at = path
         try:
-            _shared(lambda: None, path, self.meeting)
+            shared(lambda: None, path, self.meeting)
             for file, rows in self.plan.items():
                 at = path / file
                 for write, crc32 in zip(rows, self._write_one(at, rows), strict=True):

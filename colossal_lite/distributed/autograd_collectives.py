@@ -1,18 +1,19 @@
-"""Communication under autograd: pairs of functions, each one's backward the other's forward.
+"""Communicates under autograd, in pairs of functions: each one's backward is the other's forward.
 
-Note: conjugates.
-A collective is a linear map from what all ranks hold to what all ranks hold, so its gradient is its adjoint:
+Note: adjoints.
+A collective is a linear map from the tensors of all ranks to the tensors of all ranks.  Its gradient is its adjoint:
 
     copy        identity            <->  all_reduce     sum over the axis
-    gather      all-gather          <->  reduce_scatter sum, then keep one's part
-    split       keep one's part     <->  join           all-gather of parts that are equal work (see below)
+    gather      all-gather          <->  reduce_scatter sum, then one's own part
+    split       one's own part      <->  join           all-gather of parts that are equal work (see below)
     tokens_to_heads  all-to-all     <->  heads_to_tokens  all-to-all back
     shift       ring step by +d     <->  shift          ring step by -d
     broadcast   from one coordinate <->  reduce         to that coordinate
 
-Two conventions for a gradient of a tensor that every rank holds: after `copy` each rank has a *term* of it (they are
-summed), after `split`/`join` each rank has *all* of it.  `gather` takes terms in its backward, `join` takes the whole.
-Inputs are never changed.  Payload of each is counted under its own name on the axis, forward and backward alike.
+Two conventions exist for the gradient of a tensor that every rank has.  After `copy` each rank has a *term* of it, and
+terms are summed.  After `split` and `join` each rank has *all* of it.  `gather` takes terms in its backward, `join`
+takes all of it.  Inputs are never changed.  Payload of each is counted under its own name on the axis, in forward and
+in backward.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ def gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' x. Raises ValueError if `dim` does not divide."""
+    """This rank's part along `dim` of the sum of all ranks' x. Raises ValueError if the size does not divide."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_ReduceScatter, x, comm, dim)
 
 
 def split(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """This rank's part of an x that all ranks hold alike; the gradients of the parts are joined for each."""
+    """This rank's part of an x that is equal on all ranks; the gradients of the parts are joined for each."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_Split, x, comm, dim)
 
 
 def join(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """All ranks' x concatenated along `dim`, which all then use alike: each keeps its part of the gradient."""
+    """All ranks' x concatenated along `dim`, for equal use on all; each takes its own part of the gradient."""
     return x if comm.size == 1 else _apply(_Join, x, comm, dim)
 
 
@@ -73,23 +74,23 @@ def tokens_to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tens
 
 
 def heads_to_tokens(x: Tensor, comm: Communicator) -> Tensor:
-    """The way back: this rank's heads [B, n t, H, K] of all tokens to all heads [B, t, n H, K] of its tokens."""
+    """The inverse: this rank's heads [B, n t, H, K] of all tokens to all heads [B, t, n H, K] of its tokens."""
     _check_divides(x, comm, 1)
     return x if comm.size == 1 else _apply(_ToTokens, x, comm)
 
 
 def shift(x: Tensor, comm: Communicator, distance: int = 1) -> Tensor:
-    """x of the coordinate `distance` behind on the ring."""
+    """The x of the coordinate `distance` behind on the ring."""
     return x if comm.size == 1 else _apply(_Shift, x, comm, distance)
 
 
 def broadcast(x: Tensor, comm: Communicator, source: int) -> Tensor:
-    """x of coordinate `source`; that rank gets the sum of the gradients, the others none."""
+    """The x of coordinate `source`; that rank gets the sum of the gradients, the others none."""
     return x if comm.size == 1 else _apply(_Broadcast, x, comm, source)
 
 
 def reduce(x: Tensor, comm: Communicator, target: int) -> Tensor:
-    """The sum of all ranks' x on coordinate `target`, zeros elsewhere; its gradient goes back to all."""
+    """The sum of all ranks' x on coordinate `target`, zeros elsewhere; its gradient goes to all."""
     return x if comm.size == 1 else _apply(_Reduce, x, comm, target)
 
 
@@ -98,7 +99,7 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return out
 
 
-# ---- plain forms, on tensors without a graph ----
+# ---- plain functions, on tensors without a graph ----
 
 
 def _sum(x: Tensor, comm: Communicator) -> Tensor:
@@ -118,7 +119,7 @@ def _part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def _to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """The wire has tokens before samples, so that what comes is whole sequences as it lies, without a copy."""
+    """Messages have tokens before samples, so received sequences are contiguous without a copy."""
     n, (batch, tokens, _, width) = comm.size, tensors[0].shape
     heads = [x.shape[2] // n for x in tensors]
     wire = tensors[0].new_empty(n, tokens, batch, sum(heads), width)

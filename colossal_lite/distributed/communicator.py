@@ -1,22 +1,20 @@
-"""The only file that moves tensors between ranks: collectives on one axis, counted.
+"""Moves tensors between ranks, the only file that does: collectives on one axis, counted.
 
 Note: the communicator.
-An `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
-that
-- the **ledger** sees all: it counts calls and *logical payload* bytes per (operation, axis), as a paper would: the
-  full tensor handed to the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the
-  unreduced input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A
-  group of one rank makes no call and counts nothing.
-- a **recording** communicator has the same methods and no peers: it counts and returns at once, so that a rank of any
-  world can be run on meta tensors in one process.  A `PendingCollective` of it holds what that of an exchange holds,
-  what the pieces of the others land in among it, so that a meter sees a real step's bytes;
-- whoever waits has a timeout (the group's), and the error says for whom: axis, ranks, operation, shape.
+A `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
+- the **ledger** counts all calls and *logical payload* bytes per (operation, axis), as a paper would.  Payload is the
+  full tensor of the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the unreduced
+  input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A group of
+  one rank makes no call and counts nothing;
+- a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any
+  world runs on meta tensors in one process.  Its `PendingCollective` holds the tensors that a real exchange holds,
+  also those that receive the parts of others, so a meter sees a real step's bytes;
+- every wait has the group's timeout, and its error names axis, ranks, operation and shape.
 
-Asynchronous methods return a `PendingCollective`; its `wait()` must be called, on every rank in the same order.  Sums
-are plain sums; no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
-(half the bytes and a third of the time of gloo's own at 64 MB, two ranks); a reduce-scatter then adds in rank order,
-so its bits do not depend on timing.  The names of torch's collectives changed between 2.11 and 2.13; that is hidden
-here.
+Asynchronous methods return a `PendingCollective`.  Its `wait()` must be called, on every rank in the same order.  Sums
+are plain sums: no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
+(half the bytes and a third of the time of gloo's own at 64 MB, two ranks).  Such a reduce-scatter adds in rank order,
+so its bits do not depend on timing.  torch renamed collectives between 2.11 and 2.13.  That is hidden here.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _native_reduce_scatter: Callable[..., Any] = (
 
 
 class CommError(RuntimeError):
-    """A collective failed or timed out: names the rank, the operation, the axis and whom it waited for."""
+    """A collective failed or timed out: names the rank, the operation, the axis and the ranks waited for."""
 
 
 class PendingCollective:
@@ -84,7 +82,7 @@ class PendingCollective:
             except RuntimeError as error:
                 raise self._comm.failure(self._what, error, self._call, self._peer) from error
             self._finish()
-            self._works, self._finish, self._holds = (), nothing, ()  # what they hold may go
+            self._works, self._finish, self._holds = (), nothing, ()  # free what they hold
             self._done = True
             self._comm.ledger.waited_s += time.perf_counter() - start
         return self._result
@@ -93,10 +91,10 @@ class PendingCollective:
 class Communicator:
     """This rank's end of the group along one axis (or a product of axes).
 
-    `host` carries tensors of the CPU between ranks of one host, `group` all else.  Without both no peers are reached:
-    either the group has one rank, or `recording` is set and the collectives of a larger group are only counted
-    (`shares_memory`: as between ranks of one host).  `explain` is asked, when a collective fails, who stopped and why.
-    `made`: the group's, which other axes with the same ranks may share.
+    `host` sends tensors of the CPU between ranks of one host, `group` all others. Without both no peers are reached.
+    Then the group has one rank, or `recording` is set and the collectives of a larger group are only counted
+    (`shares_memory`: as between ranks of one host). `explain` is called when a collective fails, and says who stopped
+    and why. `made`: the fingerprint of the group, which other axes with the same ranks may share.
     """
 
     def __init__(
@@ -131,10 +129,10 @@ class Communicator:
         kind = ", recording" if self._recording else ""
         return f"Communicator({self.axis}, ranks {list(self.ranks)}, coord {self.coord}{kind})"
 
-    # ---- collectives; each returns its result tensor, or a Pending when asynchronous ----
+    # ---- collectives; each returns its result tensor, or a PendingCollective when asynchronous ----
 
     def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> PendingCollective:
-        """Reduce `tensor` over the axis, in place. Payload: the buffer."""
+        """Sum `tensor` over the axis, in place. Payload: the buffer."""
         return self._run(
             "all_reduce", tensor, tensor, lambda tag: self._wire(tensor).all_reduce(tensor, op, tag),
             posted=(tensor,), about="" if op == "sum" else op,
@@ -148,7 +146,8 @@ class Communicator:
     ) -> PendingCollective:
         """Concatenate equal shards along `dim` in coordinate order. Payload: the gathered output.
 
-        `shard` is [n, ...], the result [size * n, ...]; `out`, of dim 0 only, may hold `shard` in its own place.
+        `shard` is [n, ...], the result [size * n, ...]. `out`, of dim 0 only, may contain `shard` at its own
+        position.
         """
         dim %= shard.dim()
         if out is None:
@@ -172,11 +171,11 @@ class Communicator:
         self, full: Tensor, out: Tensor | None = None, *, dim: int = 0, ordered: bool = False,
         scratch: Tensor | None = None,
     ) -> PendingCollective:  # fmt: skip
-        """Sum over the axis; this rank keeps its 1/size of `dim`. Payload: the unreduced input.
+        """Sum over the axis; this rank gets its 1/size of `dim`. Payload: the unreduced input.
 
-        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n, ...].
-        `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be overwritten.
-        `out`, `ordered` and `scratch` are for dim 0.
+        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n,
+        ...]. `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be
+        overwritten. `out`, `ordered` and `scratch` are for dim 0.
         """
         dim %= full.dim()
         assert full.shape[dim] % self.size == 0 and (dim or full.is_contiguous())
@@ -191,7 +190,7 @@ class Communicator:
         def landed() -> Sequence[Tensor]:
             if scratch is not None:
                 return (full, scratch)
-            copies = 1 if own.is_contiguous() else 2  # of what comes, and of what leaves
+            copies = 1 if own.is_contiguous() else 2  # of received pieces, and of sent ones
             return (full, full.new_empty((copies * (self.size - 1), *own.shape)))
 
         return self._run(
@@ -201,7 +200,7 @@ class Communicator:
         )  # fmt: skip
 
     def scratch_numel(self, numel: int, *, ordered: bool, native: bool) -> int:
-        """Elements that a reduce-scatter of `numel` needs beside its input: what the others send."""
+        """Elements that a reduce-scatter of `numel` needs beside its input: the parts of the others."""
         if self.size == 1 or (native and not ordered) or (self._shares_memory and not native):
             return 0
         return numel if native else numel - numel // self.size
@@ -217,7 +216,7 @@ class Communicator:
         ).wait()  # fmt: skip
 
     def reduce(self, tensor: Tensor, target: int) -> Tensor:
-        """Sum into coordinate `target`, in place; elsewhere the buffer holds nothing of use. Payload: the buffer."""
+        """Sum into coordinate `target`, in place; elsewhere the buffer is undefined. Payload: the buffer."""
         return self._run(
             "reduce", tensor, tensor, lambda tag: self._wire(tensor).reduce(tensor, target, tag),
             posted=(tensor,) if self.coord != target else (),
@@ -234,7 +233,7 @@ class Communicator:
         ).wait()  # fmt: skip
 
     def send_async(self, tensor: Tensor, to: int, about: str = "") -> PendingCollective:
-        """Send to coordinate `to`. Payload: the buffer, counted by the sender only. `about`: told if it fails."""
+        """Send to coordinate `to`. Payload: the buffer, counted by the sender only. `about`: shown if it fails."""
         assert to != self.coord and tensor.is_contiguous()
         return self._run(
             "send", tensor, tensor, lambda _: self._wire(tensor).send(tensor, to, _message(tensor)),
@@ -250,7 +249,7 @@ class Communicator:
         )  # fmt: skip
 
     def exchange_sum(self, tensor: Tensor, coords: Sequence[int], about: str = "") -> Tensor:
-        """The sum of what some coordinates hold, this one among them, in place and in their order: the same bits on
+        """Sum the tensors of some coordinates, this one among them, in place and in their order: the same bits on
         each. Payload: the buffer, once for each of the others."""
         assert self.coord in coords and tensor.is_contiguous()
         others = [coord for coord in coords if coord != self.coord]
@@ -266,7 +265,7 @@ class Communicator:
         return tensor.copy_(total)
 
     def shift_async(self, tensor: Tensor, distance: int = 1) -> PendingCollective:
-        """Pass `tensor` to the coordinate `distance` further on the ring; the result came from as far behind."""
+        """Send `tensor` to the coordinate `distance` further on the ring; the result is from as far behind."""
         assert tensor.is_contiguous()
         to, source = (self.coord + distance) % self.size, (self.coord - distance) % self.size
         if to == self.coord:
@@ -281,7 +280,7 @@ class Communicator:
         return self.shift_async(tensor, distance).wait()
 
     def barrier(self) -> None:
-        """Return when every rank of the axis has come here. Not counted: it carries no payload."""
+        """Wait until every rank of the axis calls it. Not counted: it has no payload."""
         if self.size > 1 and not self._recording:
             token = torch.zeros(1)
             self._run(
@@ -300,10 +299,10 @@ class Communicator:
         rows = self.all_gather(padded).view(self.size, -1)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
-    # ---- how they run ----
+    # ---- transport ----
 
     def failure(self, what: str, error: BaseException, call: int = 0, peer: int | None = None) -> CommError:
-        """The error of a collective that did not come to its end, naming who waited for whom (`peer`: for one)."""
+        """The error of a collective that did not end, naming who waited for whom (`peer`: for one)."""
         waited = self.ranks if peer is None else (self.rank, self.ranks[peer])
         peers = ", ".join(str(r) for r in waited if r != self.rank)
         text = (
@@ -330,8 +329,8 @@ class Communicator:
         peer: int | None = None,
         about: str = "",
     ) -> PendingCollective:
-        """Count, begin. A recording: where ranks share memory, `posted` is laid there and `kept` held to the end;
-        elsewhere what the others send has `landed`, with all that is held to the end."""
+        """Count and start. On a recording communicator that shares memory, `posted` is in shared memory and `kept` is
+        held to the end. Elsewhere `landed` are the parts of others, and all is held to the end."""
         tag = f"{what or counted} of {_kind(payload)}"
         description = tag + (f" ({about})" if about else "")
         if self.size == 1:
@@ -356,7 +355,7 @@ class Communicator:
         return PendingCollective(self, description, result, works, finish, self._calls, peer)
 
     def _wire(self, tensor: Tensor) -> SharedMemoryTransport | TorchTransport:
-        """What carries this tensor."""
+        """The transport of this tensor."""
         if self._host is not None and tensor.device.type == "cpu":
             return self._host
         assert self._torch is not None
@@ -364,7 +363,8 @@ class Communicator:
 
 
 def everyones(words: bytes, world_size: int) -> list[bytes]:
-    """What each rank of torch's default group says, equally long, before there is a mesh. Collective, not counted."""
+    """Gather equally long bytes of each rank of torch's default group, before there is a mesh. Collective, not
+    counted."""
     own = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     rows = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(rows, own)
@@ -381,7 +381,7 @@ class TorchTransport:
         return [dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)], nothing
 
     def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
-        """Along `dim` > 0 pieces land one after the other, and are copied to their places: the own one
+        """Along `dim` > 0, pieces are received one after the other and copied to their positions: the own one
         meanwhile."""
         places = cut(whole, self._size, dim, shard.shape)
         shard, own = shard.contiguous(), places[self._coord]
@@ -407,7 +407,7 @@ class TorchTransport:
     def reduce_scatter(
         self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
     ) -> Started:
-        """On gloo always in rank order. Only the pieces that leave are copied, if they lie apart."""
+        """On gloo always in rank order. Only pieces to send are copied, if they are not contiguous."""
         parts = cut(full, self._size, dim, target.shape)
         own, native = parts[self._coord], full.is_cuda
         if native and not ordered:
@@ -461,7 +461,7 @@ class TorchTransport:
         return [*sent, *came], nothing
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
-        """Send piece j to coordinate j and receive one from each; the own piece stays where it is."""
+        """Send piece j to coordinate j and receive one from each; the own piece is not moved."""
         others = [(self._coord + step) % self._size for step in range(1, self._size)]
         receives = [dist.irecv(incoming[j], src=self._ranks[j], group=self._group) for j in reversed(others)]
         sends = [dist.isend(outgoing[j], dst=self._ranks[j], group=self._group) for j in others]
@@ -469,7 +469,7 @@ class TorchTransport:
 
 
 def _keep(*tensors: Tensor) -> Callable[[], None]:
-    """Nothing to do at the end, but these must live until then."""
+    """Do nothing at the end: these tensors must live until then."""
     held = list(tensors)
     return held.clear
 
@@ -479,7 +479,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _message(tensor: Tensor) -> str:
-    """What the two ends of a message call it."""
+    """The name of a message at its two ends."""
     return f"a message of {_kind(tensor)}"
 
 

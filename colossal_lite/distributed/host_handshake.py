@@ -1,4 +1,10 @@
-"""Part of what was exchange."""
+"""Connects the ranks of one host: each maps the send buffers of the others and opens a socket to each of them.
+
+Note: the handshake.
+Every rank listens on a socket without a file and publishes a card: its host and a token.  `join` connects each pair of
+ranks whose cards show one host, and passes the descriptors of their send buffers.  A process of another user, or
+without this world's token, is refused.  Linux only: elsewhere `why_not` gives the reason, and no memory is shared.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer, mapped
-from colossal_lite.distributed.shared_memory import MESSAGE_BYTES, TOKEN_BYTES, Exchange, _Neighbour
-
-# ------------------------------------------------------------------------------------------------- how ranks meet
+from colossal_lite.distributed.shared_memory import MESSAGE_BYTES, TOKEN_BYTES, Exchange, Neighbour
 
 
 @dataclass(frozen=True)
 class HostHandshake:
-    """Before ranks know each other: this one listens. `card` is what the others need, `join` is told theirs."""
+    """One rank's side of the handshake: `card` is what the others need, `join` takes their cards."""
 
     rank: int
     card: bytes
-    """Of one length on every rank: who can share memory with this one, then its token."""
+    """Of one length on every rank: the host, user and network namespace as a hash, then the rank's token."""
     _listener: socket.socket | None
     _token: bytes
 
@@ -41,9 +45,9 @@ class HostHandshake:
         return cls(rank, _host() + token, listener, token)
 
     def join(self, cards: Sequence[bytes], timeout_s: float) -> Exchange | None:
-        """Meet the ranks whose cards show this host. Collective; every rank must listen before the first joins.
+        """Connect to the ranks whose cards show this host. Collective; every rank must listen before the first joins.
 
-        None where there is nobody to meet. Raises ExchangeError if one does not come within `timeout_s`.
+        None where there are no such ranks. Raises ExchangeError if one does not connect within `timeout_s`.
         """
         here = host_of(self.card)
         mates = [other for other, card in enumerate(cards) if host_of(card) == here and other != self.rank]
@@ -69,9 +73,9 @@ class HostHandshake:
         if self._listener is not None:
             self._listener.close()
 
-    def _receive(self, wanted: set[int], send_buffer: SendBuffer, timeout_s: float) -> list[_Neighbour]:
+    def _receive(self, wanted: set[int], send_buffer: SendBuffer, timeout_s: float) -> list[Neighbour]:
         assert self._listener is not None
-        end, found = time.monotonic() + timeout_s, list[_Neighbour]()
+        end, found = time.monotonic() + timeout_s, list[Neighbour]()
         while wanted:
             try:
                 self._listener.settimeout(max(0.001, end - time.monotonic()))
@@ -83,7 +87,7 @@ class HostHandshake:
                 ) from error
             link.settimeout(max(0.001, end - time.monotonic()))
             rank, descriptor = self._heard(link)
-            if rank not in wanted:  # a stranger
+            if rank not in wanted:  # of another user, or without the token
                 link.close()
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -94,7 +98,7 @@ class HostHandshake:
         return found
 
     def _heard(self, link: socket.socket) -> tuple[int, int]:
-        """The rank that has come, and its send buffer; -1 for who is not of this user or does not know the token."""
+        """The rank that connects and the descriptor of its send buffer; -1 for another user or a wrong token."""
         _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid():
             return -1, -1
@@ -110,7 +114,7 @@ class HostHandshake:
 
 
 def why_not() -> str | None:
-    """Why this process can share memory with no other; None: it can."""
+    """Why this process can share memory with no other; None if it can."""
     if sys.platform != "linux":
         return f"shared memory without a name is Linux's, this is {sys.platform}"
     try:
@@ -126,7 +130,7 @@ def host_of(card: bytes) -> bytes:
     return card[:-TOKEN_BYTES]
 
 
-def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout_s: float) -> _Neighbour:
+def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout_s: float) -> Neighbour:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(timeout_s)
     try:
@@ -142,20 +146,20 @@ def _enter(rank: int, send_buffer: SendBuffer, other: int, token: bytes, timeout
     return _neighbour(other, link, descriptors[0], send_buffer.capacity_bytes)
 
 
-def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> _Neighbour:
+def _neighbour(rank: int, link: socket.socket, descriptor: int, capacity_bytes: int) -> Neighbour:
     memory = mapped(descriptor, capacity_bytes)
     os.close(descriptor)
     link.setblocking(False)
-    return _Neighbour(rank, link, memory)
+    return Neighbour(rank, link, memory)
 
 
 def _address(token: bytes) -> bytes:
-    """Of no file: it ends with the socket."""
+    """An address without a file: it ends with the socket."""
     return b"\0colossal_lite/" + token.hex().encode()
 
 
 def _host() -> bytes:
-    """Equal for processes that can meet: one kernel since its start, one network namespace, one user."""
+    """Equal for processes that can share memory: one kernel boot, one network namespace, one user."""
     words = (
         Path("/proc/sys/kernel/random/boot_id").read_text(),
         str(os.stat("/proc/self/ns/net").st_ino),

@@ -1,4 +1,4 @@
-"""Part of what was comm."""
+"""Counts calls, payload bytes and waits of one rank's collectives, by operation and axis."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class LedgerRow:
 
 @dataclass
 class Ledger:
-    """What one rank handed to its communicators since the last `clear`, and how long it waited for them."""
+    """Counts the collectives of one rank since the last `clear`, and how long it waited for them."""
 
     waited_s: float = 0.0
     shared_bytes: int = 0
-    """Of a recording: the most that two exchanges, one after the other, laid in shared memory."""
+    """On a recording communicator: the most bytes that two exchanges in a row have in shared memory."""
     _last_shared_bytes: int = 0
     _counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing: reads of whole tensors are not part of a step."""
+        """Count nothing meanwhile: reads of full tensors are not part of a step."""
         kept, waited = dict(self._counts), self.waited_s
         yield
         self._counts, self.waited_s = kept, waited
@@ -39,7 +39,7 @@ class Ledger:
         self._counts[operation, axis] = (before + calls, total + payload_bytes)
 
     def share(self, posted_bytes: int) -> None:
-        """So many bytes are laid in shared memory. When the next are, the peers have come to read these."""
+        """Count bytes posted in shared memory. The peers have read them when the next are posted."""
         self.shared_bytes = max(self.shared_bytes, self._last_shared_bytes + posted_bytes)
         self._last_shared_bytes = posted_bytes
 

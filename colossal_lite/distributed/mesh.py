@@ -1,11 +1,11 @@
-"""The mesh of one rank: its layout, its coordinates, and a communicator for each axis.
+"""Builds the mesh of one rank: its layout, its coordinates, and a communicator for each axis.
 
 Note: groups.
-Ranks of one host reach each other through shared memory (`exchange.py`), all others through torch's groups.  Which of
-both a group has follows from where its ranks are, so every rank knows it of every group.
-All groups are made at once, in the layout's order, by every rank: no communicator is born inside a step, so none can
-be born in a different order on two ranks.  Sets of axes with the same ranks share a group.  A group of one rank has
-no process group.  `axis("data")` and `axis("data", "sequence")` look up; they never create.
+Ranks of one host exchange through shared memory (distributed/shared_memory.py), all others through torch's groups.
+The positions of a group's ranks decide which, so every rank knows it of every group.
+Every rank makes all groups at once, in the layout's order.  No group is made inside a step, so none is made in a
+different order on two ranks.  Sets of axes with the same ranks share a group.  A group of one rank has no process
+group.  `axis("data")` and `axis("data", "sequence")` look up; they never create.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from colossal_lite.sharding.mesh_layout import AXES, MeshLayout
 
 
 class Mesh:
-    """What every layer receives: `mesh.axis(name)` to talk, `mesh.coord(name)` and `mesh.size(name)` to know."""
+    """One rank's mesh: `mesh.axis(name)` to communicate, `mesh.coord(name)` and `mesh.size(name)` for its
+    position."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Mesh:
         self._recording, self._timeout_s, self._explain = recording, timeout_s, explain
         self._watch = watch
         self.progress = watch.progress if watch else Progress()
-        """What this rank is doing: whoever is asked why others wait for it says so."""
+        """What this rank is doing, for the errors of ranks that wait for it."""
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
 
@@ -59,7 +60,7 @@ class Mesh:
 
     @classmethod
     def recording(cls, layout: MeshLayout, rank: int = 0, *, one_host: bool = False) -> Mesh:
-        """Rank `rank` of a world that need not exist: collectives are counted in the ledger and return at once.
+        """Rank `rank` of a world that need not exist. Its collectives are counted in the ledger and return at once.
 
         `one_host`: as if all its ranks shared memory.
         """
@@ -140,12 +141,12 @@ class Mesh:
 
     @property
     def shared_bytes(self) -> int:
-        """The most that this rank has laid in shared memory for others to read; 0 where no memory is shared."""
+        """Most bytes that this rank had in shared memory at once; 0 where no memory is shared."""
         return self._exchange.send_buffer.peak_bytes if self._exchange else 0
 
     @property
     def posted_bytes(self) -> int:
-        """What this rank has laid in shared memory since the launch, each piece once for all its readers."""
+        """Bytes that this rank has posted in shared memory since the launch, each piece once for all its readers."""
         return self._exchange.send_buffer.posted_bytes if self._exchange else 0
 
     @property
@@ -154,8 +155,8 @@ class Mesh:
 
     @property
     def collectives_differ(self) -> int:
-        """This rank's term of a sum over the world that is zero where the ranks of each group have made the same
-        collectives: what the first has made it counts for each of the others, who take away their own."""
+        """This rank's term of a sum over the world. The sum is zero where the ranks of each group have made the same
+        collectives: the first counts its own for each of the others, and these subtract theirs."""
         terms = [
             made.mark * (self.size(*names) - 1 if self.coord(*names) == 0 else -1)
             for names, made in self._made.items()
@@ -164,7 +165,8 @@ class Mesh:
         return sum(terms)
 
     def check_together(self, apart: float) -> None:
-        """Raise CommError where the sum of `apart` over the world is not zero, which every rank knows. Collective."""
+        """Raise CommError where the sum of `collectives_differ` over the world is not zero. Collective, on all
+        ranks."""
         if not apart:
             return
         own = [
@@ -183,7 +185,7 @@ class Mesh:
         )
 
     def destroy(self) -> None:
-        """Give back what this mesh made; its groups may have ended with the default one. Call once, on every rank."""
+        """Destroy the groups of this mesh; they may have ended with the default one. Call once, on every rank."""
         if self._exchange:
             self._exchange.close()
             self._exchange = None
@@ -197,7 +199,7 @@ class Mesh:
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[Exchange | None, tuple[int, ...]]:
-    """This rank's exchange with those of its host, and of each rank the first of its host. Collective."""
+    """This rank's exchange with the ranks of its host, and for each rank the first of its host. Collective."""
     meeting = HostHandshake.call(rank)
     try:
         known = everyones(meeting.card, world_size)

@@ -1,4 +1,7 @@
-"""Part of what was exchange."""
+"""Allocates shared memory without a file, and lends parts of it to the ranks that read them.
+
+Note: addresses for all of the host's memory are reserved at once.  A page is taken when it is first written.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,33 @@ import mmap
 import os
 
 ALIGN_BYTES = 64
-"""Places begin on a line of the cache, which also suits every dtype."""
+"""Alignment of parts: a cache line, which suits every dtype."""
 
 
 class ExchangeError(RuntimeError):
-    """A neighbour has ended, does not come, or made another operation."""
+    """A neighbour has ended, does not answer, or runs another operation."""
 
 
 class SendBuffer:
-    """This rank's shared memory: places of it are lent to readers, the lowest that is free first."""
+    """This rank's shared memory. It lends parts to readers, the lowest free one first."""
 
     def __init__(self) -> None:
         self.capacity_bytes = physical_bytes()
         self.descriptor, self.memory = shared_memory("send buffer", self.capacity_bytes)
         self.posted_bytes = 0
-        """What was ever laid here."""
+        """Bytes of all messages so far."""
         self.peak_bytes = 0
-        """The end of the highest place that was ever lent: what the send buffer takes of the host's memory."""
+        """The end of the highest part lent so far: the host memory that the send buffer takes."""
         self._lent: list[tuple[int, int]] = []
         self._readers: dict[int, int] = {}
 
     @property
     def lent(self) -> int:
-        """Places that have readers."""
+        """Number of parts that have readers."""
         return len(self._lent)
 
     def lend(self, size_bytes: int, readers: int) -> int:
-        """The offset of a free place of `size_bytes`, lent until `readers` have given it back."""
+        """The offset of a free part of `size_bytes`, lent until `readers` have given it back."""
         size_bytes = -(-max(size_bytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
         offset, index = 0, len(self._lent)
         for position, (start, end) in enumerate(self._lent):
@@ -48,7 +51,7 @@ class SendBuffer:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """One reader is done with the place at `offset`."""
+        """Count one reader as done with the part at `offset`."""
         self._readers[offset] -= 1
         if not self._readers[offset]:
             del self._readers[offset]
@@ -56,13 +59,13 @@ class SendBuffer:
 
 
 def physical_bytes() -> int:
-    """Of the host's memory."""
+    """Bytes of the host's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_memory(name: str, size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A descriptor of memory without a name in any directory, and its mapping here; it takes no page that is not
-    written. Raises OSError."""
+    """Make shared memory without a file: its descriptor, and its mapping. Pages are taken when first written. Raises
+    OSError."""
     descriptor = os.memfd_create(f"colossal_lite {name}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -73,7 +76,7 @@ def shared_memory(name: str, size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """The memory of a descriptor, which this process maps until the last tensor in it has gone. Raises OSError."""
+    """Map the memory of a descriptor until its last tensor is freed. Raises OSError."""
     memory = mmap.mmap(descriptor, size_bytes)
     memory.madvise(mmap.MADV_DONTFORK)  # a loader's workers need none of it
     return memory

@@ -1,24 +1,21 @@
-"""Ranks of one host hand tensors to each other through shared memory: one copy in, one copy (or sum) out.
+"""Exchanges tensors between ranks of one host through shared memory: one copy in, one copy (or sum) out.
 
 Note: the exchange.
-Each rank has a **send buffer**, anonymous shared memory that every rank of its host has mapped, and one socket to
-each of them.  Who sends copies a tensor into a free place of its send buffer and tells each reader where it lies; who
-receives waits
-for those words, reads the place where it lies (a sum adds straight from it) and says that it is done; then the place is
-free again.  A post does not wait for its readers (only where hundreds of packets lie unread does it wait for room, and
-goes on reading meanwhile), so any order of posts and reads that ends on paper ends here.
-- **Order**: messages from one rank to another are numbered on each `MessageChannel`; the n-th that is expected is the
-n-th that
-  was posted, whatever else travels.  Every message carries a tag (operation, shape, dtype): ranks that have left the
-  common sequence of operations are told at once, not after a timeout.
-- **Sums** are made in rank order by whoever needs them, so their bits depend neither on timing nor on sizes.
-- **Faults**: a rank that ends closes its sockets, and whoever waits for it hears so; a rank that stalls is waited for
-  no longer than the timeout.  What was posted before a rank ended can still be read.
-- **Cost**: the send buffer grows to the most bytes that were posted and not yet read, and no further; a message is
-two short
-  packets (the place; that it has been read).  No thread, no spinning.
+Each rank has a **send buffer**: anonymous shared memory that every rank of its host has mapped.  It has one socket to
+each of them.  A sender copies a tensor into a free part of its send buffer and sends its offset to each reader.  A
+reader waits for that packet, reads the tensor where it lies (a sum adds straight from it), and answers that it is
+done.  Then the part is free again.  A send does not wait for its readers.  Where hundreds of packets are unread it
+waits for room, and receives meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
+- **Order**: messages from one rank to another are numbered on each `MessageChannel`.  The n-th message expected is the
+  n-th posted, whatever else is on the socket.  Every message has a tag (operation, shape, dtype).  Ranks that have
+  left the common sequence of operations get an error at once, not after a timeout.
+- **Sums** are made in rank order by the rank that needs them.  Their bits depend neither on timing nor on sizes.
+- **Faults**: a rank that ends closes its sockets, and ranks that wait for it get an error.  A rank that stalls is
+  waited for until the timeout.  Messages that a rank posted before it ended can still be read.
+- **Cost**: the send buffer grows to the most bytes that were posted and not yet read, and no further.  A message is two
+  short packets: the offset, and that it has been read.  No thread, no spinning.
 Addresses are reserved for all of the host's memory at once and take none until they are written.  Linux only:
-elsewhere `HostHandshake` finds no neighbour.  Processes of another user, or without this world's token, are not heard.
+elsewhere `HostHandshake` finds no neighbour.
 """
 
 from __future__ import annotations
@@ -49,8 +46,9 @@ _POSTED, _DONE = 1, 2
 
 
 @dataclass
-class _Neighbour:
-    """One rank of the same host: its socket, its send buffer, and what it has posted and nobody has asked for yet."""
+class Neighbour:
+    """One rank of the same host: its socket, its send buffer, and its messages that no operation has requested
+    yet."""
 
     rank: int
     socket: socket.socket
@@ -61,10 +59,10 @@ class _Neighbour:
 
 
 class Arrival:
-    """A message that is expected. `wait`, then read `view()`, then `done()`."""
+    """An expected message. `wait`, then read `view()`, then `done()`."""
 
     def __init__(
-        self, exchange: Exchange, source: _Neighbour, key: tuple[int, int], like: Tensor, tag: str,
+        self, exchange: Exchange, source: Neighbour, key: tuple[int, int], like: Tensor, tag: str,
         timeout_s: float,
     ) -> None:  # fmt: skip
         self._exchange, self._source, self._key, self._tag = exchange, source, key, tag
@@ -72,28 +70,27 @@ class Arrival:
         self._offset = -1
 
     def is_here(self) -> bool:
-        """Whether it would not have to be waited for. One that is not what was expected is not told of here."""
+        """Whether it can be read without waiting. A wrong message raises later, in `wait`."""
         return self._source.arrived.get(self._key, (0, ""))[1] == self._tag
 
     def wait(self) -> None:
-        """Return when the message is there. Raises ExchangeError."""
+        """Wait for the message. Raises ExchangeError."""
         self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
 
     def view(self) -> Tensor:
-        """The message where it lies, in the sender's send buffer. It may be written: nobody else reads a place of one
-        reader."""
+        """The message, in the sender's send buffer. It may be written: a part with one reader has no other."""
         assert self._offset >= 0, "it has not been waited for"
         return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
 
     def done(self) -> None:
-        """The place may be used again."""
+        """Give the part back to the sender."""
         self._exchange.say_done(self._source, self._offset, self._timeout_s)
         self._offset = -1
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What was posted for a rank that has ended."""
+    """The end of a message to a rank that has ended."""
 
     rank: int
 
@@ -102,10 +99,10 @@ class Lost:
 
 
 class Operation:
-    """A collective in flight: messages that are expected, and what is done when all are here.
+    """A collective in flight: expected messages, and what to do when all have arrived.
 
-    `finish` may return a next stage, which posts and expects again.  What is here is taken up whenever this rank begins
-    another operation, so that neighbours need not keep it until it is waited for.
+    `finish` may return a next stage, which posts and expects again. Messages that have arrived are read whenever this
+    rank begins another operation. So neighbours can reuse their parts before this operation is waited for.
     """
 
     def __init__(self, exchange: Exchange, arrivals: Sequence[Arrival], finish: Finish) -> None:
@@ -114,12 +111,12 @@ class Operation:
             exchange.unfinished.append(self)
 
     def wait(self) -> None:
-        """Return when it has come to its end. Raises ExchangeError."""
+        """Wait for its end. Raises ExchangeError."""
         while self._arrivals:
             self._take_stage()
 
     def advance(self) -> None:
-        """As far as it goes without waiting."""
+        """Run as far as possible without waiting."""
         while self._arrivals and all(each.is_here() for each in self._arrivals):
             self._take_stage()
 
@@ -135,9 +132,9 @@ class Operation:
 
 
 class Exchange:
-    """This rank's end of all the pairs of its host. One thread at a time may use it."""
+    """This rank's end of all pairs of its host. One thread at a time may use it."""
 
-    def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[_Neighbour]) -> None:
+    def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[Neighbour]) -> None:
         self.rank, self.send_buffer = rank, send_buffer
         self._neighbours = {each.rank: each for each in neighbours}
         self._by_descriptor = {each.socket.fileno(): each for each in neighbours}
@@ -157,9 +154,10 @@ class Exchange:
     def post(
         self, tensor: Tensor, channel: int, numbers: Mapping[int, int], tag: str, timeout_s: float
     ) -> Sequence[Lost]:
-        """Copy `tensor`, of any strides, where the ranks of `numbers` can read it, and tell them. Does not wait.
+        """Copy `tensor`, of any strides, to where the ranks of `numbers` can read it, and send them its offset. Does
+        not wait.
 
-        Those that have ended are returned: whether they are needed, what is expected of them will show.
+        Returns the ranks that have ended. If one is needed, its expected messages will raise.
         """
         if self.send_buffer.lent >= MOST_LENT:
             self._hear_all()
@@ -183,14 +181,14 @@ class Exchange:
         return Arrival(self, self._neighbours[source], (channel, number), like, tag, timeout_s)
 
     def advance(self) -> None:
-        """Take up what is here of operations in flight."""
+        """Read the messages that have arrived for operations in flight."""
         if self.unfinished:
             self._hear_all()
             for each in tuple(self.unfinished):
                 each.advance()
 
-    def await_message(self, source: _Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
-        """The offset of a message, when it has come."""
+    def await_message(self, source: Neighbour, key: tuple[int, int], tag: str, timeout_s: float) -> int:
+        """Wait for a message; its offset."""
         self._hear(source, key)
         end = time.monotonic() + timeout_s
         while key not in source.arrived:
@@ -206,20 +204,20 @@ class Exchange:
             raise ExchangeError(f"rank {source.rank} has come with {theirs}, this rank with {tag}")
         return offset
 
-    def say_done(self, source: _Neighbour, offset: int, timeout_s: float) -> None:
-        """Tell the sender that its place has been read. One that has ended needs it no more."""
+    def say_done(self, source: Neighbour, offset: int, timeout_s: float) -> None:
+        """Send the sender an answer that its part has been read. A sender that has ended needs none."""
         self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
 
     def close(self) -> None:
-        """Close the sockets; shared memory goes with the last view of it."""
+        """Close the sockets; shared memory is freed with its last view."""
         for each in self._neighbours.values():
             each.socket.close()
         self._neighbours.clear()
         os.close(self.send_buffer.descriptor)
 
-    def _tell(self, reader: _Neighbour, words: bytes, timeout_s: float) -> bool:
-        """Send one packet; False if the reader has ended. While its socket is full this rank goes on hearing: all may
-        be full."""
+    def _tell(self, reader: Neighbour, words: bytes, timeout_s: float) -> bool:
+        """Send one packet; False if the reader has ended. While its socket is full this rank receives, as all may be
+        full."""
         end = time.monotonic() + timeout_s
         while not reader.gone:
             try:
@@ -237,22 +235,22 @@ class Exchange:
                     if events & ~select.POLLOUT:
                         self._hear(self._by_descriptor[other])
             except (BrokenPipeError, ConnectionResetError):
-                return False  # its last words may still be unread: who reads them finds that it is gone
+                return False  # its last packets may still be unread: reading them shows that it has ended
         return False
 
     def _hear_all(self) -> None:
         for each in self._neighbours.values():
             self._hear(each)
 
-    def _hear(self, source: _Neighbour, until: tuple[int, int] | None = None) -> None:
-        """Take what has come from one neighbour, at most to the message `until`."""
+    def _hear(self, source: Neighbour, until: tuple[int, int] | None = None) -> None:
+        """Read the packets of one neighbour, at most to the message `until`."""
         while not source.gone and (until is None or until not in source.arrived):
             try:
                 packet = source.socket.recv(MESSAGE_BYTES)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it ended with unread words of ours; its own last ones come yet, then nothing
+                continue  # it ended with unread packets of ours; its own last ones follow, then nothing
             if not packet:
                 source.gone = True
                 self._poll.unregister(source.socket.fileno())
@@ -275,15 +273,15 @@ class MessageChannel:
     timeout_s: float
 
     def reserve(self, readers: Sequence[int]) -> Mapping[int, int]:
-        """The place in the sequence of what is given to the coordinates `readers` later."""
+        """The numbers of messages that are posted later to the coordinates `readers`."""
         return self.exchange.reserve(self.number, [self.ranks[coord] for coord in readers])
 
     def post(self, tensor: Tensor, to: Mapping[int, int], tag: str) -> Sequence[Lost]:
-        """Give `tensor`, in its reserved place."""
+        """Post `tensor` under its reserved number."""
         return self.exchange.post(tensor, self.number, to, tag, self.timeout_s)
 
     def expect(self, like: Tensor, source: int, tag: str) -> Arrival:
-        """What coordinate `source` gives next, of the shape and dtype of `like`."""
+        """The next message of coordinate `source`, of the shape and dtype of `like`."""
         return self.exchange.expect(like, self.number, self.ranks[source], tag, self.timeout_s)
 
 
@@ -297,5 +295,5 @@ def _tensor(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.d
 
 
 def nothing() -> None:
-    """What is done where nothing is left to do."""
+    """Do nothing."""
     return None

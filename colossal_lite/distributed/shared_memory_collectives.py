@@ -1,11 +1,12 @@
-"""The collectives of a group whose ranks share a host, over shared memory (exchange.py).
+"""Runs the collectives of a group whose ranks share a host, over distributed/shared_memory.py.
 
 Note: who copies and who adds.
-Every operation posts what others need and expects what they post; the rest happens when it is here.  A piece that one
-rank reads is summed where it was posted, so nothing needs scratch, but for more than two terms of 16 bits: these are
-added in float32, tile by tile, and rounded once; a large sum of more than two ranks has two stages,
-each rank adding one piece.  A rank of n writes and reads, of a tensor of B bytes: all-reduce B and B (n = 2), else
-(1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all (n - 1)/n B each way.
+Every operation posts what others need and expects what they post.  The rest happens when that has arrived.  A piece
+with one reader is summed where it was posted, so sums need no scratch.  More than two terms of 16 bits are the
+exception: they are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has two
+stages, in which each rank adds one piece.  Of a tensor of B bytes a rank of n writes and reads: all-reduce B and B
+(n = 2), else (1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all
+(n - 1)/n B each way.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from colossal_lite.distributed.shared_memory import (
 
 ReduceOp = Literal["sum", "max"]
 Started = tuple[Sequence[Any], Callable[[], Any]]
-"""What has to be waited for, and what is done then."""
+"""Messages to wait for, and what to do then."""
 WIDE_NUMEL = 1 << 18
-"""Elements of 16 bits that are summed in float32 at once, so that all passes over them stay in the caches."""
+"""Elements of 16 bits that are summed in float32 at once, few enough for the caches in all passes."""
 WHOLE_BYTES = 1 << 16
 """Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the
 others."""
@@ -40,7 +41,7 @@ others."""
 class SharedMemoryTransport:
     """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
 
-    Autograd sees none of it, as it sees nothing of what torch's groups write: tensors are taken by their `data`, whose
+    Autograd sees none of it, as it sees no write of torch's groups. Tensors are written by their `data`, whose
     version is not that of other views of one buffer.
     """
 
@@ -72,9 +73,9 @@ class SharedMemoryTransport:
     def _by_pieces(
         self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
     ) -> Callable[[], Stage]:
-        """Combine this rank's piece and give it to the others, who give theirs.
+        """Combine this rank's piece, send it to the others, and receive theirs.
 
-        The numbers of these messages are taken now: ranks come to this stage at different times, beside other
+        The numbers of these messages are reserved now. Ranks reach this stage at different times, beside other
         operations.
         """
         pieces = tensor.view(-1).tensor_split(self._size)
@@ -160,7 +161,7 @@ class SharedMemoryTransport:
     def _filling(
         self, places: Mapping[int, Tensor], tag: str, channel: MessageChannel | None = None
     ) -> Stage:
-        """What each of these coordinates posts next is copied to a place."""
+        """Copy the next message of each of these coordinates to its target."""
         came = [((channel or self._together).expect(place, j, tag), place) for j, place in places.items()]
 
         def copy() -> None:
@@ -170,12 +171,12 @@ class SharedMemoryTransport:
         return [message for message, _ in came], copy
 
     def _add_up(self, own: Tensor, theirs: Mapping[int, Tensor], target: Tensor) -> None:
-        """All terms in the order of ranks, without scratch: `theirs` were posted for this rank alone."""
+        """Sum all terms in rank order, without scratch: `theirs` were posted for this rank alone."""
         before = [theirs[j] for j in range(self._coord)]
         after = [theirs[j] for j in range(self._coord + 1, self._size)]
         if is_rounded(own, self._size):
             return add_wide([*before, own, *after], target)
-        # The own one may lie in `target`: what comes before it is summed where it was posted.
+        # The own term may be in `target`: the terms before it are summed where they were posted.
         for term in before[1:]:
             before[0].add_(term)
         torch.add(own, before[0] if before else after.pop(0), out=target)
@@ -183,7 +184,7 @@ class SharedMemoryTransport:
             target.add_(term)
 
     def _combined(self, own: Tensor, theirs: Mapping[int, Tensor], combine: Combine) -> Tensor:
-        """All terms in the order of ranks, in new memory."""
+        """Sum all terms in rank order, in new memory."""
         terms = [theirs.get(j, own) for j in range(self._size)]
         if combine is torch.add and is_rounded(own, self._size):
             total = torch.empty_like(own)
@@ -197,13 +198,12 @@ class SharedMemoryTransport:
 
 
 def is_rounded(term: Tensor, count: int) -> bool:
-    """Whether a sum of so many such terms would be rounded more than once if it were kept in their dtype."""
+    """Whether a sum of so many terms would be rounded more than once in their dtype."""
     return count > 2 and term.is_floating_point() and term.element_size() == 2
 
 
 def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
-    """The sum of terms of 16 bits in float32, in their order, rounded once: into `target`, of their shape, which may
-    be one of them."""
+    """Sum terms of 16 bits in float32, in their order, rounded once, into `target`, which may be one of them."""
     flat, out = [term.reshape(-1) for term in terms], target.reshape(-1)
     wide = torch.empty(min(WIDE_NUMEL, out.numel()), device=target.device)
     scratch = torch.empty_like(wide)
@@ -218,7 +218,7 @@ def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
 
 
 def cut(whole: Tensor, size: int, dim: int, piece: Sequence[int]) -> Sequence[Tensor]:
-    """The pieces of `whole`, one a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
+    """Cut `whole` into one piece a rank, of the shape `piece`: along `dim`, or one after the other if that is 0."""
     return whole.chunk(size, dim) if dim else whole.view(size, *piece).unbind()
 
 

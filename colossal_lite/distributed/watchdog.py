@@ -1,16 +1,18 @@
-"""Who is missing: what each rank was doing when a collective did not come to its end.
+"""Reports which rank is missing when a collective does not end, and what each rank was doing.
 
-Note: a survivor of a hang knows only that others did not come; the one that hangs knows nothing.  So every rank keeps a
-record (phase, step, and per axis the number and the last descriptions of its collectives), which costs an append a
-collective and no message.  A rank whose collective fails raises an alarm in the context's store; a thread of each rank
-looks there once in `LOOK_S`, and answers with its record and the line that its main thread is in.  The one that failed
-compares: who has made fewer calls on that axis has not come, who has made another call at that number has diverged,
-who does not answer has died or is stopped (then its last record, at most `BEAT_S` old, is told).
+Note: records and alarms.
+A rank that survives a hang knows only that others are missing.  The rank that hangs knows nothing.  So every rank has
+a record: phase, step, and per axis the number and the last descriptions of its collectives.  That costs an append a
+collective and no message.  A rank whose collective fails raises an alarm in the context's store.  A thread of each
+rank looks there every `LOOK_S`, and answers with its record and the current line of its main thread.  The rank that
+failed compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has
+diverged.  A rank that does not answer has died or is stopped: then its last record is shown, at most `BEAT_S` old.
 Cost in a run without faults: one look in the store every `LOOK_S`, one small write every `BEAT_S`, beside the training.
 
-Ranks that leave the common sequence need not hang: gloo and NCCL take another operation or dtype of as many bytes, and
-the numbers are wrong.  So each rank also keeps, of each group, all its collectives as one number (`Made`), and the
-step's agreement compares these before anything is updated (`Mesh.apart`): 8 bytes in its all-reduce.
+Ranks that leave the common sequence need not hang.  gloo and NCCL accept another operation or dtype of as many bytes,
+and the numbers are wrong.  So each rank also folds all collectives of a group into one number
+(`CollectiveFingerprint`).  The all-reduce of a step's totals compares these before any update
+(`Mesh.collectives_differ`).  That adds 8 bytes to it.
 """
 
 from __future__ import annotations
@@ -26,57 +28,51 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from colossal_lite.distributed.key_value_store import KeyValueStore
 
 LOOK_S = 0.25
 BEAT_S = 5.0
 ANSWER_S = 1.5
-"""how long a rank in trouble waits for the records of the others"""
+"""seconds that a failed rank waits for the records of the others"""
 END_S = 30.0
-"""how long the thread may be within a look in the store when it is to end"""
+"""seconds that `close` waits for the thread, which may be in a call of the store"""
 KEPT = 32
-"""descriptions kept for each axis"""
-
-
-class KeyValueStore(Protocol):
-    """What ranks agree through: torch's stores have it."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
+"""descriptions recorded for each axis"""
 
 
 @dataclass
 class Progress:
-    """What one rank is doing. Written by its main thread, read by its watch."""
+    """What one rank is doing. Its main thread writes it, its watchdog reads it."""
 
     phase: str = "start"
     step: int = 0
     fault: str = ""
-    """What the last call of the engine has raised, in one line; empty if it went well."""
+    """The error of the engine's last call, in one line; empty if there was none."""
     calls: Counter[str] = field(default_factory=Counter)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Around a phase within another, which goes on unless an error ends it here."""
+        """Set a phase within another one. An error leaves it set, otherwise the outer one returns."""
         before, self.phase = self.phase, phase
         yield
         self.phase = before
 
     def called(self, axis: str, description: str) -> None:
-        """A collective has begun."""
+        """Record that a collective begins."""
         self.calls[axis] += 1
         self.history.setdefault(axis, deque(maxlen=KEPT)).append((self.calls[axis], description))
 
 
 @dataclass
 class CollectiveFingerprint:
-    """The collectives that one rank has made in one group, messages of two ranks left out: equal on all its ranks."""
+    """The collectives of one rank in one group, messages between two ranks left out. Equal on all its ranks."""
 
     calls: int = 0
     mark: int = 0
-    """Of 24 bits: other sequences have another one, but for one in 16 million."""
+    """A checksum of 24 bits: other sequences differ, but for one in 16 million."""
     last: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, description: str) -> None:
@@ -86,9 +82,10 @@ class CollectiveFingerprint:
 
 
 def differences(told: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """In which groups ranks have made other collectives, who, and what first, as far as that is kept.
+    """The groups in which ranks have made different collectives, with the ranks and the first difference on record.
 
-    `told`: of each rank its groups, each with `ranks`, and `calls`, `mark` and `last` of its `Made`."""
+    `told`: of each rank its groups, each with `ranks`, and `calls`, `mark` and `last` of its fingerprint.
+    """
     groups: dict[tuple[int, ...], dict[int, Mapping[str, Any]]] = {}
     for rank, rows in enumerate(told):
         for row in rows:
@@ -120,7 +117,7 @@ def _first_difference(like: int, odd: int, made: Mapping[int, Mapping[str, Any]]
 
 
 class Watchdog:
-    """One rank's record keeper and its thread."""
+    """Writes one rank's record and answers alarms, in a thread."""
 
     def __init__(self, store: KeyValueStore, rank: int, world_size: int) -> None:
         self.progress = Progress()
@@ -133,7 +130,7 @@ class Watchdog:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. One that the store keeps longer than `END_S` is left behind, and told in a warning."""
+        """End the thread. If the store blocks it longer than `END_S`, abandon it with a warning."""
         self._end.set()
         if self._thread:
             self._thread.join(END_S)
@@ -145,7 +142,7 @@ class Watchdog:
             )
 
     def blame(self, axis: str, ranks: Sequence[int], what: str, call: int) -> str:
-        """Which of `ranks` is why collective number `call` of this rank on `axis`, `what`, did not come to its end."""
+        """Name which of `ranks` prevented the end of collective number `call` of this rank on `axis`, `what`."""
         peers = [rank for rank in ranks if rank != self._rank]
         try:
             self._store.set("alarm", "")
@@ -166,7 +163,7 @@ class Watchdog:
         return "; ".join(text for text in told if text) or "all ranks have come to it"
 
     def _answers(self, peers: Sequence[int]) -> dict[int, Any]:
-        """The records of those that answer the alarm, and the last beats of the others."""
+        """The records of ranks that answer the alarm, and the last beats of the others."""
         end, found = time.monotonic() + ANSWER_S, dict[int, Any]()
         while len(found) < len(peers) and time.monotonic() < end:
             for rank in peers:
@@ -185,10 +182,10 @@ class Watchdog:
                 if not self._answered and self._store.check(["alarm"]):
                     self._tell()
                 if time.monotonic() > next_beat:
-                    # Who looks at the frames of the main thread keeps its tensors alive meanwhile: a beat does not.
+                    # Reading the main thread's frames would hold its tensors, so a beat does not.
                     self._store.set(f"beat/{self._rank}", json.dumps(self._record()))
                     next_beat = time.monotonic() + BEAT_S
-        except RuntimeError:  # the store has ended, and with it whoever could ask
+        except RuntimeError:  # the store has ended: no rank can ask
             return
 
     def _tell(self) -> None:
@@ -220,7 +217,7 @@ def _standing(rank: int, record: Any) -> str:
 
 
 def _account(rank: int, record: Any, axis: str, call: int, made: str, most: str) -> str:
-    """What one rank has to do with the failure of call `call` on `axis`; empty if nothing."""
+    """The part of one rank in the failure of call `call` on `axis`; empty if none."""
     if record is None or record.get("is_silent"):
         return _standing(rank, record)
     if record["calls"].get(axis, 0) < call:
@@ -233,7 +230,7 @@ def _account(rank: int, record: Any, axis: str, call: int, made: str, most: str)
 
 
 def _where() -> str:
-    """File, line and function that the main thread is in, outside torch and the standard library's waiting."""
+    """File, line and function of the main thread, outside torch and the standard library's waiting."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = [row for row in traceback.extract_stack(frame) if "/torch/" not in row.filename] if frame else []
     return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "an unknown place"

@@ -29,8 +29,9 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.host_store import HostStore, TaskRecords
+from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT

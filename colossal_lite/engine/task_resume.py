@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.memory.host_store import ParkedState, TaskRecords
+from colossal_lite.memory.task_records import ParkedState, TaskRecords
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer

@@ -1,47 +1,47 @@
-"""Bytes that a step needs for a while: taken from what was set aside at the start.
+"""Allocates buffers that a step needs for a while, at planned offsets of memory set aside at the start.
 
-Note: arenas and places.
-What is there for some moments of a step only has a place in an arena, which is planned: no two that are there at once
-overlap (memory/pack.py), so the arena is as large as the worst moment.  Kinds have an arena each, or share one; each
-takes its own `Places`.  A model that does not keep to the plan (parameters that no backward reaches hold their chunk
-open) gets further buffers for its gradients, which are kept and counted: a wrong forecast shows in `memory_report`, a
-wrong number never.  What a first micro-batch takes beyond the plan is given back (`shrink`).
+Note: arenas.
+A buffer that exists for some moments of a step has a planned offset in an arena.  Two buffers that exist at once do
+not overlap (schedule/interval_packing.py), so the arena is as large as the worst moment.  Each kind of buffer has an
+arena or shares one.  It allocates through its own `ArenaAllocator`.  A model may leave the plan: parameters that no
+backward reaches hold their chunk open.  Its gradients then get further buffers, which are counted.  A wrong plan thus
+shows in `memory_report` and never changes a number.  `shrink` frees what a first micro-batch took beyond the plan.
 
-Note: who had the bytes last.
-A place is handed back while transfers may still read or write it, and the next to take any of its bytes, of whatever
-kind, is given these to wait for: one table of an arena's bytes knows them (`Arena.take`).  What is computed needs no
-entry: it is over, or comes first on the device's own stream, after which a transfer begins; and a collective is waited
-for before its bytes are handed back.
+Note: transfers and reuse.
+Memory may be given back while transfers still read or write it.  `Arena.take` returns the transfers of the last users
+of any of its bytes, of whatever kind, and the next user waits for them.  Computing needs no entry.  It has finished,
+or comes first on the device's own stream, and transfers begin after it.  A collective is waited for before its bytes
+are given back.
 
-Note: what shares memory, and what does not.
-Where weights or gradients rest on the host, a step is over when its updates are.  There, from the first update on
-(zero/reside.py), what a backward needs (gradients that fill, what comes of other ranks', sums that leave for the host)
-and what an update does (records, weights and gradients that visit) share one arena: it is as large as the larger of the
-two; and weights and gradients that rest on the device by turns (zero/stages.py) lie between them.  Until then those of
-the backward share one, and no visitor has a place.  For a 124M GPT in bf16 on 2 ranks with
-everything on the host that is 354 MB in place of 765 at stage 3, and 315 of 724 at stage 2.  Apart stay
-- gathered weights (zero/unshard.py): what the next forward begins with is gathered while visitors are there, so that
-  one arena would take 432 MB in place of 433 with them; where state rests on the device, 258 of 322, with moments that
-  only the first micro-batch shows;
-- records where they alone are off the device: they come while a backward runs, and go while the next forward does;
+Note: what shares an arena.
+Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
+(zero/memory_budget.py) these share one arena, as large as the larger of the two groups:
+- what backward needs: gradients that accumulate, parts received from other ranks, sums on their way to the host;
+- what an update does: records, weights and gradients fetched for it.
+Weights and gradients that share memory over time (schedule/step_moments.py) lie between them.  Before the first update
+only the buffers of backward share an arena.  A 124M GPT in bf16 on 2 ranks with everything on the host takes 354 MB
+instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
+- gathered weights (schedule/gather_plan.py): the next forward gathers its first weights while updates run.  One arena
+  would take 432 MB instead of 433, and 258 instead of 322 where state is on the device, with moments that only the
+  first micro-batch shows;
+- records where they alone are off the device: they are fetched during backward and written back in the next forward;
 - messages of a pipeline, and whatever is on the host.
 
 Note: high water.
-What a plan asks for and what a step really takes are counted apart: the furthest byte that any place has reached, and
-the most that was there at once, of all and of each kind.  A plan that is right has both equal: a place that nobody
-takes, or a stay that is longer than it is needed, is a wrong plan, though no number is wrong.  Who was taken away by a
-transfer, the last of its kind, is there for as long as that was planned.  Cost: a sum over the places that are taken,
-whenever one is.
+Planned and measured peaks are counted apart: the furthest byte in use, and the most bytes in use at once, in total and
+of each kind.  In a right plan both are equal.  Memory that is never taken, or for too long, is a wrong plan though
+no number is wrong.  A buffer that a copy removes counts as present until its planned end.
+Cost: a sum over the buffers in use, at each allocation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from colossal_lite.memory.link import Transfer
 from colossal_lite.schedule.interval_packing import (
     ArenaPlan,
     LiveInterval,
@@ -50,20 +50,17 @@ from colossal_lite.schedule.interval_packing import (
     pack_live_ranges,
 )
 
-if TYPE_CHECKING:
-    from colossal_lite.memory.link import Transfer
-
 Key = tuple[str, int]
 """A kind and a number."""
 
 
 class Arena:
-    """One allocation in which stays have their places, and the table of who has which bytes, and had them last."""
+    """One allocation with an offset for each live range, and a table of the present and last users of its bytes."""
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self.plan = plan
         self.most_bytes = self.most_held_bytes = 0
-        """As it really was: up to the furthest that was taken, and of those that were there at once."""
+        """Measured: up to the furthest byte taken, and of the buffers that existed at once."""
         self._stays = {(live_range.what, live_range.number): live_range for live_range in plan.live_ranges}
         self._starts = dict(zip(self._stays, plan.offsets, strict=True))
         self._is_of_one_kind = len({live_range.what for live_range in plan.live_ranges}) == 1
@@ -72,22 +69,22 @@ class Arena:
         self._left: dict[Key, tuple[Transfer, ...]] = {}
         self._leaving: dict[
             str, tuple[Key, Transfer]
-        ] = {}  # of each kind who left last, and by which transfer
+        ] = {}  # kind -> the last buffer that a transfer removes, and that transfer
 
     @property
     def bytes(self) -> int:
         return self._room.nbytes
 
     def span(self, key: Key) -> tuple[int, int]:
-        """Bytes [start, stop) of a place."""
+        """Bytes [start, stop) of a buffer."""
         return self._starts[key], self._starts[key] + self._stays[key].bytes
 
     def is_free(self, key: Key) -> bool:
-        """Whether nobody has any byte of this place."""
+        """Whether no byte of this buffer is taken."""
         return not any(self._meet(key, other) for other in self._taken)
 
     def take(self, key: Key) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """The bytes of a place, and the transfers after which they may be written."""
+        """The bytes of a buffer, and the transfers after which they may be written."""
         assert self.is_free(key), f"{key[1]} comes to a place that is taken"
         start, stop = self.span(key)
         beside = [other for other in self._left if self._meet(key, other)]
@@ -95,7 +92,7 @@ class Arena:
         for other in beside:
             first, end = self.span(other)
             if start <= first and end <= stop:
-                del self._left[other]  # whoever waits for what comes now waits for that too
+                del self._left[other]  # the next user of these bytes waits for `key`, and so for these
         self._taken[key] = None
         for what, (last, transfer) in tuple(self._leaving.items()):
             if transfer in before or not self._is_beside(self._stays[last], self._stays[key]):
@@ -107,7 +104,7 @@ class Arena:
         return self._room[start:stop], before
 
     def give(self, key: Key, *last: Transfer) -> None:
-        """A place is handed back; it may be written when `last` are done."""
+        """Give a buffer back; its bytes may be written when `last` are done."""
         del self._taken[key]
         self._leaving.pop(key[0], None)
         if last:
@@ -116,15 +113,16 @@ class Arena:
 
     @property
     def here(self) -> list[Key]:
-        """Who has a place, or is on the way out of one."""
+        """Buffers that are taken, or that a transfer is removing."""
         return [*self._taken, *(key for key, _ in self._leaving.values() if key not in self._taken)]
 
     def forget(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self.most_bytes = self.most_held_bytes = 0
 
     def _is_beside(self, leaving: LiveRange, come: LiveRange) -> bool:
-        """Whether it is planned to be there still. One kind alone may come in the reverse order too."""
+        """Whether the plan still has `leaving` when `come` begins. In an arena of one kind the order may be the
+        reverse."""
         last = come.stop if self._is_of_one_kind else come.comes
         return leaving.start <= last and come.comes <= leaving.stop
 
@@ -134,22 +132,21 @@ class Arena:
 
 
 class ArenaAllocator:
-    """The places of one kind in an arena, each taken by its number, in the order of their stays again and again, or, in
-    an arena of their own, in the reverse order."""
+    """Allocates the buffers of one kind in an arena, each by its number, in the order of their live ranges. In an
+    arena of their own the reverse order is allowed too."""
 
     def __init__(
         self, live_ranges: Sequence[LiveRange], dtype: torch.dtype, device: torch.device, arena: Arena | None = None, *,
         grows: bool = False,
     ) -> None:  # fmt: skip
-        """`live_ranges` of one kind; `arena`: that has places for them; None: one of their own.  `grows`: who comes
-        to a
-        place that is taken gets a further buffer."""
+        """`live_ranges` of one kind; `arena`: that has offsets for them; None: one of their own. `grows`: where the
+        bytes are taken, a further buffer is allocated."""
         self._stays = {live_range.number: live_range for live_range in live_ranges}
         self._dtype, self._device, self._grows = dtype, device, grows
         self.planned_held_bytes = held_live_ranges(live_ranges, 1)
-        """There at once, at the most, by the plan."""
+        """Most bytes at once, by the plan."""
         self.most_held_bytes = 0
-        """As it really was."""
+        """The same, measured."""
         self._own = Arena(pack_live_ranges(live_ranges, 1), device) if arena is None else None
         self._arena = self._own or arena
         self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
@@ -157,7 +154,7 @@ class ArenaAllocator:
         self._further_bytes = self._most_bytes = 0
 
     def replan(self, live_ranges: Sequence[LiveRange]) -> None:
-        """There are such stays from now on, of the same numbers; in an arena of others, from when it is joined."""
+        """Use these live ranges, of the same numbers, from now on; in a shared arena, from when it is joined."""
         self.shrink()
         self._stays = {live_range.number: live_range for live_range in live_ranges}
         self.planned_held_bytes = held_live_ranges(live_ranges, 1)
@@ -166,13 +163,13 @@ class ArenaAllocator:
             self._own = self._arena = Arena(pack_live_ranges(live_ranges, 1), self._device)
 
     def join(self, arena: Arena | None) -> None:
-        """These places are in `arena` from now on, and in none of their own; None: in none until this is called again.
-        None may be taken."""
+        """Allocate in `arena` from now on, and free the own one; None: in none until this is called again. No buffer
+        may be taken."""
         self.shrink()
         self._own, self._arena = None, arena
 
     def take(self, number: int) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """A place, whose elements hold whatever they held, and the transfers after which it may be written."""
+        """A buffer with undefined elements, and the transfers after which it may be written."""
         assert number not in self._taken, f"slot {number} is taken"
         live_range, arena = self._stays[number], self._arena
         assert arena is not None, f"{live_range.what}: places have been let go"
@@ -189,14 +186,14 @@ class ArenaAllocator:
         return room.view(self._dtype), before
 
     def take_now(self, number: int) -> Tensor:
-        """As `take`, for what is computed from now on to write."""
+        """As `take`, for computing that writes at once: it waits for the transfers."""
         room, before = self.take(number)
         for transfer in before:
             transfer.wait()
         return room
 
     def give(self, number: int, *last: Transfer) -> None:
-        """A place is handed back; it may be written when `last` are done, and nothing else may read it."""
+        """Give a buffer back; it may be written when `last` are done, and nothing else may read it."""
         assert number in self._taken, f"slot {number} was given back twice"
         live_range, arena, further = self._stays[number], self._arena, self._taken.pop(number)
         assert arena is not None
@@ -206,7 +203,7 @@ class ArenaAllocator:
             arena.give((live_range.what, number), *last)
 
     def shrink(self) -> None:
-        """Let go of all that was not planned, and count anew; no place may be taken."""
+        """Free further buffers and reset the counts; no buffer may be taken."""
         assert not self._taken, f"slots {sorted(self._taken)} are in use"
         self._spare.clear()
         self._further_bytes = self._most_bytes = self.most_held_bytes = 0
@@ -217,22 +214,22 @@ class ArenaAllocator:
 
     @property
     def numel(self) -> int:
-        """Elements of an arena of their own."""
+        """Elements of the own arena."""
         return self.planned_bytes // self._dtype.itemsize
 
     @property
     def planned_bytes(self) -> int:
-        """Of an arena of their own."""
+        """Bytes of the own arena."""
         return 0 if self._own is None else self._own.bytes
 
     @property
     def bytes(self) -> int:
-        """Of that, and of further buffers."""
+        """Bytes of the own arena and of further buffers."""
         return self.planned_bytes + self._further_bytes
 
     @property
     def most_bytes(self) -> int:
-        """As far as any place in an arena of their own was taken since `shrink`, and what was taken beyond the plan."""
+        """Most bytes since `shrink`: up to the furthest taken in the own arena, and of further buffers."""
         return self._most_bytes
 
     def _one_more(self, size_bytes: int) -> tuple[Tensor, tuple[Transfer, ...]]:
@@ -258,7 +255,7 @@ class ArenaAllocator:
 def slots(
     intervals: Sequence[LiveInterval], dtype: torch.dtype, device: torch.device, what: str = "slots"
 ) -> ArenaAllocator:
-    """A place for each interval, whose `numel` elements it has."""
+    """An allocator with a buffer of `numel` elements for each interval."""
     live_ranges = [
         LiveRange(what, i, one.start, one.stop, one.numel * dtype.itemsize) for i, one in enumerate(intervals)
     ]
@@ -266,8 +263,8 @@ def slots(
 
 
 class Pool:
-    """Equal buffers of `numel` elements, of which any will do: `planned` of them from the start, more if they are
-    asked for. What a pipeline's messages arrive in."""
+    """Lends equal buffers of `numel` elements, any of which will do: `planned` from the start, more if needed.
+    Messages of a pipeline arrive in them."""
 
     def __init__(self, numel: int, planned: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel = numel
@@ -276,10 +273,10 @@ class Pool:
         self._planned = self._count = len(self._free)
         self._taken = 0
         self.most_taken = 0
-        """Buffers in use at once, at the most so far."""
+        """Most buffers in use at once so far."""
 
     def take(self, numel: int) -> Tensor:
-        """The first `numel` elements of a free buffer; they hold whatever they held."""
+        """The first `numel` elements of a free buffer, undefined."""
         assert numel <= self.numel, f"a buffer of {self.numel} elements cannot hold {numel}"
         if not self._free:
             self._count += 1
@@ -290,7 +287,7 @@ class Pool:
         return buffer[:numel]
 
     def give(self, buffer: Tensor) -> None:
-        """Hand back what `take` gave. Nothing may read it any more."""
+        """Give back a buffer of `take`. Nothing may read it any more."""
         self._free.append(buffer.as_strided((self.numel,), (1,), buffer.storage_offset()))
         self._taken -= 1
         assert self._taken >= 0, "a buffer was given back twice"
@@ -301,7 +298,7 @@ class Pool:
 
     @property
     def most_bytes(self) -> int:
-        """Of the buffers in use at once, at the most so far."""
+        """Most bytes of buffers in use at once so far."""
         return self.most_taken * self.numel * self._dtype.itemsize
 
     @property

@@ -1,30 +1,34 @@
-"""One chunk that trains: beside its weights (memory/weight_chunk.py) its masters, and the life of its gradients.
+"""Holds the tensors of one chunk that trains, and takes its gradient from accumulation to the reduced sum.
 
-Note: chunk tensors.
-`value`, `local_shard`: the weights, all of them and this rank's part.
-`master`    [owned], master dtype: what the optimizer of this rank updates: its shard, or at stage 0 all.  The
-            same memory as `local_shard` where the dtypes agree; nowhere (on the meta device) where masters are split:
-`residual`  [owned * 17 / 16] int16: what float32 masters have beyond `local_shard`, their upper half, and behind that a
-            map of ties (kernels/split.py).  None where masters are whole.
-`accumulating`   [numel], gradient dtype (precision.py): the sum over micro-batches on this rank, or one micro-batch.
-`gradient`  [owned], gradient dtype: the sum over the sync axes, in `accumulating`'s place where that is kept whole,
-or where
-            a gradient is used up as soon as it is summed (`frees_gradient_on_update`): then nowhere after
-            `free_gradient`.
-Where they rest by turns (zero/stages.py) `local_shard` and `gradient` are nowhere, on the meta device, while others are
-in their places.
-Where several copies of a chunk are sharded over some ranks each (`Groups`), sums of the micro-batches are over this
-copy alone until `start_copies`.
-Gaps between entries are zero in all of them when they are summed: they add nothing to a norm and no optimizer moves
-them.  Gradients walk EMPTY -> ACCUMULATING -> REDUCING -> (PARTIAL -> ACCUMULATING ... ->) REDUCED -> EMPTY; any
-other move is a programming error and stops at once.  The values of a buffer mean something only in the states named
-by its method.
+Note: chunk tensors.  No other file defines them.
+numel: elements of the chunk, gaps between entries included.  owned: elements that this rank updates: its shard, or all
+at stage 0.
+`full_weight`   [numel], compute dtype: all weights.  Parameters are views of it while the weights are WHOLE.  Where
+                weights are sharded it is the gathered copy, in a slot lent from one gather to the drop.
+`local_shard`   [owned], compute dtype: this rank's part of the weights.  A view of `full_weight`, or memory of its own
+                where weights are sharded.
+`master`        [owned], master dtype: what the optimizer updates.  The same memory as `local_shard` where the dtypes
+                agree.  On the meta device where float32 masters are split.
+`residual`      [owned * 17 / 16], int16: the lower half of split masters, whose upper half is `local_shard`, then a
+                map of ties (kernels/split.py).  None where masters are not split.
+`accumulating`  [numel], gradient dtype (numerics/precision.py): this rank's sum over micro-batches, or the gradient of
+                one micro-batch.  None while it has no slot.
+`gradient`      [owned], gradient dtype: the sum over the sync axes.  Part of `accumulating` where that lasts for the
+                step, or where updates free it (`frees_gradient_on_update`): then empty after `free_gradient`.
+`weights_at_rest`, `gradient_at_rest`  [owned]: the host memory of `local_shard` and `gradient`, where they are
+                offloaded.  None otherwise.
+With time-shared memory (schedule/step_moments.py) `local_shard` and `gradient` are on the meta device while another
+buffer has their bytes.  Where a chunk has several sharded copies (`Groups`), micro-batches are summed over this copy
+alone until `start_copies`.  When gradients are summed, gaps are zero in all tensors.  They add nothing to a norm, and
+no optimizer changes them.
+
+Gradients go EMPTY -> ACCUMULATING -> REDUCING -> (PARTIAL -> ACCUMULATING ... ->) REDUCED -> EMPTY.  Any other move is
+a programming error and raises.  Read a buffer only in the states that its method lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -34,23 +38,22 @@ from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.kernels import split
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import ArenaAllocator
-from colossal_lite.memory.host_store import GRADIENTS, WEIGHTS, TaskRecords
+from colossal_lite.memory.gradient_squares import block_squares_of, squares_of
 from colossal_lite.memory.link import Link, Priority, Transfer
-from colossal_lite.memory.packing import SHARD_BLOCK_NUMEL, ChunkSpec, Entry
+from colossal_lite.memory.local_shard import LocalShard
+from colossal_lite.memory.packing import ChunkSpec, Entry
+from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
 from colossal_lite.numerics.precision import ChunkTypes
 
-WIDENED_NUMEL = 256 * SHARD_BLOCK_NUMEL
-"""Elements of two bytes that are widened at once for their norms."""
-
 
 class GradientState(StrEnum):
-    EMPTY = "empty"  # nothing has arrived in this step
+    EMPTY = "empty"  # no gradient in this step yet
     ACCUMULATING = "accumulating"  # some micro-batch has added to it
     REDUCING = "reducing"  # the sum over ranks is in flight
-    PARTIAL = "partial"  # the whole gradient of the micro-batches so far
-    REDUCED = "reduced"  # the whole gradient of the step
+    PARTIAL = "partial"  # the full gradient of the micro-batches so far
+    REDUCED = "reduced"  # the full gradient of the step
 
 
 LEGAL = {
@@ -63,74 +66,20 @@ LEGAL = {
     (GradientState.PARTIAL, GradientState.REDUCING),
     (GradientState.PARTIAL, GradientState.REDUCED),
     (GradientState.REDUCED, GradientState.EMPTY),
-    (GradientState.ACCUMULATING, GradientState.EMPTY),  # the step was given up
+    (GradientState.ACCUMULATING, GradientState.EMPTY),  # the step was discarded
     (GradientState.PARTIAL, GradientState.EMPTY),
     (GradientState.EMPTY, GradientState.EMPTY),
 }
 
 
-class LocalShard:
-    """What a rank owns of a chunk, as an update of it reads and writes it: on the device, or on the host."""
-
-    local_shard: Tensor
-    master: Tensor
-    residual: Tensor | None
-    gradient: Tensor
-
-    @property
-    def updates_weights(self) -> bool:
-        """Whether an update reads and writes the weights: they are the masters, or a half of them."""
-        return self.master is self.local_shard or self.residual is not None
-
-    def seen(self, start: int, stop: int) -> Tensor | None:
-        """What the model sees of master elements [start, stop), for an update to write; None: the masters, or the
-        upper half of them."""
-        return None if self.updates_weights else self.local_shard[start:stop]
-
-    def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper half, residual and ties of master elements [start, stop) where they are split; start is a multiple of
-        8, and so is stop, or a gap follows."""
-        assert self.residual is not None and local.start % 8 == 0
-        length = self.local_shard.numel()
-        ties = self.residual[length:].view(torch.uint8)
-        return self.local_shard[local], self.residual[local], ties[local.start // 8 : -(-local.stop // 8)]
-
-    def masters(self, local: slice | None = None) -> Tensor:
-        """The masters, or elements [start, stop) of them; joined, a copy, where they are split."""
-        local = local or slice(0, self.local_shard.numel())
-        if self.residual is None:
-            return self.master[local]
-        here = self.local_shard.device
-        return split.join(*(to_device(half, here) for half in self.halves(local)))
-
-    def set_masters(self, local: slice, masters: Tensor) -> None:
-        """Split such elements of any dtype into their halves."""
-        halves, device = self.halves(local), self.local_shard.device
-        here = [to_device(half, device) for half in halves]
-        split.split_(to_device(masters, device).to(self.master.dtype), *here)
-        for half, changed in zip(halves, here, strict=True):
-            if changed is not half:  # the residual rests on another tier
-                half.copy_(changed)
-
-
-@dataclass
-class HostShard(LocalShard):
-    """Where it lies on the host for an update there; all [owned], as the chunk has it on the device."""
-
-    local_shard: Tensor
-    master: Tensor
-    residual: Tensor | None
-    gradient: Tensor
-
-
 class Chunk(LocalShard, WeightChunk):
-    """The buffers of one `ChunkSpec` on this rank."""
+    """The tensors of one `ChunkSpec` that trains, on this rank."""
 
-    # What `share_time` gives.
+    # Time-shared memory, given by `share_time`.
     _weight_turns: ArenaAllocator | None = None
     _gradient_turns: ArenaAllocator | None = None
     _last_sums: tuple[ArenaAllocator, Link] | None = None
-    # The sums before the last one on their way back to the device, and a sum on its way to the host.
+    # Copies in flight: earlier sums back to the device, and a sum to the host.
     _coming: Transfer | None = None
     _sent: tuple[Transfer, ...] = ()
 
@@ -153,18 +102,18 @@ class Chunk(LocalShard, WeightChunk):
         on_host: TaskRecords | None = None,
         master_on_host: bool = False,
     ) -> None:
-        """`groups`: the ranks that sum its gradient.  `counted`: the elements whose squares this rank adds to the norm;
-        None is all.  `staging` gives the slots that gradients fill when they are reduced by micro-batch, `received`
-        those for what other ranks send; with `frees_gradient_on_update`, a sum stays in its slot until
-        `free_gradient`.  `on_host`: what of its shards can rest on the host does, in these records (zero/visits.py).
-        `master_on_host`: what masters have beside the weights is filled there, for whoever takes it over."""
+        """`groups`: the ranks that sum its gradient. `counted`: the elements whose squares this rank adds to the
+        norm; None is all. `staging` gives slots for gradients that are reduced by micro-batch, `received` slots for
+        the parts of other ranks. With `frees_gradient_on_update`, a sum is in its slot until `free_gradient`.
+        `on_host`: shards that can be offloaded are, to these records (offload/shard_streaming.py). `master_on_host`:
+        what masters have beside the weights is first filled there, for the optimizer that offloads it."""
         super().__init__(
             spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
             on_host=on_host,
         )  # fmt: skip
         shards, copies = groups.shards, groups.copies
         self.share = spec.shard(shards.size * copies.size, shards.coord * copies.size + copies.coord)
-        """What this rank counts in the norm, of what all that sum hold together."""
+        """The elements that this rank counts in the norm, among all ranks that sum."""
         self._scatterers = groups.scatterers(ordered=ordered)
         self.scatters = (shard_state or ordered) and self._scatterers.size > 1
         self._scattered = (0, spec.numel)
@@ -179,12 +128,12 @@ class Chunk(LocalShard, WeightChunk):
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot = slot
-        # What an optimizer takes away to another tier is never on the device as a whole.
+        # Masters that the optimizer offloads are never on the device all at once.
         self._make_masters(torch.device("cpu") if master_on_host and device.type != "meta" else device)
         self._make_gradient(device, can_rest=on_host is not None)
 
     def _make_masters(self, begins: torch.device) -> None:
-        """Zeros, on the device that they begin on."""
+        """Allocate masters, zeros, on the device `begins`."""
         types, length = self.types, self.owned[1] - self.owned[0]
         where = torch.device("meta") if types.split else begins
         is_apart = types.master != types.compute
@@ -194,14 +143,14 @@ class Chunk(LocalShard, WeightChunk):
             self.residual = zeros_on(begins, length * 17 // 16, torch.int16)
 
     def _make_gradient(self, device: torch.device, *, can_rest: bool) -> None:
-        """Room for the sum, and a step of which nothing has come. `can_rest`: on the host, if it is a sum of what this
-        rank owns."""
+        """Allocate the sum and begin a step without gradients. `can_rest`: the sum may be on the host, if it is of
+        what this rank owns."""
         types, length = self.types, self.owned[1] - self.owned[0]
         self.accumulating: Tensor | None = None
         self.gradient_at_rest: Tensor | None = None
-        """This rank's sum of the gradient, where it rests on the host."""
+        """The host memory of `gradient`, if it is offloaded."""
         self.offload_buffer: GradientOffloadBuffer | None = None
-        """By which sums go to the host."""
+        """Sends sums to the host."""
         if self.frees_gradient_on_update:
             self.gradient = zeros_on(device, 0, types.gradient)
         elif self.by_micro_batch:
@@ -213,14 +162,15 @@ class Chunk(LocalShard, WeightChunk):
             self.accumulating = zeros_on(device, self.spec.numel, types.gradient)
             self.gradient = self.accumulating[slice(*self.owned)]
         self.state = GradientState.EMPTY
-        self.used = [False] * len(self.spec.entries)  # whose gradient has arrived in this step
-        self._filled = [False] * len(self.spec.entries)  # whose gradient is in `accumulating`
+        self.used = [False] * len(self.spec.entries)  # entries with a gradient in this step
+        self._filled = [False] * len(self.spec.entries)  # entries with a gradient in `accumulating`
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: PendingCollective | None = None
         self._among_copies: PendingCollective | None = None
         self._scratch: Tensor | None = None
         self._squares: tuple[Tensor, ...] = ()
-        """Of the sum that left a GPU for the host, while it is the only one: what is there need not come back."""
+        """Squares of the first sum that left a GPU for the host, while it is the only one. So it need not be copied
+        back."""
 
     # ---- masters ----
 
@@ -245,14 +195,14 @@ class Chunk(LocalShard, WeightChunk):
 
     @property
     def master_bytes(self) -> int:
-        """Of what the masters have beside the weights."""
+        """Bytes of what the masters have beside the weights."""
         if self.master is self.local_shard:
             return 0
         kept = self.master if self.residual is None else self.residual
         return kept.numel() * kept.element_size()
 
     def rest_master(self, words: Tensor) -> None:
-        """`words` have what the masters have beside the weights from now on."""
+        """Use `words` as the memory of what the masters have beside the weights."""
         if self.residual is None:
             self.master = words
         else:
@@ -260,7 +210,8 @@ class Chunk(LocalShard, WeightChunk):
 
     @property
     def update_bytes(self) -> int:
-        """What an update holds beside the state: a copy that shows whether it changed, and what it joins and widens."""
+        """Bytes that an update needs beside the state: a copy that shows changes, joined masters, widened
+        gradients."""
         length, state = self.owned[1] - self.owned[0], self.types.state
         widened = cast_numel(length) * state.itemsize if self.types.gradient != state else 0
         if self.residual is None:
@@ -280,7 +231,7 @@ class Chunk(LocalShard, WeightChunk):
         self.master = self.local_shard if is_master else self.master
 
     def keep_gradient_on_device(self) -> None:
-        """This rank's sum of the gradient rests on the device from now on. Nothing of it may be on its way."""
+        """Move this rank's sum of the gradient to the device for good. No copy of it may be in flight."""
         assert self.gradient_at_rest is not None and self.gradient is self.gradient_at_rest
         self.gradient, self.gradient_at_rest = copied_to(self.gradient, self.device), None
         self.offload_buffer = None
@@ -294,10 +245,12 @@ class Chunk(LocalShard, WeightChunk):
         gradients: ArenaAllocator | None,
         last_sums: tuple[ArenaAllocator, Link] | None,
     ) -> None:
-        """From now on what rests on the host rests in such places of the device, for a part of each step; now is
-        between the last backward of a step and the update, when gradients are there and weights are not: these are
-        written before they are read. In the places of `last_sums` a gradient that rests on the host waits for its
-        update, brought by the link when the last of its sums is launched. Nothing may be on its way."""
+        """Give weights and gradients that are offloaded time-shared memory of the device instead.
+
+        It is called between the last backward of a step and the update. Gradients are present then, and weights are
+        not: they are written before they are read. In the memory of `last_sums` a gradient that is on the host waits
+        for its update. The link brings it when the last of its sums is launched. No copy may be in flight.
+        """
         if weights is not None:
             assert self.weights_at_rest is not None and not self.updates_weights
             self._weight_turns, self.weights_at_rest = weights, None
@@ -313,22 +266,23 @@ class Chunk(LocalShard, WeightChunk):
             self._last_sums = last_sums
 
     def time_shared(self, kind: str) -> bool:
-        """Whether its "weights" or its "gradients" rest so."""
+        """Whether its "weights" or its "gradients" have time-shared memory."""
         return (self._weight_turns if kind == "weights" else self._gradient_turns) is not None
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether its weights are nowhere, until their update, or are made of the masters again."""
+        """Whether its weights have no memory until their update, or until they are rebuilt from the masters."""
         return self._weight_turns is not None and self.local_shard.is_meta
 
     def give_weights(self) -> None:
-        """Nothing reads the weights any more before their update, if they rest by turns."""
+        """Free the time-shared memory of the weights, if they have some: nothing reads them before their update."""
         if self._weight_turns is not None and not self.lacks_weights:
             self._weight_turns.give(self._slot)
             self.local_shard = _nowhere(self.local_shard)
 
     def take_weights(self, *, is_whole: bool) -> None:
-        """The weights are in their place again, if they rest by turns. `is_whole`: all of them are written next."""
+        """Allocate the time-shared memory of the weights again, if they have some. `is_whole`: all of them are
+        written next."""
         if self._weight_turns is not None and self.lacks_weights:
             self.local_shard = self._weight_turns.take_now(self._slot)[: self.local_shard.numel()]
             if not is_whole:
@@ -336,11 +290,12 @@ class Chunk(LocalShard, WeightChunk):
 
     @property
     def waits_on_device(self) -> bool:
-        """Whether its gradient rests on the host but for the end of a step."""
+        """Whether its gradient is on the host except at the end of a step."""
         return self._last_sums is not None
 
     def bring_sums(self) -> None:
-        """The sums before the last one of a step set out for the place where that is added to them, if it has one."""
+        """Start to copy the earlier sums of a step to the device memory where the last one is added, if there is
+        any."""
         if self._last_sums is None or self.gradient is not self.gradient_at_rest:
             return
         places, up = self._last_sums
@@ -355,7 +310,7 @@ class Chunk(LocalShard, WeightChunk):
                 transfer.wait()
 
     def have_sums(self) -> None:
-        """Wait for what `bring_sums` has begun."""
+        """Wait for the copy that `bring_sums` has started."""
         if self._coming is not None:
             self._coming.wait()
             self._coming, self._sent = None, ()
@@ -364,7 +319,7 @@ class Chunk(LocalShard, WeightChunk):
 
     @property
     def takes_room(self) -> bool:
-        """Whether a sum on its way has slots, of its own gradient or of what other ranks send."""
+        """Whether a sum in flight has slots, for its own gradient or for the parts of other ranks."""
         return self.scatters or self.by_micro_batch
 
     def move(self, state: GradientState) -> None:
@@ -374,7 +329,7 @@ class Chunk(LocalShard, WeightChunk):
         self.state = state
 
     def clear(self) -> None:
-        """Forget this step's gradient. The old numbers stay in the buffer; the first arrival overwrites them."""
+        """Discard this step's gradient. The buffer still has the old numbers; the first gradient overwrites them."""
         self.move(GradientState.EMPTY)
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
@@ -396,7 +351,7 @@ class Chunk(LocalShard, WeightChunk):
             self._filled[index] = self.used[index] = True
 
     def completed(self) -> Tensor:
-        """The buffer [numel] that fills, absent gradients as zero: for what is summed before the sync axes are."""
+        """`accumulating` with zeros for absent gradients: for sums that come before those over the sync axes."""
         self.move(GradientState.ACCUMULATING)
         accumulating = self._zeros_where_absent()
         self._filled = [True] * len(self.spec.entries)
@@ -410,7 +365,7 @@ class Chunk(LocalShard, WeightChunk):
         return accumulating
 
     def start_reduce(self) -> None:
-        """Begin the sum over the sync axes; entries without a gradient count as zero. Collective."""
+        """Start the sum over the sync axes; entries without a gradient count as zero. Collective."""
         assert self._among_copies is None, f"chunk {self.spec.id}: its copies are summed already"
         self.move(GradientState.REDUCING)
         accumulating = self._zeros_where_absent()
@@ -427,7 +382,7 @@ class Chunk(LocalShard, WeightChunk):
         )
 
     def finish_reduce(self) -> None:
-        """Wait for the sum that was begun; by micro-batch, add it to those of the micro-batches before."""
+        """Wait for the sum that was started; by micro-batch, add it to the sums of earlier micro-batches."""
         assert self._in_flight is not None, f"chunk {self.spec.id}: no reduction was begun"
         self._in_flight.wait()
         self._in_flight = None
@@ -436,7 +391,7 @@ class Chunk(LocalShard, WeightChunk):
             self.received.give(self._slot)
             self._scratch = None
         if self.frees_gradient_on_update:
-            # The order of all ranks, where it is not that of the copies, is whole once more before a part is owned.
+            # Where the order of all ranks is not that of the copies, the full sum is gathered before a part is owned.
             self.gradient = self._to_accumulate()
             if self.owned == self._scattered:
                 self.gradient = self.gradient[slice(*self.owned)]
@@ -460,7 +415,7 @@ class Chunk(LocalShard, WeightChunk):
         self.move(GradientState.PARTIAL)
 
     def start_copies(self) -> None:
-        """After the last micro-batch of a step: begin to sum over the copies, if that has not begun. Collective."""
+        """Start the sum over the copies after the last micro-batch of a step, if that has not started. Collective."""
         if not self._sums_copies or self._among_copies is not None:
             return
         assert self.state is GradientState.PARTIAL
@@ -469,7 +424,7 @@ class Chunk(LocalShard, WeightChunk):
         self._among_copies = self.groups.copies.all_reduce_async(self.gradient)
 
     def settle(self) -> None:
-        """What was begun beside the sums of the micro-batches is over, of a step that is given up too."""
+        """Wait for copies to the host and for the sum over the copies, also of a step that is discarded."""
         if self.offload_buffer is not None:
             self.offload_buffer.flush()
         if self._among_copies is not None:
@@ -477,7 +432,7 @@ class Chunk(LocalShard, WeightChunk):
             self._among_copies = None
 
     def conclude(self) -> None:
-        """All micro-batches of the step are summed. Collective where ranks need the sums of others."""
+        """Finish the sums of all micro-batches of the step. Collective where ranks need the sums of others."""
         self.start_copies()
         self.settle()
         if self.by_micro_batch and self.owned != self._scattered:
@@ -485,12 +440,12 @@ class Chunk(LocalShard, WeightChunk):
         self.move(GradientState.REDUCED)
 
     def keep_squares(self) -> None:
-        """What `squares` and `block_squares` tell stays known when the gradient is used up."""
+        """Store the results of `squares` and `block_squares`, so that they outlive the gradient."""
         assert self.state is GradientState.REDUCED
         self._squares = tuple(self._squares_of(self.gradient))
 
     def free_gradient(self) -> None:
-        """Nothing reads the gradient any more: if it has a slot, or a place by turns, that is free."""
+        """Free the slot or the time-shared memory of the gradient, if it has one: nothing reads it any more."""
         if self.frees_gradient_on_update:
             self.gradient = self.gradient[:0]
             self._drop()
@@ -504,12 +459,12 @@ class Chunk(LocalShard, WeightChunk):
             self.gradient = self.gradient_at_rest
 
     def _gather_sums(self) -> None:
-        """From what each of all ranks has of one sum in rank order to what each owns."""
+        """Gather one sum in rank order from the parts of all ranks, and take what this rank owns."""
         if self.gradient.numel() == self.spec.numel:
             self.groups.all.all_gather(self._sharded_sums(), self.gradient)
             self.gradient = self.gradient[slice(*self.owned)]
             return
-        # In the order of all ranks a shard is in several places, so each rank sees the whole chunk, in its slot.
+        # In the order of all ranks a shard is not contiguous, so each rank gathers the full chunk, in its slot.
         whole = self.groups.all.all_gather(self._sharded_sums(), self._to_accumulate())
         self.gradient.copy_(whole[slice(*self.owned)])
         self._drop()
@@ -521,48 +476,37 @@ class Chunk(LocalShard, WeightChunk):
         return squares
 
     def block_squares(self, entry: Entry) -> Tensor:
-        """Squares [blocks] of the norms of an entry's blocks, float64; zero for blocks in other ranks' shares and for
-        elements that this rank does not count. Their bits do not depend on where the chunk is cut."""
+        """Squares [blocks] of the norms of an entry's blocks, float64. Blocks in other ranks' shares and elements
+        that this rank does not count are zero. The bits do not depend on where the chunk is cut."""
         assert self.state is GradientState.REDUCED and self.ordered
         number = self.spec.entries.index(entry)
         return self._squares[number] if self._squares else self._block_squares(self.gradient, entry)
 
     def _squares_of(self, gradient: Tensor) -> Iterator[Tensor]:
-        """What `squares` tells of this gradient [owned], or, where sums are `ordered`, `block_squares` of each entry:
-        taken on the device wherever the gradient is, so that the bits are the same."""
+        """The result of `squares` for this gradient [owned], or of `block_squares` for each entry where sums are
+        `ordered`. It is computed on the device wherever the gradient is, so the bits are the same."""
         if self.ordered:
             yield from (self._block_squares(gradient, entry) for entry in self.spec.entries)
             return
-        spans = [self._share_of(first, last) for first, last in self._counted]
-        found = [
-            _block_norms(to_device(gradient[span], self.device)).double().square().sum()
-            for span in spans
-            if span.start < span.stop
-        ]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        yield torch.stack(found).sum() if found else zero
+        yield squares_of(gradient, self._counted_spans(), self.device)
 
     def _block_squares(self, gradient: Tensor, entry: Entry) -> Tensor:
-        out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=self.device)
-        for first, last in self._counted:
-            span = self._share_of(max(first, entry.start), min(last, entry.stop))
-            if span.start >= span.stop:
-                continue
-            offset = span.start + self.owned[0] - entry.start
-            for start, stop in _cut_to_blocks(offset, offset + span.stop - span.start):
-                part = gradient[span.start + start - offset : span.start + stop - offset]
-                norms = _block_norms(to_device(part, self.device))
-                at = start // SHARD_BLOCK_NUMEL
-                out[at : at + len(norms)] += norms.double().square()
-        return out
+        spans = self._counted_spans(entry.start, entry.stop)
+        return block_squares_of(gradient, entry, spans, self.owned[0], self.device)
+
+    def _counted_spans(self, start: int = 0, stop: int | None = None) -> list[slice]:
+        """Of elements [start, stop), those whose squares this rank counts, as slices of `gradient`."""
+        stop = self.spec.numel if stop is None else stop
+        spans = [self._share_of(max(first, start), min(last, stop)) for first, last in self._counted]
+        return [span for span in spans if span.start < span.stop]
 
     def _share_of(self, first: int, last: int) -> slice:
-        """The part of elements [first, last) that lies in this rank's share, as a slice of `gradient`."""
+        """The elements of [first, last) in this rank's share, as a slice of `gradient`."""
         start = self.owned[0]
         return slice(max(first, self.share[0]) - start, min(last, self.share[1]) - start)
 
     def _sharded_sums(self) -> Tensor:
-        """Where the sums of what is scattered to this rank are kept: in their own place, if they have one."""
+        """The part of `gradient` that has the sums scattered to this rank."""
         start, stop = self._scattered
         at = start if self.gradient.numel() == self.spec.numel else 0
         return self.gradient[at : at + stop - start]
@@ -587,36 +531,5 @@ class Chunk(LocalShard, WeightChunk):
 
 
 def _nowhere(tensor: Tensor) -> Tensor:
-    """Of that shape and dtype, without memory: whoever reads it stops."""
+    """A tensor of that shape and dtype without memory: reading it raises."""
     return torch.empty_like(tensor, device="meta")
-
-
-def blocks_of(entry: Entry) -> int:
-    """Blocks over which an entry's norm is summed."""
-    return -(-(entry.stop - entry.start) // SHARD_BLOCK_NUMEL)
-
-
-def _cut_to_blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) as at most three ranges: to the first block boundary, whole blocks, the rest."""
-    head = min(-(-start // SHARD_BLOCK_NUMEL) * SHARD_BLOCK_NUMEL, stop)
-    body = max(stop // SHARD_BLOCK_NUMEL * SHARD_BLOCK_NUMEL, head)
-    yield from ((a, b) for a, b in ((start, head), (head, body), (body, stop)) if a < b)
-
-
-def _block_norms(flat: Tensor) -> Tensor:
-    """Norms of the blocks of a buffer, the last block perhaps short, in float32, or, of a float64 buffer, in that (on
-    CPU a float64 norm of a float32 buffer costs 40 times as much)."""
-    whole = flat.numel() - flat.numel() % SHARD_BLOCK_NUMEL
-    step = WIDENED_NUMEL if flat.dtype.itemsize == 2 else max(1, whole)
-    norms = [_norms(part.view(-1, SHARD_BLOCK_NUMEL)) for part in flat[:whole].split(step)] if whole else []
-    if whole < flat.numel():
-        norms.append(_norms(flat[whole:].view(1, -1)))
-    return torch.cat(norms)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """Of each row, in float32 or better."""
-    norms: Tensor = torch.linalg.vector_norm(
-        rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)
-    )
-    return norms

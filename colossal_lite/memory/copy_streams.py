@@ -1,16 +1,16 @@
-"""What it is for a copy to begin and to end: on a thread of the host, or on a stream of a GPU.
+"""Runs copies on a thread of the host or on a stream of a GPU, and waits for their end.
 
 Note: the only difference.
-Which copies there are, in which order, after which others and into which buffers is said by memory/mover.py and its
-users, and is the same everywhere.  A `Lane` says what remains.
+memory/link.py and its users decide the copies, their order and their buffers.  That is the same everywhere.  A
+`CopyExecutor` does what differs.
 
-On a *thread* a copy has ended when its work returns, and whoever needs it waits there.  That is how files are read and
-written, sums added on the host, and how a device behind a bus is emulated on one machine.
+On a *thread* a copy has ended when its work returns.  A thread that needs it waits there.  Reads and writes of files,
+sums on the host, and the emulation of a device behind a bus run so.
 
-On a *stream* work returns at once, and its end is an event.  The computing on the device then waits for the event by
-its own stream, and the host goes on; a host that reads the bytes itself waits for the event (`ended`).  A copy begins
-after all that the computing had been given when it was asked for (`now`): so it reads what was written by then, and
-overwrites nothing that is still read.  Everything else that one stream needs of another is an event among `before`.
+On a *stream* work returns at once, and its end is an event.  The device's own stream waits for the event, and the host
+goes on.  A host that reads the bytes itself waits for the event (`ended`).  A copy begins after all computing issued
+before it was requested (`now`).  So it reads what was written by then, and overwrites nothing that is still read.
+Other needs of one stream on another are events among `before`.
 Cost: an event a copy, two with a time for each wait.
 Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/offload/test_streams.py.
 """
@@ -40,8 +40,8 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What a link between two tiers does: a copy takes `latency_s` and its bytes over `bandwidth_bytes_s` (None: as
-    fast as the machine copies). On one machine the emulation of a device behind a bus."""
+    """Speed of a link: a copy takes `latency_s` and its bytes over `bandwidth_bytes_s` (None: as fast as the machine
+    copies). It emulates a device behind a bus on one machine."""
 
     bandwidth_bytes_s: float | None = None
     latency_s: float = 0.0
@@ -54,51 +54,52 @@ AS_IT_COPIES = LinkSpeed()
 
 
 class Bus:
-    """What several links have one speed together on, if they share it: one copy takes its time after another's."""
+    """Shares one emulated speed among several links: one copy takes its time after another's."""
 
     def __init__(self) -> None:
         self.free_s = 0.0
-        """When all copies so far have had their time, by whatever clock runs them."""
+        """When the time of all copies so far ends, by the clock that runs them."""
         self._lock = threading.Lock()
 
     def take(self, start_s: float, seconds: float) -> float:
-        """Time of the bus from `start_s` on, or when it is free: when that ends."""
+        """Reserve time of the bus from `start_s` on, or from when it is free; return its end."""
         with self._lock:
             self.free_s = max(start_s, self.free_s) + seconds
             return self.free_s
 
 
 class CopyExecutor(ABC):
-    """Where the work of one link runs."""
+    """Runs the work of one link."""
 
     on_stream = False
 
     @abstractmethod
     def now(self) -> Event | None:
-        """What the computing has been given so far; None where it does all at once."""
+        """An event after all computing issued so far; None where computing is synchronous."""
 
     @abstractmethod
     def run(
         self, work: Callable[[], object], size_bytes: int, before: Sequence[Event], timeout_s: float
     ) -> Event | None:
-        """Do work that moves so many bytes after the events `before`: its end, or None where it has ended."""
+        """Run work that moves `size_bytes` after the events `before`: the event of its end, or None where it has
+        ended."""
 
     @abstractmethod
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
-        """Keep the computing from going on before the end of work that `handed` tells."""
+        """Make later computing wait for the end of the work, whose event `handed` returns."""
 
     @property
     @abstractmethod
     def held_s(self) -> float:
-        """Seconds that the computing has stood still so."""
+        """Seconds that computing has waited so."""
 
     @abstractmethod
     def skip_emulated_delay(self) -> None:
-        """Emulated time is not waited for any more."""
+        """Wait for no emulated time any more."""
 
 
 class ThreadExecutor(CopyExecutor):
-    """Work on the thread that runs it, no faster than `speed`, on a `bus` that it may share."""
+    """Runs work on the calling thread, no faster than `speed`, on a `bus` that it may share."""
 
     def __init__(self, speed: LinkSpeed = AS_IT_COPIES, bus: Bus | None = None) -> None:
         self.speed, self.bus = speed, bus or Bus()
@@ -133,7 +134,7 @@ class ThreadExecutor(CopyExecutor):
 
 
 class StreamExecutor(CopyExecutor):
-    """Work on a stream of its own of a device; the computing is on whatever stream is current where it is asked for."""
+    """Runs work on a stream of its own. Computing is on the stream that is current at the call."""
 
     on_stream = True
 
@@ -141,7 +142,7 @@ class StreamExecutor(CopyExecutor):
         """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream` and `stream`."""
         self._device, self._streams = device, streams
         self._stream = streams.Stream(device)
-        self._held: deque[tuple[Event, Event]] = deque()  # where the computing stopped, and where it went on
+        self._held: deque[tuple[Event, Event]] = deque()  # before and after each wait of the computing
         self._held_s = 0.0
 
     def now(self) -> Event:
@@ -168,7 +169,7 @@ class StreamExecutor(CopyExecutor):
 
     @property
     def held_s(self) -> float:
-        """Of the waits that the device has come to the end of; the others count when it has."""
+        """Seconds of the waits that the device has finished."""
         self._fold()
         return self._held_s
 
@@ -190,14 +191,14 @@ class StreamExecutor(CopyExecutor):
 
 
 def executor_for(device: torch.device, speed: LinkSpeed) -> CopyExecutor:
-    """The lane of a link between the host and a device: of `speed` where that is emulated."""
+    """The executor of a link between the host and a device; with `speed` where the device is emulated."""
     return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(speed)
 
 
 def ended(event: Event, timeout_s: float) -> None:
-    """Wait for an event, on the host. Raises TimeoutError, where the event's own wait would stay for ever."""
+    """Wait for an event, on the host. Raises TimeoutError, where the event's own wait would never return."""
     latest_s = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > latest_s:
-            raise TimeoutError(f"the device has not come to the end of a copy in {timeout_s:g} s (timeout_s)")
+            raise TimeoutError(f"a copy on the device did not finish within {timeout_s:g} s (timeout_s)")
         time.sleep(POLL_S)

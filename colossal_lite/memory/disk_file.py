@@ -1,25 +1,24 @@
-"""Records of model state in a file of this rank's own, past the system's page cache.
+"""Reads and writes records of model state in a file of this rank, past the system's page cache.
 
 Note: the file.
-It has room for each record that rests in it from the start (`posix_fallocate`), so that a disk that is too small says
-so before the first step, and it has no name: it is unlinked as soon as it is open.  Hence nobody can remove or cut it
-under the run, and it is gone when the process is, however that ends; `df` counts it, `ls` does not show it.  Every
-record has a place in it, and those that rest elsewhere are holes, which take nothing (`give_back`; a file system that
-makes no holes in a file keeps the room until the end).
+Every record that starts on disk has room from the start (`posix_fallocate`).  A disk that is too small thus fails
+before the first step.  The file is unlinked as soon as it is open, so it has no name.  No process can remove or cut it
+during the run, and it is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
+record has an offset in it.  Records that are elsewhere are holes, which take nothing (`give_back`).  A file system
+without holes in files holds the room until the end.
 
-Blocks of a record are read and written by `THREADS` threads at once with `preadv` and `pwritev` on an `O_DIRECT` file
-descriptor, from and to pages in memory.  What a system call leaves over is asked for again, through the page cache
-where it no longer begins on a page.  Where the file system knows no direct access, all goes through the page cache,
-which is told to forget it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
+`THREADS` threads read and write the blocks of a record at once, with `preadv` and `pwritev` on an `O_DIRECT` file
+descriptor, from and to pages in memory.  What a system call leaves over is requested again, through the page cache
+where it no longer begins on a page.  Without direct access everything passes the page cache, which is then emptied of
+it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 
-Every block has a checksum, taken when it is written, kept in memory and compared at each read: a page that was flipped,
-lost, misplaced or not yet written is an error, never a number.  It is always on: crc32 runs at 2.8 GB/s a thread in
-the threads that wait for the disk, which gave 1.5 GB/s.
+Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
+misplaced or not yet written is an error, never a number.  The check is always on: crc32 runs at 2.8 GB/s a thread, in
+threads that wait for a disk of 1.5 GB/s.
 
-After a fault nothing is read or written any more: what is in the file and what is in memory may be of different steps.
-A system call that never returns keeps its thread, its pages and the file's descriptors until the process ends, and the
-process from nothing: its threads are not joined at exit.
-Cost: `THREADS` threads, the buffers of whoever calls.
+After a fault nothing is read or written any more: file and memory may be of different steps.  A system call that never
+returns keeps its thread and pages until exit.  Exit does not wait for it.
+Cost: `THREADS` threads, and the caller's buffers.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ from colossal_lite.memory.pinned import pages
 
 THREADS = 4
 GRACE_S = 1.0
-"""How long what is under way is waited for when the file is closed after a fault."""
+"""Seconds that `close` waits for reads and writes after a fault."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 T = TypeVar("T")
 
 
 class DiskError(OSError):
-    """The disk tier cannot go on. `errno` as the system says it, `filename` of the file, `strerror`: what was
-    being done, what came, and what to do."""
+    """The disk tier has failed. `errno` of the system, `filename`; `strerror`: what failed, why, and what to do."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -64,8 +62,9 @@ class DiskError(OSError):
 class DiskFile:
     """The records of `layout` in an unnamed file in `directory`. Raises DiskError where there is no room for it.
 
-    `label` tells the files of one directory apart in messages; nothing is waited for longer than `timeout_s`;
-    `resting`: the records that have room from the start, None: all."""
+    `label` distinguishes the files of one directory in messages. No wait is longer than `timeout_s`. `resting`: the
+    records that have room from the start, None: all.
+    """
 
     def __init__(
         self, directory: Path, layout: FileLayout, *, label: str, timeout_s: float = 600.0,
@@ -77,7 +76,7 @@ class DiskFile:
         self.why_buffered = ""
         """Why there is no direct access; empty where there is."""
         self.failure: DiskError | None = None
-        """The first fault, after which all else is refused."""
+        """The first fault. Every later call raises it."""
         self._sums: list[list[int | None]] = [
             [None] * len(layout.blocks(i)) for i in range(len(layout.sizes_bytes))
         ]
@@ -106,12 +105,12 @@ class DiskFile:
         self._all_blocks("written", record, source, self._write_block)
 
     def read(self, record: int, target: Tensor) -> None:
-        """Read a record into `target`: as `source` of `write`. Raises DiskError, also for bytes that are not those last
+        """Read a record into `target`: as `source` of `write`. Raises DiskError, also for bytes other than those last
         written."""
         self._all_blocks("read", record, target, self._read_block)
 
     def make_room(self, record: int) -> None:
-        """A record rests here from now on. Raises DiskError where there is no room for it."""
+        """Allocate the room of a record that is on disk from now on. Raises DiskError where there is none."""
         self.check()
         try:
             self._allocate(record)
@@ -122,10 +121,10 @@ class DiskFile:
             self._fail(what, error.errno or errno.EIO, error)
 
     def give_back(self, record: int) -> None:
-        """A record rests elsewhere from now on, and its room is given back. Nothing of it may be on its way."""
+        """Free the room of a record that is elsewhere from now on. No copy of it may be in flight."""
         self._sums[record] = [None] * len(self._sums[record])
         if size_bytes := self.layout.padded_bytes(record):
-            # A system whose pages are larger, or a file system that makes no holes: the room is kept.
+            # With larger pages, or a file system without holes, the room is not freed.
             with (
                 suppress(OSError, ValueError),
                 mmap.mmap(self._fds[0], size_bytes, offset=self.layout.starts[record]) as place,
@@ -133,16 +132,16 @@ class DiskFile:
                 place.madvise(mmap.MADV_REMOVE)
 
     def check(self) -> None:
-        """Raise the DiskError that has ended this file's use, if one has."""
+        """Raise the first DiskError of this file, if there was one."""
         if self.failure is not None:
             raise self.failure
 
     def close(self) -> None:
-        """What is under way is finished; then the file is gone. Closing twice is no fault. What does not end in time
-        (`GRACE_S` after a fault) is left behind, and told in a warning."""
+        """Finish reads and writes, then drop the file. A second call does nothing. What does not end in time
+        (`GRACE_S` after a fault) is abandoned with a warning."""
         grace_s = self.timeout_s if self.failure is None else min(GRACE_S, self.timeout_s)
         if left := self._workers.close(grace_s):
-            # A descriptor that is closed under them could be another file's by the time they use it.
+            # A closed descriptor could belong to another file when they use it.
             warnings.warn(
                 f"{self.path}: {left} reads or writes have not ended {grace_s:g} s after the file was closed; they and "
                 f"the file stay until the process ends",
@@ -199,7 +198,7 @@ class DiskFile:
             self._workers.submit(partial(work, record, number, block, view[block.start : block.stop]))
             for number, block in enumerate(self.layout.blocks(record))
         ]
-        # All of them: a buffer that is handed back must be left alone.
+        # Wait for all: no thread may use a buffer after it is given back.
         ended, late = wait(futures, timeout=self.timeout_s)
         if late:
             self._fail(f"record {record} was not {verb} in {self.timeout_s:g} s", errno.ETIMEDOUT)
@@ -241,24 +240,24 @@ class DiskFile:
             raise OSError(errno.EIO, f"their checksum is {found:08x}, and {stated} written")
 
     def _move(self, some: Callable[[int, memoryview, int], int], block: DiskBlock, view: memoryview) -> int:
-        """Bytes of a block that were moved by call after call of `some`, until none came."""
+        """Bytes of a block that calls of `some` have moved, until one moved none."""
         done = 0
         while done < len(view) and (count := some(self._fd(done), view[done:], block.offset + done)):
             done += count
         return done
 
     def _fd(self, done: int) -> int:
-        """Direct access begins on a page; a system call may have stopped elsewhere."""
+        """The descriptor for the next call. Direct access begins on a page, and a call may have stopped elsewhere."""
         return self._fds[1 if self.is_direct and done % PAGE_BYTES == 0 else 0]
 
     def _forget(self, block: DiskBlock) -> None:
-        """Nobody else reads this: the page cache is for others."""
+        """Drop a block from the page cache: no other process reads it."""
         if not self.is_direct:
             os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)
 
 
 class Workers:
-    """Threads that do jobs as they come; an executor's would keep the process until the last job has ended."""
+    """Runs jobs on daemon threads. An executor's threads would delay exit until the last job has ended."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -274,7 +273,7 @@ class Workers:
         return future
 
     def close(self, timeout_s: float) -> int:
-        """Jobs given so far are done, and the threads end. How many have not after `timeout_s`."""
+        """Finish the jobs so far and end the threads. Returns how many have not ended after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)
@@ -283,7 +282,7 @@ class Workers:
         return sum(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (given := self._jobs.get()) is not None:  # an idle thread waits for nobody, and `close` ends it
+        while (given := self._jobs.get()) is not None:  # `close` ends an idle thread
             future, job = given
             try:
                 future.set_result(job())
@@ -293,7 +292,7 @@ class Workers:
 
 
 def _read_some(fd: int, view: memoryview, offset: int) -> int:
-    """Some bytes of a file from `offset` on, at most as many as `view` has; how many."""
+    """Read some bytes of a file from `offset` on, at most as many as `view` has; how many."""
     return os.preadv(fd, [view], offset)
 
 

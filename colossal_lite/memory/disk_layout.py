@@ -1,8 +1,8 @@
-"""Where the records of chunks lie in a file: pages, blocks, and the checksums' places.
+"""Computes the offset, pages and blocks of each chunk's record in a file.
 
-Note: direct reads and writes want whole pages, at a page's start in the file and in memory; so each record begins on
-a page and takes whole ones, less than a page of it unused.  Records lie in the order of their chunks, which is that
-of their updates: a step reads the file once from its start to its end, and writes it so.
+Note: direct reads and writes need pages, at a page's start in the file and in memory.  So each record begins on a page
+and takes full pages, less than a page of it unused.  Records lie in the order of their chunks, which is the order of
+their updates.  A step reads and writes the file once, from its start to its end.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from itertools import accumulate
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 * 2**20
-"""Of one read or write: large enough for a disk's full speed, small enough that a record keeps several busy."""
+"""Bytes of one read or write: large enough for a disk's full speed, small enough that several are in flight for a
+record."""
 
 
 @dataclass(frozen=True)
 class DiskBlock:
-    """Bytes [start, stop) of a record, of a file those from `offset` on; whole pages."""
+    """Bytes [start, stop) of a record, at `offset` of the file; full pages."""
 
     start: int
     stop: int

@@ -1,73 +1,38 @@
-"""Model state that rests in host memory: named, with versions, shared with siblings, and there when an engine ends.
+"""Stores the model state of tasks in host memory, beyond the life of an engine, and shares it with other processes.
 
-Note: records.
-A record is the flat memory of one kind (`OPTIMIZER`, `WEIGHTS`, `GRADIENTS`) of one chunk of one task, on the rank
-whose process it is: its name is (task, chunk, kind).  All records of a task lie in one shared mapping (a memfd, as the
-outboxes of exchange.py are) whose addresses are reserved at once and which takes no page before it is written.  Each
-record has pages of its own, from a page's start on: its exact size rounded up to a page.  In front of them lies a
-directory of 64 bytes a record; so `taken_bytes` is 64 (records + 1), and the bytes of each record, all rounded up to
-pages.
+Note: sharing.  The memory and versions of records are in memory/task_records.py.
+`HostStore.handle(task)` is a small value that can be pickled.  A process of the same user on the same host attaches
+with it, through /proc of the owner.  It may lock the memory beside a device of its own.  When the owner ends, memory
+that others have mapped remains.  When the owner drops a task, readers see that its records are gone.
 
-Who else may read.  `HostStore.handle(task)` is a small value that can be pickled; a process of the same user on the
-same host attaches by it (through /proc of the owner), and may lock the memory beside a device of its own.  The owner's
-end leaves what others have mapped as it is; when the owner drops a task, they are told so.
-
-Versions.  An update of a record that a step owes, or whose bytes are still on their way, is *pending* from the moment
-the step ends (`defer`) until its bytes have come to rest (`commit`), which makes its version one more.  Both are one
-word of the directory, written before the first byte and after the last one: a reader that finds the same word, not
-pending, before and after its copy has a record of one version, and any other reader is told, or tries again.  `flush`
-makes the owner's engine pay what it owes; elsewhere it waits.  Gradients are pending as long as an engine sums in them.
-
-An engine without a store of its user's has one of its own, which ends with it.
-Cost: a word in memory twice a visit; a descriptor and a mapping a task; on a system without memfd no sibling.
-Source: reference of the design is Hydra's host segment, arXiv 2110.08633; sequence locks: Lameter, Gelato 2005.
+An engine without a store of its user has one of its own, which ends with it.
+Cost: a descriptor and a mapping for each task.  A system without memfd cannot share.
+Source: Hydra's host segment, arXiv 2110.08633.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import secrets
-import threading
-import time
-import weakref
-from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from colossal_lite.distributed import host_handshake, send_buffer
-from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.pinned import host_room, lock, locked
-
-OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
-KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16, torch.uint8)
-ENTRY_WORDS, WORD_BYTES = 8, 8
-ENTRY_BYTES = ENTRY_WORDS * WORD_BYTES
-MOST_RECORDS = 2**16 - 1
-DIRECTORY_BYTES = (MOST_RECORDS + 1) * ENTRY_BYTES
-MAGIC = int.from_bytes(b"clstore1", "little")
-POLL_S = 5e-4
-
-# Words of an entry. STATE is 0 for none, else version << VERSION | PENDING or not | LIVE; USES counts its records.
-STATE, OFFSET, SIZE, CHUNK, KIND, DTYPE, USES = range(7)
-LIVE, PENDING, VERSION = 1, 2, 2
-# Of the entry in front of them: what this is, entries that were ever used, and the token.
-COUNT, TOKEN = 1, 2
-TOKEN_BYTES = 16
-
-
-class StoreError(RuntimeError):
-    """A record is not there, not whole, or not what was asked for."""
+from colossal_lite.memory.task_records import (
+    DIRECTORY_BYTES,
+    MAGIC,
+    TOKEN,
+    TOKEN_BYTES,
+    WORD_BYTES,
+    Records,
+    StoreError,
+    TaskRecords,
+)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How a sibling process finds the records of a task."""
+    """How another process finds the records of a task."""
 
     task: str
     pid: int
@@ -75,351 +40,25 @@ class Handle:
     token: str
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of one record, of one version: `flat` [numel], on the host."""
-
-    task: str
-    chunk: int
-    kind: str
-    version: int
-    flat: Tensor
-
-
-class Records:
-    """The records of one task, as whoever has mapped them reads them."""
-
-    def __init__(self, task: str, pid: int, memory: mmap.mmap) -> None:
-        self.task, self.pid, self.memory = task, pid, memory
-        self.words = memoryview(memory)[:DIRECTORY_BYTES].cast("Q")
-        self._fence = threading.Lock()
-        self._found: dict[tuple[int, str], int] = {}
-
-    @property
-    def names(self) -> tuple[tuple[int, str], ...]:
-        """(chunk, kind) of each record that is there now."""
-        return tuple(sorted(self._name(i) for i in self._live()))
-
-    def version(self, chunk: int, kind: str = OPTIMIZER) -> int:
-        """Updates that have come to rest in a record. Raises StoreError if there is none."""
-        return self._state(self._index(chunk, kind)) >> VERSION
-
-    def is_pending(self, chunk: int, kind: str = OPTIMIZER) -> bool:
-        """Whether an update of a record is owed or on its way. Raises StoreError if there is none."""
-        return bool(self._state(self._index(chunk, kind)) & PENDING)
-
-    def read(self, chunk: int, kind: str = OPTIMIZER, *, timeout_s: float = 0.0) -> Snapshot:
-        """A copy of a record that no update has touched meanwhile. Raises StoreError if there is none, or if its update
-        is still pending after `timeout_s`."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            index = self._index(chunk, kind)
-            with self._fence:
-                state, uses = self._state(index), self.words[index * ENTRY_WORDS + USES]
-            if not state & PENDING:
-                flat = self._flat(index).clone()
-                with self._fence:  # a lock taken and given back keeps loads on their side of it
-                    after = self._state(index), self.words[index * ENTRY_WORDS + USES]
-                if after == (state, uses) and state & LIVE:
-                    return Snapshot(self.task, chunk, kind, state >> VERSION, flat)
-            if (left_s := end_s - time.monotonic()) <= 0:
-                raise self._too_late([(chunk, kind)], timeout_s)
-            time.sleep(min(POLL_S, left_s))
-
-    def flush(self, *, timeout_s: float = 0.0) -> None:
-        """No record's update is pending when this returns. Raises StoreError after `timeout_s`, naming those that are;
-        gradients do not count."""
-        end_s = time.monotonic() + timeout_s
-        while late := [
-            name for name in self.names if name[1] != GRADIENTS and self._is_pending(self._found.get(name))
-        ]:
-            if (left_s := end_s - time.monotonic()) <= 0:
-                raise self._too_late(late, timeout_s)
-            time.sleep(min(POLL_S, left_s))
-
-    def view(self, chunk: int, kind: str = OPTIMIZER, *, runtime: Any = None) -> Tensor:
-        """The memory of a record itself [numel]; with CUDA's `runtime` (`torch.cuda.cudart()`) locked for as long as
-        the tensor lives, so that copies to a device run on their own. Its bytes are of one version only while `version`
-        says the same before and after, and nothing is pending. Raises StoreError."""
-        flat = self._flat(self._index(chunk, kind))
-        if runtime is not None and (error := lock(flat, runtime)):
-            raise StoreError(f"task {self.task!r}: ({chunk}, {kind!r}) cannot be locked (CUDA error {error})")
-        return flat
-
-    # ---- how ----
-
-    def _live(self) -> Iterator[int]:
-        for index in range(1, self.words[COUNT] + 1):
-            if self.words[index * ENTRY_WORDS + STATE]:
-                yield index
-
-    def _name(self, index: int) -> tuple[int, str]:
-        words = self.words
-        name = words[index * ENTRY_WORDS + CHUNK], KINDS[words[index * ENTRY_WORDS + KIND]]
-        self._found[name] = index
-        return name
-
-    def _index(self, chunk: int, kind: str) -> int:
-        if kind not in KINDS:
-            raise StoreError(f"kind={kind!r} names no records; legal: {', '.join(map(repr, KINDS))}")
-        index = self._found.get((chunk, kind))
-        if index is None or not self._state(index) or self._name(index) != (chunk, kind):
-            self._found.clear()
-            names = self.names  # which finds them
-            index = self._found.get((chunk, kind))
-            if index is None:
-                has = ", ".join(f"({c}, {k!r})" for c, k in names[:4]) + (", ..." if len(names) > 4 else "")
-                raise StoreError(
-                    f"task {self.task!r} has no record ({chunk}, {kind!r}) in process {self.pid}; it has "
-                    f"{has or 'none: it was dropped, or no engine has begun'}"
-                )
-        return index
-
-    def _state(self, index: int) -> int:
-        return self.words[index * ENTRY_WORDS + STATE]
-
-    def _is_pending(self, index: int | None) -> bool:
-        return index is not None and bool(self._state(index) & PENDING)
-
-    def _flat(self, index: int) -> Tensor:
-        words, at = self.words, index * ENTRY_WORDS
-        dtype, size_bytes = DTYPES[words[at + DTYPE]], words[at + SIZE]
-        return _tensor(self.memory, words[at + OFFSET], size_bytes // dtype.itemsize, dtype)
-
-    def _too_late(self, names: Collection[tuple[int, str]], timeout_s: float) -> StoreError:
-        first = ", ".join(f"({chunk}, {kind!r})" for chunk, kind in list(names)[:4])
-        has_ended = "" if os.path.exists(f"/proc/{self.pid}") else ", which has ended and will not make it"
-        return StoreError(
-            f"task {self.task!r}: an update of {first}{', ...' if len(names) > 4 else ''} is owed or on its way by "
-            f"process {self.pid}{has_ended}, after {timeout_s:g} s; legal: HostStore.flush there, or a longer timeout_s"
-        )
-
-
-@dataclass(frozen=True)
-class ParkedState:
-    """What an engine that has ended well leaves beside its records."""
-
-    form: Mapping[str, Any]
-    """What its chunks and states were, for who takes them up."""
-    facts: Mapping[str, Any]
-    """What is no record: steps, step counts, loss scale, buffers."""
-
-
-class TaskRecords:
-    """The records of one task where they are made and written: by the engine that has it open."""
-
-    def __init__(self, task: str, beside: torch.device) -> None:
-        """`beside`: the device that visits them; on meta no record has memory."""
-        self.task, self.beside = task, beside
-        self.is_open, self.is_blank = True, True
-        """Whether an engine has them; whether none ever had."""
-        self.kept: ParkedState | None = None
-        """What an engine has left, until another changes it."""
-        self.misfits: list[str] = []
-        """Records that were left in other sizes than this engine wants them, a line each."""
-        self.on_flush: Callable[[], object] = nothing
-        """Brings all records of the engine to rest."""
-        self.shared: Records | None = None
-        """As a sibling sees them; None while there are none."""
-        self.descriptor, self.token = -1, secrets.token_hex(TOKEN_BYTES)
-        self._rooms: dict[tuple[int, str], Tensor] = {}
-        self._entries: dict[tuple[int, str], int] = {}
-        self._due: dict[int, int] = {}  # of each entry, updates that are owed or on their way
-        self._new: set[tuple[int, str]] = set()
-        self._freed: list[tuple[int, int]] = []  # pages [start, stop)
-        self._end = DIRECTORY_BYTES
-        self._capacity = DIRECTORY_BYTES + 4 * send_buffer.physical_bytes()
-        self._lock = threading.Lock()
-
-    # ---- rooms ----
-
-    def room(self, chunk: int, kind: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """The memory [numel] of a record: zeros, or what the engine before has left there."""
-        if self.beside.type == "meta" or numel == 0:
-            return torch.zeros(numel, dtype=dtype, device="meta" if self.beside.type == "meta" else "cpu")
-        name = (chunk, kind)
-        if (left := self._rooms.get(name)) is not None:
-            if (left.numel(), left.dtype) == (numel, dtype):
-                return left
-            was, wanted = _form(left.numel(), left.dtype), _form(numel, dtype)
-            self.misfits.append(f"chunk {chunk}: {kind} of {was}, where {wanted} are wanted")
-            return torch.zeros(numel, dtype=dtype)
-        self._rooms[name] = room = self._made(name, numel, dtype)
-        self._new.add(name)
-        if kind == GRADIENTS:
-            self.begin(chunk, kind)
-        return room
-
-    def is_new(self, chunk: int, kind: str) -> bool:
-        """Whether no engine before has left this record."""
-        return (chunk, kind) not in self._rooms or (chunk, kind) in self._new
-
-    def free(self, chunk: int, kind: str) -> None:
-        """A record rests elsewhere from now on; its pages are given back. No tensor in them may be used any more."""
-        name = (chunk, kind)
-        if self._rooms.pop(name, None) is None:
-            return
-        self._new.discard(name)
-        if (index := self._entries.pop(name, None)) is not None:
-            words, memory = self._segment()
-            with self._lock:
-                self._due.pop(index, None)
-                words[index * ENTRY_WORDS + STATE] = 0
-                words[index * ENTRY_WORDS + USES] += 1
-            start, size_bytes = words[index * ENTRY_WORDS + OFFSET], _pages(words[index * ENTRY_WORDS + SIZE])
-            if self.descriptor >= 0:
-                memory.madvise(mmap.MADV_REMOVE, start, size_bytes)
-                insort(self._freed, (start, start + size_bytes))
-
-    @property
-    def taken_bytes(self) -> int:
-        """Of the host's memory when every record has been written: by the formula in the Note."""
-        if self.shared is None:
-            return 0
-        words, _ = self._segment()
-        records = sum(_pages(words[index * ENTRY_WORDS + SIZE]) for index in self._entries.values())
-        return records + _pages(ENTRY_BYTES * (words[COUNT] + 1))
-
-    def _made(self, name: tuple[int, str], numel: int, dtype: torch.dtype) -> Tensor:
-        if host_handshake.why_not() is not None:
-            return host_room(numel, dtype, self.beside)
-        words, memory = self._segment()
-        size_bytes = numel * dtype.itemsize
-        start = self._place(_pages(size_bytes))
-        room = _tensor(memory, start, numel, dtype)
-        if self.beside.type == "cuda":
-            held = locked(room.view(torch.uint8), torch.cuda.cudart(), self.beside).view(dtype)
-            if held.data_ptr() != room.data_ptr():  # not where a sibling would find it
-                insort(self._freed, (start, start + _pages(size_bytes)))
-                return held
-        count = words[COUNT]
-        freed = range(1, count + 1) if self._freed else ()  # else no entry is free
-        index = next((i for i in freed if not words[i * ENTRY_WORDS + STATE]), count + 1)
-        if index > MOST_RECORDS:
-            raise StoreError(
-                f"task {self.task!r} has {count:,} records and room for no more; legal: larger chunks"
-            )
-        at = index * ENTRY_WORDS
-        words[at + OFFSET], words[at + SIZE], words[at + CHUNK] = start, size_bytes, name[0]
-        words[at + KIND], words[at + DTYPE] = KINDS.index(name[1]), DTYPES.index(dtype)
-        words[COUNT] = max(count, index)
-        with self._lock:  # what is above is there for whoever sees what is below
-            words[at + STATE] = LIVE
-        self._entries[name] = index
-        return room
-
-    def _place(self, size_bytes: int) -> int:
-        """The start of free pages: where some were given back, or behind all others."""
-        for number, (start, stop) in enumerate(self._freed):
-            if stop - start >= size_bytes:
-                self._freed[number : number + 1] = [(start + size_bytes, stop)] * (stop - start > size_bytes)
-                return start
-        start, self._end = self._end, self._end + size_bytes
-        if self._end > self._capacity:
-            raise StoreError(
-                f"task {self.task!r}: its records take more than {self._capacity:,} bytes of addresses"
-            )
-        return start
-
-    def _segment(self) -> tuple[memoryview, mmap.mmap]:
-        """The directory, and all memory; made when the first record is."""
-        if self.shared is None:
-            self.descriptor, memory = send_buffer.shared_memory(f"task {self.task}", self._capacity)
-            self._closing = weakref.finalize(self, os.close, self.descriptor)
-            self.shared = Records(self.task, os.getpid(), memory)
-            self.shared.words[0] = MAGIC
-            memory[TOKEN * WORD_BYTES : TOKEN * WORD_BYTES + TOKEN_BYTES] = bytes.fromhex(self.token)
-        return self.shared.words, self.shared.memory
-
-    # ---- versions ----
-
-    def begin(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """A record is about to be written, if no update of it is owed already; nothing where there is no record."""
-        self._set(chunk, kind, lambda due: max(due, 1))
-
-    def defer(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """One more update of a record is owed from now on: that of the step before may be on its way still."""
-        self._set(chunk, kind, lambda due: due + 1)
-
-    def commit(self, chunk: int, kind: str = OPTIMIZER, *, version: int | None = None) -> None:
-        """All bytes of a record's update are there, which is the next version, or a given one; by any thread."""
-        self._set(chunk, kind, _one_less, lambda old: old + 1 if version is None else version)
-
-    def cancel(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """The update that was owed has written nothing, and will not be made."""
-        self._set(chunk, kind, _one_less)
-
-    def _set(
-        self, chunk: int, kind: str, due: Callable[[int], int], version: Callable[[int], int] = int
-    ) -> None:
-        """Change how many updates of a record are due, and its version."""
-        index = self._entries.get((chunk, kind))
-        if index is not None and self.shared is not None:
-            with self._lock:  # given back, it orders the bytes before with the word for other processors
-                left = self._due[index] = due(self._due.get(index, 0))
-                at = index * ENTRY_WORDS + STATE
-                now = version(self.shared.words[at] >> VERSION)
-                self.shared.words[at] = now << VERSION | (PENDING if left else 0) | LIVE
-
-    # ---- how an engine begins and ends ----
-
-    def take_up(self) -> ParkedState | None:
-        """What another engine has left, if one has; the records are this one's from now on."""
-        self._new.clear()
-        self.is_blank = False
-        kept, self.kept = self.kept, None
-        return kept
-
-    def give_up(self) -> None:
-        """The engine was not made: everything is as it was before."""
-        for name in tuple(self._new):
-            self.free(*name)
-        self.misfits.clear()
-        self.is_open = False
-        if self.is_blank:
-            self.close()
-
-    def leave(self, kept: ParkedState | None) -> None:
-        """The engine has ended; `kept`: all its state is here, and another may take it up."""
-        for name in tuple(self._rooms):
-            if name[1] == GRADIENTS:
-                self.free(*name)
-        self._new.clear()
-        self.kept, self.is_open, self.is_blank, self.on_flush = kept, False, False, nothing
-
-    def close(self) -> None:
-        """No sibling can attach any more, and whoever has is told that the records are gone. Their memory goes when
-        nobody has a tensor in it."""
-        for index in self._entries.values():
-            words, _ = self._segment()
-            words[index * ENTRY_WORDS + STATE] = 0
-        self._entries.clear()
-        self._rooms.clear()
-        if self.descriptor >= 0:
-            self._closing()
-            self.descriptor = -1
-        self.shared, self.is_open = None, False
-
-
 class HostStore:
-    """Records of many tasks, of this process, for as long as it wants them.
+    """Stores the records of many tasks of this process.
 
-    An engine made with `initialize(..., store=, task=)` keeps its model state here when it is closed, and one that is
-    made for the same task later goes on with it, bit for bit. What rested on the device or on disk is copied here for
-    that time: an engine whose memory.host_budget has no room for that is refused. What other tasks have here counts for
-    none of them."""
+    An engine made with `initialize(..., store=, task=)` leaves its model state here when it is closed. An engine made
+    later for the same task resumes from it, bit for bit. State on the device or on disk is copied here for that time.
+    An engine whose memory.host_budget has no room for that is rejected. Other tasks do not count in its budget.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskRecords] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Those that have records, or an engine."""
+        """Tasks that have records or an engine."""
         return tuple(task for task, records in self._tasks.items() if records.is_open or not records.is_blank)
 
     def open(self, task: str, *, beside: torch.device) -> TaskRecords:
-        """The records of a task for an engine. Raises StoreError while another has them, and if one has ended before
-        its updates had come to rest."""
+        """Open the records of a task for an engine. Raises StoreError while another has them open, or if the last one
+        ended before its updates were finished."""
         records = self._tasks.get(task)
         if records is None or (records.is_blank and not records.is_open):
             records = self._tasks[task] = TaskRecords(task, beside)
@@ -436,7 +75,8 @@ class HostStore:
         return records
 
     def handle(self, task: str) -> Handle:
-        """What a process of this user on this host needs to attach: small, to be pickled. Raises StoreError."""
+        """A small value, to be pickled, with which a process of this user on this host attaches. Raises
+        StoreError."""
         records = self._of(task)
         if records.descriptor < 0:
             why = host_handshake.why_not() or "it has no records on the host"
@@ -445,7 +85,7 @@ class HostStore:
 
     @staticmethod
     def attach(handle: Handle) -> Records:
-        """The records of another process's task; they stay mapped when that ends. Raises StoreError."""
+        """Map the records of another process's task; the mapping outlives that process. Raises StoreError."""
         path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
         gone = f"attach: process {handle.pid} has no records of task {handle.task!r} any more"
         try:
@@ -468,24 +108,24 @@ class HostStore:
         return records
 
     def records(self, task: str) -> Records:
-        """The records of a task as siblings see them. Raises StoreError if it has none."""
+        """The records of a task as other processes see them. Raises StoreError if it has none."""
         if (shared := self._of(task).shared) is None:
             why = host_handshake.why_not() or "it has no records on the host"
             raise StoreError(f"store: task {task!r} has nothing that siblings see: {why}")
         return shared
 
     def flush(self, task: str | None = None) -> None:
-        """The engine of a task, or each, makes the updates that it owes, and their bytes come to rest. Where ranks own
-        shards, on every rank."""
+        """Run the deferred updates of a task's engine, or of all, and wait for their bytes. Where ranks own shards,
+        call it on every rank."""
         for name in self.tasks if task is None else (task,):
             self._of(name).on_flush()
 
     def taken_bytes(self, task: str) -> int:
-        """Of the host's memory, by the records of a task: each rounded up to a page, and 64 bytes for each."""
+        """Bytes of host memory of a task's records: each rounded up to a page, and 64 bytes for each."""
         return self._of(task).taken_bytes
 
     def drop(self, task: str) -> None:
-        """Forget a task, which has no engine any more. Raises StoreError."""
+        """Drop a task that has no engine any more. Raises StoreError."""
         records = self._of(task)
         if records.is_open:
             raise StoreError(f"store: task {task!r} has an engine; legal: close it first")
@@ -506,24 +146,3 @@ class HostStore:
             has = ", ".join(map(repr, self._tasks)) or "none"
             raise StoreError(f"store: there is no task {task!r}; it has {has}")
         return self._tasks[task]
-
-
-def _one_less(due: int) -> int:
-    return max(due - 1, 0)
-
-
-def nothing() -> None:
-    """What there is to do without an engine."""
-
-
-def _pages(size_bytes: int) -> int:
-    """Bytes, rounded up to a page."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _form(numel: int, dtype: torch.dtype) -> str:
-    return f"{numel:,} {str(dtype).removeprefix('torch.')}"
-
-
-def _tensor(memory: mmap.mmap, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)

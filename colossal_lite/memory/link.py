@@ -4,8 +4,8 @@ Note: what travels in a step goes over a `Link`, each copy with a `Transfer` to 
 both directions of a bus are in use.  On one machine a link can be given a speed.  It then emulates a device behind a
 bus, so every order of copies, waits and reuse of buffers is tested without one.
 
-Order.  Demanded copies keep their order on a link; sums and written records rely on it.  A prefetch names the copies
-that it comes after, and keeps its order among prefetches.  A demanded copy may overtake it, and it can be revoked.
+Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies
+that it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.
 Waiting for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy comes
 only after copies that were asked for earlier, and a link begins a copy only when nothing holds it back.  So the
 oldest copy that has not begun can always begin.  A copy on a stream that comes after work of a thread is enqueued by
@@ -28,42 +28,40 @@ from colossal_lite.memory.copy_streams import CopyExecutor, Event, ended
 
 
 class Priority(IntEnum):
-    """Of a copy that has not begun."""
+    """Priority of a copy that has not begun."""
 
-    DEMAND = 0  # somebody waits for it, or others on its link may count on its place
-    PREFETCH = (
-        1  # nobody does: it comes after what it says it does, and whatever is demanded may come before it
-    )
+    DEMAND = 0  # a thread waits for it, or later copies rely on its order
+    PREFETCH = 1  # no thread waits: it follows the copies that it names, and demanded ones may overtake it
 
 
 class Request:
-    """What is left to do of a copy that was asked for, and what came of it."""
+    """The work of a copy that has not begun, and its result."""
 
     def __init__(self, begin: Callable[[], Event | None]) -> None:
         self._begin: Callable[[], Event | None] | None = begin
         self.future: Future[Event | None] = Future()
 
     def serve(self) -> None:
-        """Do it; an error is for whoever waits."""
+        """Run the work; an error is raised in the thread that waits."""
         begin = self._begin
-        assert begin is not None, "it was served, or dropped"
+        assert begin is not None, "the request was served or dropped before"
         self.drop()
         try:
             event = begin()
         except BaseException as error:
             self.future.set_exception(error)
-            if not isinstance(error, Exception):  # of a user who interrupts the thread that asked
+            if not isinstance(error, Exception):  # an interrupt of the requesting thread
                 raise
         else:
             self.future.set_result(event)
 
     def drop(self) -> None:
-        """Let go of its tensors."""
+        """Drop the work and its tensors."""
         self._begin = None
 
 
 class Transfer:
-    """A copy on its way. Whoever waits for it is told what it raised."""
+    """A copy in flight. Its errors are raised in the thread that waits for it."""
 
     def __init__(
         self, link: Link, request: Request, after: Sequence[Transfer], priority: Priority, size_bytes: int
@@ -72,14 +70,14 @@ class Transfer:
         self.size_bytes = size_bytes
         self.is_revoked = False
         self.told: Future[None] | None = None
-        """When who is to be told of its end has been; None: nobody is, or that is a part of the copy."""
+        """Ends when `then` has been called; None: there is no `then`, or it is a part of the copy."""
 
     @property
     def link_name(self) -> str:
         return self.link.name
 
     def wait(self) -> None:
-        """What is computed from now on finds the bytes in the target. On a GPU the device waits, and not the host."""
+        """Make later computing find the bytes in the target. On a GPU the device waits, not the host."""
         self.expedite()
         for root in self.roots():
             root.link.executor.block_compute_until(root.handed)
@@ -96,7 +94,7 @@ class Transfer:
         self.link.blocked_s += time.perf_counter() - start
 
     def expedite(self) -> None:
-        """Somebody waits for it: from now on it is in demand, and so is what it comes after, over whatever link."""
+        """Raise its priority to DEMAND, and that of everything before it, over any link."""
         if self.is_handed or self.priority is Priority.DEMAND:
             return
         self.link.demand(self)
@@ -104,13 +102,13 @@ class Transfer:
             transfer.expedite()
 
     def revoke(self) -> bool:
-        """Nobody wants it any more. True if it had not begun: then it never will, its bytes are not counted, and its
-        target may be written as soon as it might have been by it, which whoever waits for it waits for.  What a stream
-        has been handed has begun."""
+        """Cancel a copy that has not begun. True if it had not: then it never runs, and its bytes are not counted.
+        Its target may be written after the copies that it comes after; a wait for it waits for these. A copy that a
+        stream was given has begun."""
         return self.link.revoke(self)
 
     def roots(self) -> Iterator[Transfer]:
-        """What has to end before who comes after it may begin: itself, or, where it was revoked, what it came after."""
+        """The copies that must end before its successors begin: itself, or, if revoked, those that it comes after."""
         if not self.is_revoked:
             yield self
             return
@@ -118,18 +116,18 @@ class Transfer:
             yield from transfer.roots()
 
     def tell(self, then: Callable[[], object]) -> None:
-        """Call `then` when it has ended."""
+        """Call `then` when the copy has ended."""
         if (event := self.handed()) is not None:
             ended(event, self.link.timeout_s)
         then()
 
     @property
     def is_handed(self) -> bool:
-        """Whether its lane has it, or it has ended, or was revoked."""
+        """Whether its executor was given it, or it has ended or was revoked."""
         return self.request.future.done()
 
     def handed(self) -> Event | None:
-        """When its lane has it: the event of its end, or None where it has ended."""
+        """Wait until its executor was given it: the event of its end, or None where it has ended."""
         try:
             return self.request.future.result(timeout=self.link.timeout_s)
         except TimeoutError as error:
@@ -139,37 +137,34 @@ class Transfer:
 
 
 class Link:
-    """One direction between two tiers: copies one after the other on a lane, in the order they are asked for; but what
-    is in demand goes before what is not, as soon as it waits for nothing."""
+    """One direction between two tiers. It copies one after the other, in the order of the requests. A demanded copy
+    overtakes prefetches as soon as it waits for nothing."""
 
     def __init__(self, name: str, executor: CopyExecutor, *, timeout_s: float = 600.0) -> None:
         self.name, self.executor, self.timeout_s = name, executor, timeout_s
         self.moved_bytes = 0
-        """Of all copies so far that were not revoked."""
+        """Bytes of all copies so far that were not revoked."""
         self.blocked_s = 0.0
-        """That the host has waited for bytes that it reads itself."""
+        """Seconds that the host has waited for bytes that it reads itself."""
         self._thread = ThreadPoolExecutor(1, f"link-{name}")
-        self._teller = ThreadPoolExecutor(
-            1, f"link-{name}-ends"
-        )  # has no thread before there is something to tell
+        self._teller = ThreadPoolExecutor(1, f"link-{name}-ends")  # starts its thread at the first `then`
         self._changed = threading.Condition()
-        self._queue: list[Transfer] = []  # in the order they were asked for
+        self._queue: list[Transfer] = []  # in the order of the requests
         self._serving = 0
-        self._last: Transfer | None = None  # that the lane was handed, after all others
+        self._last: Transfer | None = None  # the last that the executor was given
 
     @property
     def waited_s(self) -> float:
-        """That whoever needed a copy has waited for it: on a GPU that its computing stood still, by its own clock, and
-        that the host did."""
+        """Seconds waited for copies: by a GPU's computing, by its own clock, and by the host."""
         return self.executor.held_s + self.blocked_s
 
     def copy(
         self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),
         priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
     ) -> Transfer:  # fmt: skip
-        """Copy `source` to `target` of the same size and dtype, when all `after` are done, and all that was computed so
-        far.  Neither may be written until then, nor `target` read.  `then` is called by a thread when the bytes are
-        there, before anybody who waits on the host goes on."""
+        """Copy `source` to `target` of the same size and dtype, after all `after` and all computing so far. Neither
+        may be written until then, nor `target` read. A thread calls `then` when the bytes are there, before any wait
+        on the host returns."""
         assert target.shape == source.shape and target.dtype == source.dtype
         work = partial(target.copy_, source, non_blocking=self.executor.on_stream)
         size_bytes = source.numel() * source.element_size()
@@ -204,19 +199,19 @@ class Link:
         return transfer
 
     def drain(self) -> None:
-        """All copies so far have ended, and their memory may be freed."""
+        """Wait until all copies so far have ended. Their memory may then be freed."""
         with self._changed:
             left = [*self._queue]
         for transfer in left:
-            transfer.handed()  # in the turn that it has
+            transfer.handed()  # in its own order
         if not self._changed_until(lambda: not self._serving):
             raise self.late()
         if self._last is not None:
             self._last.finish()
 
     def close(self) -> None:
-        """No copy is asked for any more; those on their way are finished at once. What does not end in time is left
-        behind, and told in a warning."""
+        """Finish the copies in flight; none may be requested any more. One that does not end in time is abandoned
+        with a warning."""
         self.executor.skip_emulated_delay()
         if not self._changed_until(lambda: not self._queue and not self._serving):
             warnings.warn(
@@ -239,7 +234,7 @@ class Link:
             f"a copy over the link {self.name} has not ended in {self.timeout_s:g} s (timeout_s)"
         )
 
-    # ---- whose turn it is ----
+    # ---- order ----
 
     def demand(self, transfer: Transfer) -> None:
         """As `Transfer.expedite`, of one that may be in this link's queue."""
@@ -261,12 +256,12 @@ class Link:
         return True
 
     def _turn(self) -> None:
-        """Serve one of those that wait; there may be none left, if one was revoked."""
+        """Serve one waiting copy; there may be none left, if one was revoked."""
         if (transfer := self._take()) is not None:
             self._serve(transfer)
 
     def _take(self) -> Transfer | None:
-        """The next one, when it waits for nothing. One that has waited too long is taken all the same, and fails."""
+        """The next copy, when it waits for nothing. One that has waited too long is returned too, and fails."""
         end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
         with self._changed:
             while self._queue:
@@ -286,7 +281,7 @@ class Link:
         return None
 
     def _next(self) -> Transfer | None:
-        """The first that is in demand, if it waits for nothing; else the first of all, if it does not."""
+        """The first demanded copy, if it waits for nothing; else the first of all, if that waits for nothing."""
         demanded = next((each for each in self._queue if each.priority is Priority.DEMAND), None)
         return next((each for each in (demanded, self._queue[0]) if each and _is_ready(each)), None)
 
@@ -294,7 +289,7 @@ class Link:
         try:
             transfer.request.serve()
         finally:
-            transfer.after = ()  # else each would keep all before it
+            transfer.after = ()  # else each would hold all before it
             with self._changed:
                 self._serving -= 1
                 self._last = transfer
@@ -314,7 +309,7 @@ class Link:
     ) -> Event | None:  # fmt: skip
         roots = [root for transfer in after for root in transfer.roots()]
         for root in roots:
-            if not root.is_handed:  # it was waited for long enough
+            if not root.is_handed:  # the timeout has passed
                 raise root.link.late()
         ends = (now, *(root.handed() for root in roots))
         end = self.executor.run(work, size_bytes, [end for end in ends if end is not None], self.timeout_s)
@@ -324,7 +319,7 @@ class Link:
 
 
 def _missing(transfer: Transfer) -> Iterator[Transfer]:
-    """What a copy still waits for."""
+    """The copies that a copy still waits for."""
     for each in transfer.after:
         yield from (root for root in each.roots() if not root.is_handed)
 

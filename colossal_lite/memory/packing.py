@@ -1,17 +1,17 @@
-"""Parameters into chunks: which parameter lies where in which flat buffer.
+"""Packs parameters into chunks: which parameter lies where in which flat buffer.
 
 Note: packing.
-A chunk is one contiguous run of parameters that share a packing key (whether they train, optimizer group, axes that the
-gradient is summed over), in the order the model uses them, so that a chunk is complete when a stretch of the backward
-is.  Every entry starts on an aligned element: one of a block or more on a block, a smaller one lies within one.  A
-chunk's length is a multiple of `parts * shard_numel`, so that it cuts into equal shards for any part count that divides
-`parts`, the ranks that sum its gradient.  `shard_numel` is `SHARD_ALIGN_NUMEL`, and where a sum over blocks must have
-the same bits however the chunks are cut (`ordered`) `SHARD_BLOCK_NUMEL`: then no shard cuts a block of an entry.  Plain
-data: the same on every rank, and nothing here moves a byte.
+A chunk is one contiguous run of parameters that share a packing key: whether they train, optimizer group, axes of the
+gradient's sum.  They have the order in which the model uses them, so a chunk is complete when a stretch of backward
+is.  Every entry starts on an aligned element.  An entry of a block or more starts on a block, a smaller one lies within
+one.  A chunk's length is a multiple of `parts * shard_numel`, where `parts` ranks sum its gradient.  So it cuts into
+equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  Where a sum over blocks must have the
+same bits for any chunk size (`ordered`), it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The result
+is plain data, the same on every rank.  No byte is moved here.
 
-Waste is alignment only.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up to 512
-ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on the average: under 1 % up
-to 32 ranks at 124 million, up to 128 at 1.3 thousand million; equal shards of whole blocks leave no other choice.
+Only alignment wastes memory.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up
+to 512 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 %
+up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from colossal_lite.schedule.interval_packing import _up
+from colossal_lite.schedule.interval_packing import round_up
 from colossal_lite.sharding.mesh_layout import FAR, REPLICATE
 
-ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views stay aligned for vector loads and matrix products
-SHARD_ALIGN_NUMEL = 64  # updates take whole vectors of so many (kernels/optimizer.py)
+ENTRY_ALIGN_NUMEL = 32  # 128 bytes of float32: views are aligned for vector loads and matrix products
+SHARD_ALIGN_NUMEL = 64  # updates take full vectors of so many (kernels/optimizer.py)
 SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of a parameter
 
 
@@ -45,12 +45,12 @@ class ChunkKey:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Those of the summing ranks among which one copy is sharded; the others have copies of it."""
+        """Axes of the summing ranks among which one copy is sharded; the other ranks have copies of it."""
         return tuple(axis for axis in self.sync_axes if axis != REPLICATE)
 
     @property
     def near_axes(self) -> tuple[str, ...]:
-        """Those of a copy among which its weights may stay from forward to backward."""
+        """Axes of a copy among which its weights may be stored from forward to backward."""
         return tuple(axis for axis in self.shard_axes if axis != FAR)
 
     @property
@@ -113,9 +113,9 @@ def trains(spec: ChunkSpec) -> bool:
 
 def _place(end: int, numel: int) -> int:
     """Where an entry of `numel` elements starts behind one that ends at `end`."""
-    start = _up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
+    start = round_up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
     crosses = start // SHARD_BLOCK_NUMEL != max(start, start + numel - 1) // SHARD_BLOCK_NUMEL
-    return _up(start, SHARD_BLOCK_NUMEL) if crosses else start
+    return round_up(start, SHARD_BLOCK_NUMEL) if crosses else start
 
 
 def pack(
@@ -152,6 +152,6 @@ def pack(
         close(key)
     closed.sort(key=lambda found: found[0])
     return tuple(
-        ChunkSpec(i, key, _up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries), i)
+        ChunkSpec(i, key, round_up(max(entries[-1].stop, 1), parts(key) * shard_numel), tuple(entries), i)
         for i, (_, key, entries) in enumerate(closed)
     )

@@ -1,10 +1,10 @@
-"""Memory of the host in which state rests or waits beside a device.
+"""Allocates page-locked host memory, from and to which a device copies while the host goes on.
 
 Note: why not torch's own pinned memory.
-A GPU copies to and from page-locked memory alone while the host goes on.  torch's allocator of it rounds each request
-up to a power of two (twice the bytes, for records of gigabytes), so pages are taken as they are needed and locked in
-place, once, for as long as they live.  Where a system refuses that, torch's allocator is what is left, and a warning
-says so.  Beside a device that is emulated, memory of the host is memory.
+A GPU copies from and to page-locked memory while the host goes on.  torch's allocator rounds each request up to a power
+of two: twice the bytes, for records of gigabytes.  So pages are allocated as needed and locked in place once, until
+they are freed.  Where a system refuses that, torch's allocator is used, with a warning.  Beside an emulated device,
+memory is not locked.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from colossal_lite.memory.disk_layout import PAGE_BYTES
 
 
 def give_back_freed() -> None:
-    """What this process has freed goes back to the system, which the C library may keep: glibc can be told to."""
+    """Return freed memory to the system, where the C library caches it (glibc)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
-    """Zeros [numel] on the host beside a device, for copies that run on their own; on meta beside that."""
+    """Zeros [numel] on the host beside a device, page-locked beside a GPU; on meta beside meta."""
     if beside.type != "cuda":
         return torch.zeros(numel, dtype=dtype, device="meta" if beside.type == "meta" else "cpu")
     return host_pages(numel * dtype.itemsize, beside).view(dtype)
 
 
 def host_pages(size_bytes: int, beside: torch.device) -> Tensor:
-    """As `host_room`, uint8 from a page's start on."""
+    """As `host_room`, uint8, aligned to a page."""
     room = pages(size_bytes, torch.device("meta" if beside.type == "meta" else "cpu"))
     return locked(room, torch.cuda.cudart(), beside) if beside.type == "cuda" and size_bytes else room
 
 
 def pages(size_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [size_bytes] in memory of its own that begins on a page, zeros; its last page is its own too."""
+    """Zeros uint8 [size_bytes] that begin on a page; no other tensor is on its last page."""
     whole = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     room = torch.zeros(whole + PAGE_BYTES, dtype=torch.uint8, device=device)
     start = 0 if room.is_meta else -room.data_ptr() % PAGE_BYTES
@@ -50,13 +50,13 @@ def pages(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
-    """`room` of `pages` with its pages locked by CUDA's `runtime` until its memory is freed, or as much of torch's
-    pinned memory."""
+    """`room` of `pages`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, as much of
+    torch's pinned memory."""
     error = lock(room, runtime)
     if error == 0:
         return room
     with suppress(RuntimeError):
-        torch.empty(1, device=beside).zero_()  # the next launch would be told the error of this call
+        torch.empty(1, device=beside).zero_()  # the next launch would raise the error of this call
     warnings.warn(
         f"memory: {room.numel():,} bytes of the host could not be locked in place (CUDA error {error}); they are "
         f"taken from torch's pinned memory, which rounds up to a power of two",
@@ -66,7 +66,7 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
 
 
 def lock(room: Tensor, runtime: Any) -> int:
-    """Lock the pages that `room` begins on by CUDA's `runtime` until its storage is freed: its error, 0 for none."""
+    """Lock the pages of `room` with CUDA's `runtime` until its storage is freed. Returns the error, 0 for none."""
     start, whole = room.data_ptr(), -(-room.nbytes // PAGE_BYTES) * PAGE_BYTES
     error = int(runtime.cudaHostRegister(start, whole, 0))
     if error == 0:

@@ -1,8 +1,8 @@
-"""Copies tensors between devices and tiers once: initial values, buffers, batches; and buffers that links fill.
+"""Copies tensors between devices and tiers once: initial values, buffers, batches; and lends buffers to links.
 
-Note: this file and `link` are the only ones that copy between devices.  `link` holds what travels in a step.  `Buffers`
-hand out equal buffers, and `Places` (memory/arena.py) buffers of different sizes, with the transfers that still use
-them.
+Note: this file and `link` are the only ones that copy between devices.  `link` does the copies of a step.  `Buffers`
+lends equal buffers, `ArenaAllocator` (memory/arena.py) buffers of different sizes, both with the transfers that still
+use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, finished for whatever is computed there and for the host."""
+    """A copy on `device`, finished for later computing there and for the host."""
     return tensor.to(device, copy=True)
 
 
@@ -42,32 +42,31 @@ def buffers_to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class Buffers:
-    """Equal buffers that transfers fill and empty: the one that was handed back first is taken first.
+    """Lends equal buffers that transfers fill and empty, the one given back first is lent first.
 
-    A buffer is in use while it is taken, and from then on while the transfer that it was handed back with is the last
-    of its link: a link does one after the other, so those before are done, or the plan would have it wait."""
+    A buffer is in use while it is taken. After that it counts while its last transfer is the last of its link: a link
+    copies one after the other, so earlier transfers are done, or the plan would make it wait.
+    """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         self._free: deque[tuple[Tensor, tuple[Transfer, ...]]] = deque((one, ()) for one in buffers)
         self._count = len(self._free)
-        self._leaving: dict[
-            str, Transfer
-        ] = {}  # link -> the last transfer with which a buffer was handed back
+        self._leaving: dict[str, Transfer] = {}  # link -> the last transfer of a buffer given back
         self._each_bytes = self._free[0][0].nbytes if self._free else 0
         self.most_taken = 0
-        """Buffers in use at once, at the most so far."""
+        """Most buffers in use at once so far."""
 
     @property
     def most_bytes(self) -> int:
-        """Of those."""
+        """Bytes of those."""
         return self.most_taken * self._each_bytes
 
     def __len__(self) -> int:
         return self._count
 
     def take(self, *after: Transfer) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """A buffer, and the transfers after which it may be written. `after`: what has to be done before there is
-        anything to write, too."""
+        """A buffer, and the transfers after which it may be written. `after`: transfers that the writer waits for
+        anyway."""
         assert self._free, "the plan takes more buffers than there are"
         buffer, before = self._free.popleft()
         self._leaving = {name: t for name, t in self._leaving.items() if t not in (*before, *after)}
@@ -76,20 +75,21 @@ class Buffers:
         return buffer, before
 
     def give(self, buffer: Tensor, *last: Transfer) -> None:
-        """Hand a buffer back, which may be written when `last` are done."""
+        """Give a buffer back; it may be written when `last` are done."""
         self._free.append((buffer, last))
         self._leaving |= {transfer.link_name: transfer for transfer in last}
 
     def rest(self) -> None:
-        """All transfers that buffers were handed back with are done."""
+        """Count no buffer as in use: all their transfers are done."""
         self._leaving.clear()
 
 
 class GradientOffloadBuffer:
-    """Places on the device through which sums go down a link, so that whoever sends need not wait.
+    """Sends sums from the device to the host through buffers on the device, so that the sender need not wait.
 
-    A thread adds on the host as it copies.  A stream cannot: its sums come down into `landings` [numel] there, from
-    which `adds` adds them."""
+    A thread adds on the host as it copies. A stream cannot: its sums are copied to `landings` [numel] on the host,
+    and `adds` adds them from there.
+    """
 
     def __init__(
         self, down: Link, adds: Link, places: ArenaAllocator, landings: Iterable[Tensor] = ()
@@ -100,8 +100,8 @@ class GradientOffloadBuffer:
         self.on_stream = down.executor.on_stream
 
     def send(self, number: int, target: Tensor, source: Tensor, *, add: bool) -> Transfer:
-        """Copy `source` to `target` on the host, or add it there, through place `number`. `source` may be written when
-        this returns, `target` read after the transfer that is returned, or after `flush`."""
+        """Copy `source` to `target` on the host, or add it there, through buffer `number`. `source` may be written
+        when this returns. `target` may be read after the returned transfer or after `flush`."""
         here = self.places.take_now(number)
         here.copy_(source)
         size_bytes = source.numel() * source.element_size()
@@ -120,12 +120,12 @@ class GradientOffloadBuffer:
         return sent
 
     def flush(self) -> None:
-        """All that was sent is there."""
+        """Wait until all sums are on the host."""
         while self._sent:
             self._sent.pop().finish()
         self._landings.rest()
 
     @property
     def most_landed(self) -> int:
-        """As many on the host."""
+        """Most landings in use at once."""
         return self._landings.most_taken

@@ -1,16 +1,13 @@
-"""The weights of one chunk: the flat buffers of a run of parameters, and the life of these weights within a step.
+"""Gathers, drops, fetches and loads the weights of one chunk, and points its parameters at them.
 
-Note: tensors of weights.
-`value`     [numel], compute dtype: the weights; every `nn.Parameter` of the chunk is a view of it while it is WHOLE.
-            Kept from step to step, or, where weights are sharded, a slot that is lent from one gather to the drop.
-`local_shard` [owned], compute dtype: this rank's part of the weights: of `value`, or, where that is lent, what is kept.
-Gaps between entries are zero.  Weights walk WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE (sharded ones begin
-and rest as SHARDED) and, where a step owes their update (zero/owed.py), WHOLE -> OWED -> WHOLE; any other move is a
-programming error and stops at once.  A parameter of a chunk that is not WHOLE is a view of one NaN: whoever reads it
-past the gates gets no stale number.  Parameters never change their shape, dtype or identity.
+Note: states of weights.  The tensors are defined in memory/chunk.py.
+Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED.
+Where a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a
+programming error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN, so a read past the gates
+gives no stale number.  Parameters never change their shape, dtype or identity.
 
-Weights that do not train are all that their chunk has: it is gathered, dropped and kept elsewhere like any other, and
-never written.  What a step needs to train some is added in memory/chunk.py.
+A chunk of frozen weights has nothing else.  It is gathered, dropped and offloaded like any other, and never written.
+memory/chunk.py adds what training needs.
 """
 
 from __future__ import annotations
@@ -24,19 +21,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
-from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.precision import ChunkTypes
 
 
 class WeightState(StrEnum):
     WHOLE = "whole"  # parameters are views of all elements, as new as the masters
-    SHARDED = "sharded"  # this rank has the newest of its own shard only
-    FETCHING = "fetching"  # its own shard is on its way from the host
-    GATHERING = "gathering"  # the shards of the others are on their way
-    OWED = "owed"  # the update of the last step has yet to come
+    SHARDED = "sharded"  # only this rank's own shard is newest
+    FETCHING = "fetching"  # its own shard is copied from the host
+    GATHERING = "gathering"  # the shards of the others are being gathered
+    OWED = "owed"  # the update of the last step is deferred
 
 
 LEGAL_WEIGHT = {
@@ -53,9 +50,10 @@ LEGAL_WEIGHT = {
 
 @dataclass(frozen=True)
 class SavedView:
-    """Where a tensor lies in the weights of a chunk, so that it can be had again wherever these are then.
+    """Offset of a tensor in the weights of a chunk, to rebuild the view wherever the weights are then.
 
-    `offset` in elements of `dtype` from the start of the chunk; `version` of the weights it was a view of."""
+    `offset` in elements of `dtype` from the start of the chunk; `version` of the weights at that time.
+    """
 
     chunk: WeightChunk
     offset: int
@@ -79,9 +77,10 @@ class SavedView:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks that sum the gradient of a chunk (`all`), those of them over which this rank's copy of it is sharded
-    (`shards`), and those that hold the same shard (`copies`).  One copy is the rule, more are hybrid sharding
-    (arXiv 2304.11277, section 3.2.2).  `near`: those of `shards` that may keep the weights between them for a while."""
+    """The ranks that sum the gradient of a chunk (`all`), those among which this rank's copy of it is sharded
+    (`shards`), and those with the same shard (`copies`). One copy is the rule. Several are hybrid sharding (arXiv
+    2304.11277, section 3.2.2). `near`: those of `shards` that may store the gathered weights between them from
+    forward to backward."""
 
     all: Communicator
     shards: Communicator
@@ -89,7 +88,8 @@ class Groups:
     near: Communicator
 
     def scatterers(self, *, ordered: bool) -> Communicator:
-        """Those that scatter a sum among themselves: all, if it is one sum in rank order, or first those of a copy."""
+        """The ranks that scatter a sum among themselves: all, if it is one sum in rank order, else those of a
+        copy."""
         return self.all if ordered else self.shards
 
 
@@ -100,8 +100,8 @@ class WeightChunk:
         self, spec: ChunkSpec, groups: Groups, *, types: ChunkTypes, device: torch.device,
         shard_state: bool = False, shard_value: bool = False, on_host: TaskRecords | None = None,
     ) -> None:  # fmt: skip
-        """`groups`: the ranks that have the same values.  `on_host`: what of its shards can rest on the host does, in
-        these records (zero/visits.py)."""
+        """`groups`: the ranks that have the same values. `on_host`: shards that can be offloaded are, to these
+        records (offload/shard_streaming.py)."""
         self.spec, self.groups, self.shards = spec, groups, groups.shards
         self.shard = spec.shard(self.shards.size, self.shards.coord)
         self.owned = self.shard if shard_state else (0, spec.numel)
@@ -113,7 +113,7 @@ class WeightChunk:
         rests = self.is_sharded and on_host is not None
         kept = self._room(WEIGHTS, length if self.is_sharded else spec.numel, dtype, rests=rests)
         self.weights_at_rest = kept if rests else None
-        """This rank's part of the weights, where it rests on the host; `local_shard` is elsewhere during an update."""
+        """The host memory of `local_shard`, if it is offloaded; during an update `local_shard` is elsewhere."""
         self._value = None if self.is_sharded else kept
         self.local_shard = kept if self.is_sharded else kept[slice(*self.owned)]
         self._parameters: list[nn.Parameter] = []
@@ -126,17 +126,17 @@ class WeightChunk:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed with."""
+        """The device that computes with the weights."""
         return self._nowhere.device
 
     def _room(self, kind: str, numel: int, dtype: torch.dtype, *, rests: bool) -> Tensor:
-        """Where such a shard is kept, that rests on the host or does not."""
+        """Allocate a shard: in the records on the host if it `rests` there, else on the device."""
         if rests and self._records is not None:
             return self._records.room(self.spec.id, kind, numel, dtype)
         return zeros_on(self.device, numel, dtype)
 
     def _gone(self, kind: str) -> None:
-        """Such a shard rests on the host no more."""
+        """Free the record of a shard that is no longer on the host."""
         if self._records is not None:
             self._records.free(self.spec.id, kind)
 
@@ -144,21 +144,20 @@ class WeightChunk:
 
     @property
     def full_weight(self) -> Tensor:
-        """The weights [numel]; only while they are here."""
+        """All weights [numel]; only while they are gathered."""
         assert self._value is not None, f"chunk {self.spec.id}: its weights are not gathered"
         return self._value
 
     @property
     def resting_bytes(self) -> int:
-        """Of weights between steps."""
+        """Bytes of the weights between steps."""
         kept = self.local_shard if self.is_sharded else self.full_weight
         return self.types.resting_bytes(kept.numel())
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor] | None) -> None:
-        """Take over the entries' parameters: copy in their initial values, make each a view of `value`.
+        """Make each entry's parameter a view of `full_weight`, with its initial value.
 
-        `initial` holds each entry's value in the master dtype or any other, of the parameter's shape; None: values come
-        later.
+        `initial` has each entry's value in any dtype, in the parameter's shape; None: values are loaded later.
         """
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
@@ -179,32 +178,31 @@ class WeightChunk:
         self.count_change()
 
     def _load_own(self, local: slice, own: Tensor) -> None:
-        """Set what this rank has of an entry: elements `local` of `local_shard`."""
+        """Set this rank's part of an entry: elements `local` of `local_shard`."""
         if self.is_sharded:
             self.local_shard[local].copy_(own)
 
     def count_change(self) -> None:
-        """Some of the weights are others now, of this rank's shard or not: who has saved some is told so when it wants
-        them. Autograd itself would not know, of views that parameters were given as their `data`."""
+        """Count a change of weights, of this rank's shard or not, so that views saved before it raise. Autograd does
+        not see changes of views that parameters were given as their `data`."""
         self.version += 1
         increment_version(self._parameters)
 
     def defer(self) -> None:
-        """Nobody may read the weights until their update, which has yet to come."""
-        if not self.is_sharded:  # else nobody can
+        """Hide the weights until their deferred update."""
+        if not self.is_sharded:  # sharded weights are hidden already
             self.finish_gather()
             self.move_weights(WeightState.OWED)
             self._hide()
 
     def run_deferred(self) -> None:
-        """The update that was owed has come."""
+        """Show the weights again: their deferred update has run."""
         if self.weights is WeightState.OWED:
             self._show()
             self.move_weights(WeightState.WHOLE)
 
     def start_gather(self) -> None:
-        """Begin to fetch the other ranks' shards of the weights, which they have updated, if every rank keeps all.
-        Collective."""
+        """Start to gather the other ranks' updated shards, where every rank stores all weights. Collective."""
         if self.is_sharded or self.owned == (0, self.spec.numel):
             return
         self.move_weights(WeightState.SHARDED)
@@ -213,12 +211,12 @@ class WeightChunk:
         self._gathering = self._gather(self.shards, self.local_shard, self.full_weight)
 
     def _gather(self, ranks: Communicator, part: Tensor, whole: Tensor) -> PendingCollective:
-        """Parts of weights become `whole` [numel]: the one place where they are on the wire, in its dtype."""
+        """Gather parts into `whole` [numel]: the one place where weights are sent, in its dtype."""
         return ranks.all_gather_async(part, whole)
 
     def unshard(self, slot: Tensor) -> None:
-        """Begin to gather sharded weights into `slot` [numel], which is lent until `reshard`. Collective. Raises
-        ValueError where they have left their place for this step."""
+        """Start to gather sharded weights into `slot` [numel], lent until `reshard`. Collective. Raises ValueError
+        where the weights have no memory at this time of the step."""
         assert self.is_sharded and slot.numel() == self.spec.numel
         if self.local_shard.is_meta and not self.device.type == "meta":
             names = ", ".join(entry.name for entry in self.spec.entries[:3])
@@ -233,7 +231,7 @@ class WeightChunk:
 
     @property
     def part_numel(self) -> int:
-        """Elements of the weights that this rank keeps from forward to backward; 0: no more than its shard."""
+        """Elements of the weights that this rank stores from forward to backward; 0: no more than its shard."""
         near = self.groups.near.size
         return self.spec.numel // near if self.is_sharded and near < self.shards.size else 0
 
@@ -243,15 +241,15 @@ class WeightChunk:
         part.copy_(self.full_weight[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
 
     def unshard_near(self, slot: Tensor, part: Tensor) -> None:
-        """As `unshard`, from the parts that the neighbours have kept since. Collective among them."""
+        """As `unshard`, from the parts that the neighbours have stored since. Collective among them."""
         assert self.is_sharded and slot.numel() == self.spec.numel
         self.move_weights(WeightState.GATHERING)
         self._value = slot
         self._gathering = self._gather(self.groups.near, part, slot)
 
     def fetch(self, slot: Tensor, up: Link) -> None:
-        """Begin to bring this rank's shard, which rests on the host, to its place in `slot` [numel], which is lent
-        until `reshard`; what is on the device for its update is taken from there."""
+        """Start to copy this rank's shard from the host to its part of `slot` [numel], lent until `reshard`. A shard
+        that is on the device for its update is copied from there."""
         assert self.is_sharded and self.weights_at_rest is not None and slot.numel() == self.spec.numel
         self.move_weights(WeightState.FETCHING)
         self._value = slot
@@ -261,7 +259,7 @@ class WeightChunk:
             slot[slice(*self.shard)].copy_(self.local_shard)
 
     def gather_fetched(self) -> None:
-        """Begin to gather the shards of the others beside the one that was fetched. Collective."""
+        """Start to gather the shards of the others beside the fetched one. Collective."""
         if self.shards.size > 1:
             self._finish_fetch()
         self.move_weights(WeightState.GATHERING)
@@ -273,7 +271,7 @@ class WeightChunk:
             self._incoming = None
 
     def reshard(self) -> None:
-        """Hand the slot back. Nothing may read the weights any more; a shard that has not set out need not come."""
+        """Give the slot back. Nothing may read the weights any more; a fetch that has not started is revoked."""
         if self.weights is WeightState.FETCHING and self._incoming is not None and self._incoming.revoke():
             self._incoming = None
         self._finish_fetch()
@@ -283,7 +281,7 @@ class WeightChunk:
         self._value = None
 
     def finish_gather(self) -> None:
-        """Wait for the weights to be WHOLE; at once if none are on their way."""
+        """Wait for the weights to be WHOLE; return at once if none are in flight."""
         if self._gathering is None:
             return
         self._finish_fetch()
@@ -293,11 +291,11 @@ class WeightChunk:
         self.move_weights(WeightState.WHOLE)
 
     def keep(self) -> None:
-        """Weights that were gathered stay for good: the run is over."""
+        """Make gathered weights permanent: the run is over."""
         self.is_sharded = False
 
     def saved(self, tensor: Tensor) -> SavedView | None:
-        """A note of where `tensor` lies in the weights, if it does."""
+        """The offset of `tensor` in the weights, or None if it is not a view of them."""
         storage = tensor.untyped_storage()._cdata
         if self._value is None or storage != self._value.untyped_storage()._cdata:
             return None
@@ -311,7 +309,7 @@ class WeightChunk:
 
     @property
     def placeholder(self) -> int:
-        """Identity of the storage that parameters show while the weights are not here."""
+        """Identity of the storage that parameters have while the weights are not gathered."""
         return int(self._nowhere.untyped_storage()._cdata)
 
     def _show(self) -> None:
@@ -329,7 +327,7 @@ class WeightChunk:
         self.weights = state
 
     def keep_weights_on_device(self) -> None:
-        """This rank's shard rests on the device from now on."""
+        """Move this rank's shard to the device for good."""
         assert self.weights_at_rest is not None and self.local_shard is self.weights_at_rest
         self.local_shard, self.weights_at_rest = copied_to(self.local_shard, self.device), None
         self._gone(WEIGHTS)
@@ -345,19 +343,20 @@ class WeightChunk:
         return self.spec.key.shard_axes
 
     def part_of(self, entry: Entry) -> tuple[slice, int] | None:
-        """This rank's part of an entry: where it lies in `master`, `gradient` and optimizer state, and which element of
-        the parameter it begins with. None if it has none (an entry without elements belongs to no rank)."""
+        """This rank's part of an entry: its slice of `master`, `gradient` and optimizer state, and the element of the
+        parameter that it begins with. None if it has none (an entry without elements belongs to no rank)."""
         first, last = max(entry.start, self.owned[0]), min(entry.stop, self.owned[1])
         if first >= last:
             return None
         return slice(first - self.owned[0], last - self.owned[0]), first - entry.start
 
     def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
-        """One entry's part of a whole flat buffer [numel], in the parameter's shape."""
+        """One entry's part of a full flat buffer [numel], in the parameter's shape."""
         return buffer[entry.start : entry.stop].view(shape)
 
     def whole(self, owned: Tensor) -> Tensor:
-        """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is sharded."""
+        """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is
+        sharded."""
         return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
 
 

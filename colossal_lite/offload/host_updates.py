@@ -22,9 +22,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.chunk import Chunk, HostShard
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import ThreadExecutor
 from colossal_lite.memory.link import Link, Transfer
+from colossal_lite.memory.local_shard import HostShard
 from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.transfers import Buffers
 from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, StagingBuffer

@@ -32,8 +32,8 @@ from torch import Tensor
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed, executor_for
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.offload.pieces import VISITING, StateKind
 from colossal_lite.offload.state_storage import (
     MASTER,

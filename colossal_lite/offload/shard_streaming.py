@@ -24,9 +24,9 @@ from torch import Tensor
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import ThreadExecutor
-from colossal_lite.memory.host_store import WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.pinned import host_room
+from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer
 from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuffer, StateKind
 

@@ -23,9 +23,9 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import Bus, LinkSpeed, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
-from colossal_lite.memory.host_store import OPTIMIZER, TaskRecords
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.pinned import host_pages
+from colossal_lite.memory.task_records import OPTIMIZER, TaskRecords
 from colossal_lite.memory.transfers import Buffers
 
 READ_AHEAD = 1

@@ -7,7 +7,7 @@ from typing import Literal
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.pipeline_schedules import SCHEDULES, _placements, auto, generate, ranks_of
+from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, placements, ranks_of
 from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.simulator import StageCosts
 from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat
@@ -83,7 +83,7 @@ def plans_by_placement(pipeline: PipelineConfig, step: StepShape) -> tuple[Plan,
     if pipeline.schedule != "auto" or pipeline.stages_per_rank == 1:
         return (compute_plan(pipeline, step),)
     found, why = list[Plan](), ValueError()
-    for placement in _placements(pipeline.size, pipeline.stages_per_rank):
+    for placement in placements(pipeline.size, pipeline.stages_per_rank):
         try:
             found.append(compute_plan(pipeline, replace(step, placement=placement)))
         except ValueError as error:  # within the cap there may be one of them only

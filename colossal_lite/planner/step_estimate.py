@@ -20,8 +20,8 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.send_buffer import ALIGN_BYTES
 from colossal_lite.kernels import TORCH
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.optimizers import groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as

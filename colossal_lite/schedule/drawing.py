@@ -1,4 +1,4 @@
-"""Part of what was simulate."""
+"""Draws timelines of a plan, predicted or measured: as text, as an SVG image, as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def trace(**timelines: ScheduleTimeline) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleReport:
-    """A step as its plan foretold it and as it was measured, both from second 0."""
+    """A step as predicted by its plan and as measured, both from second 0."""
 
     predicted: ScheduleTimeline
     measured: ScheduleTimeline
@@ -139,7 +139,7 @@ class ScheduleReport:
         return cls(predicted, ScheduleTimeline(measured.ranks, tuple(spans)))
 
     def svg(self, width: int = 960) -> str:
-        """As `svg`: of each rank the predicted and the measured compute, one under the other."""
+        """As `svg`: the predicted and the measured compute of each rank, one under the other."""
         return svg(self.predicted, self.measured, width)
 
     def trace(self) -> str:

@@ -1,11 +1,11 @@
-"""What one rank's list of actions holds and has on its way, on paper: slots of messages, live bytes, unread sends.
+"""Computes what one rank's list of actions holds: slots of messages, live bytes, unread sends.
 
 Note
 ----
-The walks do what the runtime does with each action, with bytes in the place of tensors: what a stage gives lives until
-its SEND has left and `IN_FLIGHT` more have, or, where the next stage is here, until that one's backward is done; a
-gradient that came from a stage here lives until backward; what came from elsewhere lies in a slot. So the forecast is
-the maximum over the plan's moments, not a bound on each part.
+The walks do what the runtime does with each action, with bytes in the place of tensors.  The output of a stage lives
+until its SEND has left and `IN_FLIGHT` more have.  Where the next stage is on this rank, it lives until that stage's
+backward is done.  A gradient from a stage of this rank lives until backward.  What arrives from another rank is in a
+slot.  So the forecast is the maximum over the plan's moments, not a bound on each part.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def most_arrivals(actions: Sequence[Action]) -> int:
 
 
 def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, blocks: bool) -> int:
-    """Most bytes that a rank has sent and cannot know to be read: it knows of what another rank has done before it sent
-    something that this one has read.
+    """Most bytes of a rank's messages that it cannot know to be read. A message that it has read shows all that its
+    sender did before.
 
-    sent_bytes: of a SEND, and of a TIED_REDUCE to all others; blocks: RECVs wait for their message, or whatever needs
-    it does.
+    sent_bytes: of a SEND, and of a TIED_REDUCE to all others; blocks: RECVs wait for their message, else their first
+    use does.
     """
     at = {
         (a.kind, *subject_of(a)): (r, i)
@@ -58,14 +58,14 @@ def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, b
     }
 
     def reader(send: Action) -> tuple[int, int]:
-        """Who reads a message, and at which place of its list."""
+        """The rank that reads a message, and the position in its list."""
         stage, i = subject_of(send)
         stage += 1 if send.kind is ActionKind.SEND_F else -1
         uses = (ActionKind.F,) if send.kind is ActionKind.SEND_F else (ActionKind.I, ActionKind.B)
         kinds = (SENDS[send.kind],) if blocks else uses
         return next(at[kind, stage, i] for kind in kinds if (kind, stage, i) in at)
 
-    came: dict[int, tuple[int, int]] = {}  # by the place at which this rank reads: who sent it, and where
+    came: dict[int, tuple[int, int]] = {}  # position of this rank's read -> the sender, and its position
     for sender, actions in enumerate(plan):
         for place, action in enumerate(actions):
             if action.kind in SENDS and reader(action)[0] == rank:
@@ -88,11 +88,11 @@ def most_unread(plan: Plan, rank: int, sent_bytes: Callable[[Action], int], *, b
 
 @dataclass(frozen=True)
 class StageCost:
-    """One micro-batch on one stage of this rank.
+    """Cost of one micro-batch on one stage of this rank.
 
-    Live bytes when its forward ends, what it gives among them, and when that has gone; those between I and W; the most
-    in each action, from the beginning of the forward on; bytes of its logits, and of what goes to the next stage;
-    payload and calls by operation and axis.
+    Live bytes when its forward ends, its output among them, and when that has gone. Those between I and W. The most
+    in each action, from the beginning of the forward on. Bytes of its logits and of its message to the next stage.
+    Payload and calls by operation and axis.
     """
 
     ended: int
@@ -106,11 +106,11 @@ class StageCost:
 
 
 class Walk:
-    """What is alive beside the state of a rank and the slots of its messages, action after action.
+    """Computes the live bytes beside the state of a rank and the slots of its messages, action by action.
 
-    cost_of: of a stage and micro-batch, None where that has no samples; tied_bytes: what a TIED_REDUCE of a chunk needs
-    beside it. Afterwards `kept` is the most that a forward has left (`logits` of it are logits), `most` the most at any
-    moment.
+    cost_of: of a stage and micro-batch, None where that has no samples; tied_bytes: what a TIED_REDUCE of a chunk
+    needs beside it. Afterwards `kept` is the most that a forward has left (`logits` of it are logits), `most` the
+    most at any moment.
     """
 
     def __init__(

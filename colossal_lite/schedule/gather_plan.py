@@ -1,23 +1,24 @@
-"""When sharded weights are gathered and dropped, and where they lie meanwhile: the plan of a micro-batch.
+"""Plans when sharded weights are gathered and dropped in a micro-batch, and their offsets meanwhile.
 
 Note: moments.
 The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
-unit computes; a micro-batch is the moments of its forward and then those of its backward, as the first micro-batch has
-shown them (`Trace`).  From the trace everything follows, once for a run: chunk c is resident at moment m if a moment
-from m to m + prefetch needs it, so it is gathered `prefetch` moments before its use, dropped when the next unit begins,
-and kept where it would be dropped only to be gathered again at once (at the turn from forward to backward).  Without
-`reshard_after_forward` it stays from its first use to its last.  A resident chunk has an interval of moments and, by
-packing these (memory/pack.py), an offset in one arena, whose size is the peak.
+unit computes.  A micro-batch is the moments of its forward, then those of its backward, as the first micro-batch has
+shown them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from
+m to m + prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.
+A chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
+`reshard_after_forward` it is resident from its first use to its last.  A resident chunk has an interval of moments.
+Packing these (schedule/interval_packing.py) gives its offset in one arena, whose size is the peak.
 
-Where `reshard_after_forward` is a number g, what a micro-batch gathers more than once stays with groups of g neighbours
-from its first drop on, a part with each, and is gathered from these: the second gather is over g ranks, for P / g more
-elements, which lie behind the slots.
+Where `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on, if a
+micro-batch gathers it more than once.  Later gathers are over these g ranks, for P / g more elements, which lie behind
+the slots.
 
-A shard that rests on the host is fetched when its chunk becomes resident, into its place in the slot, and the shards of
-the others are gathered beside it a moment before the use, or at the use if it has come only a moment before.
+A shard that is on the host is fetched into its part of the slot when its chunk becomes resident.  The shards of the
+others are gathered beside it a moment before the use, or at the use if it was fetched only a moment before.
 
-Cost of a micro-batch in elements: P chunks are gathered once in forward; in backward again, less those of which
-backward reads no weight (embeddings) and those that are kept at the turn.  So k micro-batches move at most 2 k w P.
+Cost of a micro-batch in elements: P chunks are gathered once in forward.  In backward they are gathered again, less
+those of which backward reads no weight (embeddings) and those not dropped at the turn.  So k micro-batches move at
+most 2 k w P.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from colossal_lite.schedule.interval_packing import LiveInterval, pack_intervals
 from colossal_lite.schedule.plan import Action, ActionKind, net
 
 FROM_NEAR = net("near")
-"""Resource of a gather from the parts that neighbours have kept."""
+"""Resource of a gather from the parts that neighbours store."""
 Needs = frozenset[int]
-"""Chunks that must be whole at the same time."""
+"""Chunks that must be gathered at the same time."""
 
 
 @dataclass(frozen=True)
 class GatherMoment:
-    """What a stretch of computing reads; `launched`: chunks, from the last, whose sums have begun before it."""
+    """What one moment of computing reads; `launched`: number of chunks, from the last, whose sums have started before
+    it."""
 
     needs: Needs
     launched: int = 0
@@ -51,7 +53,7 @@ class Trace:
     backward: tuple[GatherMoment, ...]
 
     def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
-        """With moments for the chunks that were not read at all (a branch that was not taken): in forward behind those
+        """Add moments for the chunks that were not read at all (a branch not taken). In forward they are behind those
         before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
         modules need in forward, `units`, in that order, what is gathered with it in backward."""
         forward, backward = list(self.forward), list(self.backward)
@@ -73,8 +75,9 @@ class Trace:
 class GatherStep:
     """A moment as it is executed: first the actions, then the computing that needs `needs`.
 
-    `resident`: chunks that are whole or on their way after the actions, each with its offset in the arena.  `launched`:
-    chunks whose sums have begun by then; those that are complete sooner go sooner, but not before the step before.
+    `resident`: chunks that are gathered or in flight after the actions, each with its offset in the arena.
+    `launched`: number of chunks whose sums have started by then. Chunks that are complete sooner start sooner, but
+    not before the step before.
     """
 
     needs: Needs
@@ -92,11 +95,11 @@ class GatherPlan:
     arena_numel: int
     live_numel: int
     kept: Mapping[int, int] = field(default_factory=dict)
-    """Chunks of which neighbours keep a part each from the first drop on, with its offset in the arena."""
+    """Chunks of which neighbours store a part each from the first drop on, with its offset in the arena."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Everything in order; what is resident at the end is dropped."""
+        """All actions in order; chunks resident at the end are dropped."""
         steps = (*self.forward, *self.backward)
         last = steps[-1].resident if steps else {}
         return (
@@ -114,7 +117,7 @@ class GatherPlan:
         return times
 
     def stays(self) -> Mapping[int, int]:
-        """How often a micro-batch brings each chunk into a slot, from wherever it rests."""
+        """How often a micro-batch brings each chunk into a slot, from any tier."""
         times: dict[int, int] = {}
         before: Mapping[int, int] = {}
         for step in (*self.forward, *self.backward):
@@ -124,7 +127,8 @@ class GatherPlan:
         return times
 
     def read_late(self, num_chunks: int) -> frozenset[int]:
-        """Of so many chunks that train, those whose shard a backward reads when their gradients may be complete."""
+        """Of `num_chunks` chunks that train, those whose shard backward reads when their gradients may be
+        complete."""
         return frozenset(
             action.chunk
             for step in self.backward
@@ -147,9 +151,9 @@ def gather_plan(
     on_host: Needs = frozenset(),
     parts: Mapping[int, int] | None = None,
 ) -> GatherPlan:
-    """The plan that a trace makes; `numels` of the sharded chunks, `num_chunks` of all whose gradients are summed;
-    `on_host`: those of which this rank's shard is fetched from there; `parts`: elements that this rank would keep of
-    those that neighbours keep."""
+    """The plan of a trace. `numels`: of the sharded chunks. `num_chunks`: all whose gradients are summed. `on_host`:
+    chunks whose shard is fetched from the host. `parts`: elements that this rank would store of the chunks that
+    neighbours store."""
     moments = (*trace.forward, *trace.backward)
     resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
@@ -191,7 +195,7 @@ def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
 
 
 def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
-    """Chunks that are resident at each moment, those that are needed first first."""
+    """The chunks that are resident at each moment, in the order of their use."""
     if reshard:
         # Moments that need the same, at the turn, count as one: nothing is gathered between them.
         distinct = [some for m, some in enumerate(needs) if m == 0 or some != needs[m - 1]]
@@ -223,7 +227,7 @@ def _gathers(
 
 
 def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> list[dict[int, int]]:
-    """The offset of each resident chunk at each moment, the same for as long as it stays."""
+    """The offset of each resident chunk at each moment, the same while it is resident."""
     runs = list(_runs(resident))
     offsets, _ = pack_intervals([LiveInterval(start, stop, numels[chunk]) for chunk, start, stop in runs])
     at = {(chunk, m): o for (chunk, a, b), o in zip(runs, offsets, strict=True) for m in range(a, b + 1)}
@@ -231,7 +235,7 @@ def _places(resident: Sequence[Sequence[int]], numels: Mapping[int, int]) -> lis
 
 
 def _runs(resident: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """(chunk, first moment, last moment) of every stay."""
+    """(chunk, first moment, last moment) of every run of moments in which a chunk is resident."""
     begun: dict[int, int] = {}
     for m, some in enumerate((*resident, ())):
         for chunk in [c for c in begun if c not in some]:

@@ -1,4 +1,8 @@
-"""Part of what was memory.pack."""
+"""Packs buffers with known lifetimes into one arena, so that no two that exist at once overlap.
+
+Note: lifetimes are moments [start, stop], both included.  A lifetime may have a gap, in which another buffer has the
+bytes.  The arena's size is at least the most that exists at one moment (`most_held`).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 
-def _up(numel: int, multiple: int) -> int:
+def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class LiveInterval:
-    """`numel` elements that are held from moment `start` to moment `stop`, both included, but for the moments of
-    `gap`: then their place is another's."""
+    """`numel` elements that exist from moment `start` to moment `stop`, both included. In the moments of `gap`
+    another buffer has their bytes."""
 
     start: int
     stop: int
@@ -24,7 +28,7 @@ class LiveInterval:
     gap: range = range(0)
 
     def mask(self, begin: int) -> int:
-        """The moments in which it is held, as bits, counted from `begin`."""
+        """The moments in which it exists, as bits, counted from `begin`."""
         held = (1 << (self.stop + 1 - begin)) - (1 << (self.start - begin))
         if self.gap:
             held -= (1 << (self.gap.stop - begin)) - (1 << (self.gap.start - begin))
@@ -32,13 +36,13 @@ class LiveInterval:
 
 
 def most_held(intervals: Iterable[LiveInterval]) -> int:
-    """The elements of all that is held at the worst moment: no arena of these intervals is smaller."""
+    """Most elements that exist at one moment: no arena of these intervals is smaller."""
     changes = changes_of(intervals)
     return max(accumulate(change for _, change in sorted(changes.items())), default=0)
 
 
 def changes_of(intervals: Iterable[LiveInterval]) -> Counter[int]:
-    """By how much more is held from some moments on than before."""
+    """The change of existing elements at each moment."""
     changes: Counter[int] = Counter()
     for one in intervals:
         changes[one.start] += one.numel
@@ -50,10 +54,10 @@ def changes_of(intervals: Iterable[LiveInterval]) -> Counter[int]:
 
 
 def pack_intervals(intervals: Sequence[LiveInterval]) -> tuple[tuple[int, ...], int]:
-    """An offset for each interval, so that no two that are held at once overlap, and the elements that all take.
+    """An offset for each interval, so that no two that exist at once overlap, and the elements of the arena.
 
-    Each goes to the lowest place that is free while it is held; of four orders of placing them, the one that takes
-    least is kept: the largest first, with the earliest or the latest first among equals, and by time from either end.
+    Each gets the lowest offset that is free while it exists. Four orders are tried and the smallest arena is used:
+    the largest first, with the earliest or the latest first among equals, and by time from either end.
     """
     orders: tuple[Callable[[LiveInterval], tuple[int, int]], ...] = (
         lambda one: (-one.numel, one.start),
@@ -74,7 +78,7 @@ def _first_fit(
 ) -> tuple[tuple[int, ...], int]:
     begin = min((one.start for one in intervals), default=0)
     offsets = [0] * len(intervals)
-    placed: list[tuple[int, int, int]] = []  # by offset: where each starts and stops, and when it is held
+    placed: list[tuple[int, int, int]] = []  # by offset: start, stop, and the moments in which it exists
     for i in sorted(range(len(intervals)), key=lambda i: order(intervals[i])):
         numel, mask, offset = intervals[i].numel, intervals[i].mask(begin), 0
         for start, stop, held in placed:
@@ -89,13 +93,14 @@ def _first_fit(
     return tuple(offsets), max(ends, default=0)
 
 
-ARENA_ALIGN_BYTES = 128  # of what lies beside other kinds: views of any dtype, and vector loads
+ARENA_ALIGN_BYTES = 128  # of buffers beside other kinds: for views of any dtype, and vector loads
 
 
 @dataclass(frozen=True)
 class LiveRange:
-    """What of which number is in an arena from moment `start` to moment `stop`, both included, but for the moments of
-    `gap`: then its place is another's. `is_kept`: from one step to the next, so that it comes when the gap is over."""
+    """A buffer of kind `what` and a number that exists from moment `start` to moment `stop`, both included. In the
+    moments of `gap` another buffer has its bytes. `is_kept`: it lasts from one step to the next, so it begins when
+    the gap ends."""
 
     what: str
     number: int
@@ -107,17 +112,17 @@ class LiveRange:
 
     @property
     def comes(self) -> int:
-        """The moment in which it does."""
+        """The moment in which it begins."""
         return self.gap.stop if self.is_kept else self.start
 
     def sized(self, align_bytes: int) -> LiveInterval:
-        """With its bytes on a multiple of so many."""
-        return LiveInterval(self.start, self.stop, _up(self.bytes, align_bytes), self.gap)
+        """The same as an interval, its bytes rounded up to a multiple of `align_bytes`."""
+        return LiveInterval(self.start, self.stop, round_up(self.bytes, align_bytes), self.gap)
 
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """Where each stay lies, `bytes` of the whole, and the most that is held at one moment, `held_bytes`."""
+    """The offset of each live range, `bytes` of the arena, and the most that exists at one moment, `held_bytes`."""
 
     live_ranges: tuple[LiveRange, ...]
     offsets: tuple[int, ...]
@@ -126,8 +131,8 @@ class ArenaPlan:
     align_bytes: int = 1
 
     def sized(self, live_range: LiveRange) -> int:
-        """What a stay counts in `held_bytes`."""
-        return _up(live_range.bytes, self.align_bytes)
+        """Bytes of a live range in `held_bytes`."""
+        return round_up(live_range.bytes, self.align_bytes)
 
     def __str__(self) -> str:
         lines = [
@@ -138,8 +143,8 @@ class ArenaPlan:
 
 
 def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
-    """All stays in one arena, each on a multiple of `align_bytes`; kinds one behind the other, where that takes less
-    than what they have together. Stays of no bytes are left out."""
+    """Pack all live ranges into one arena, each on a multiple of `align_bytes`. Kinds lie one behind the other where
+    that takes less than packing them together. Live ranges of no bytes are left out."""
     some = tuple(live_range for live_range in live_ranges if live_range.bytes)
     sized = [live_range.sized(align_bytes) for live_range in some]
     offsets, total = pack_intervals(sized)
@@ -159,15 +164,15 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
 
 
 def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
-    """The least that an arena of these stays takes: what is held at the worst moment."""
+    """The least that an arena of these live ranges takes: what exists at the worst moment."""
     return most_held([live_range.sized(align_bytes) for live_range in live_ranges])
 
 
 def visits(
     sizes_bytes: Mapping[int, int], width: int, what: str = "visitors", *, last_first: bool = False
 ) -> tuple[LiveRange, ...]:
-    """When visitors of such sizes, by their numbers, are there, who come one after the other: each while the `width`
-    numbers from its own on have their turns. So many in a row are there at once: some that come, one whose turn it is,
-    and some that go. `last_first`: those of higher numbers come first. The turn of number 0 is moment 0."""
+    """Live intervals of records that are copied in for their turn, one after the other. Each exists while the `width`
+    numbers from its own on have their turns: so many exist at once, some fetched ahead, one in use, and some written
+    back. `last_first`: higher numbers come first. The turn of number 0 is moment 0."""
     turns = {number: -number if last_first else number for number in sizes_bytes}
     return tuple(LiveRange(what, n, turn, turn + width - 1, sizes_bytes[n]) for n, turn in turns.items())

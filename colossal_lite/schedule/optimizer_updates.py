@@ -1,26 +1,26 @@
-"""Where the optimizer's state is while it is updated: the order of its copies and updates, as a plan.
+"""Plans the order in which optimizer state is copied and updated in a step.
 
 Note: streaming.
-State that rests on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched
-before the one that is updated, and one on its way back, `ahead + 2` slots hold what is on the device; the link is used
-in both directions at once.  Bytes each way are those of the state, once a step: nothing is used twice, so no order of
-eviction could do with less.
-A step does not wait for its own updates (zero/owed.py): they run while the next forward does, each before the first
-unit that reads its weights, and the moves that the plan has behind an update set out with it.  So a copy hides behind
-the forward of whole units, and the first fetches behind a whole backward.  `run_of` is a run of such steps: what
-it costs, and how long its computing waits, the simulator says.
-State that rests on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and
-another from its copy down to its write; the disk is read and written at once, each in the order of the updates.  Where
-only some records rest there, they are read as if there were no others: the next ones when one of them has its turn,
-however many chunks are between, whose updates and copies a slow disk then has to hide behind.
+State on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched before
+the one that is updated, and one on its way back, `ahead + 2` slots hold the state on the device.  The link is used in
+both directions at once.  Each byte of state crosses once each way in a step.  Nothing is used twice, so no order of
+eviction moves less.
+A step does not wait for its own updates (zero/deferred_updates.py).  They run during the next forward, each before the
+first unit that reads its weights.  The moves behind an update in the plan start with it.  So a copy hides behind the
+forward of several units, and the first fetches hide behind a full backward.  `run_of` is a run of such steps: the
+simulator says what it costs, and how long its computing waits.
+State on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and another
+from its copy down to its write.  The disk is read and written at once, each in the order of the updates.  Where only
+some records are on disk, they are read as if there were no others.  The next ones are read when one of them is
+updated, however many chunks lie between.  Their updates and copies then hide a slow disk.
 
 Note: updates on the host.
-A chunk may be updated where its state rests (`on_host`), on one lane of the host's own.  Then its record does not
-travel.  What does is its gradient, and its weights if they are their own masters or a half of them, which come down;
-the new weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c
-and `#2n+c` are its weights.  Such an update does not hold up whoever issues the plan, so all of them may set out as
-soon as the norm is known; the forward waits for the weights that it reads.  Which chunk updates where is a choice for
-each: others may be updated on the device between them (arXiv 2410.21316: every k-th).
+A chunk may be updated on the host, where its state is (`on_host`), on one lane of the host's own.  Then its record is
+not copied.  Its gradient comes down, and so do its weights if they are their own masters or half of them.  The new
+weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c and
+`#2n+c` are its weights.  Such an update does not block the issuer, so all of them may start as soon as the norm is
+known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
+updated on the device between them (arXiv 2410.21316: every k-th).
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, 
 
 
 class ChunkPart(IntEnum):
-    """What of a chunk an action of a plan moves."""
+    """The part of a chunk that an action of a plan moves."""
 
     RECORD = 0
     GRADIENT = 1
     WEIGHTS = 2
 
     def of(self, chunk: int, num_chunks: int) -> int:
-        """The number that a plan of so many chunks has for it."""
+        """The number of this part of a chunk in a plan of so many chunks."""
         return self * num_chunks + chunk
 
 
 def part_of(number: int, num_chunks: int) -> tuple[ChunkPart, int]:
-    """What such a number names, and the chunk."""
+    """The part that a number of the plan stands for, and its chunk."""
     return ChunkPart(number // num_chunks), number % num_chunks
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What of a chunk that is updated on the host crosses the link: which comes down, and whether its weights go up."""
+    """What crosses the link for a chunk that is updated on the host: what comes down, and whether its weights go
+    up."""
 
     down: tuple[ChunkPart, ...] = (ChunkPart.GRADIENT,)
     up: bool = True
@@ -72,11 +73,14 @@ def update_plan(
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     backward: bool = False,
 ) -> Plan:
-    """One rank's updates in forward order, or, with `backward`, in that of gradients; `ahead`: the state is fetched
-    from the host so many chunks before its update, and evicted after it. None: it is on the device. `below`: that of
-    the chunks `on_disk` (None: of all) rests on disk, and is read so many of those before it would be fetched if there
-    were no others. None: it rests on the host. `moving`: the chunks of which something rests off the device; None: all.
-    `on_host`: those that are updated on the host, and what of them crosses the link; none with `backward`."""
+    """One rank's updates in forward order, or, with `backward`, in the order of gradients.
+
+    `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
+    the device. `below`: the state of the chunks `on_disk` (None: of all) is on disk, and is read so many of those
+    chunks before it would be fetched if there were no others. None: it is on the host. `moving`: the chunks of which
+    something is off the device; None: all. `on_host`: chunks that are updated on the host, and what of them crosses
+    the link; none with `backward`.
+    """
     if backward:
         assert not on_host, "an update within backward runs where the gradient is"
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
@@ -119,11 +123,12 @@ def run_of(
     on_disk: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> tuple[Plan, Memory]:
-    """One rank's run of so many steps, the updates of each in the forward of the next, and the slots that it has.
+    """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
 
-    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights.  F and B
-    of stage u and micro-batch i are its computing in step i.  A record weighs one slot, and so does a gradient that is
-    updated with on the host."""
+    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights. F and
+    B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
+    update on the host.
+    """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
     (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
@@ -155,7 +160,7 @@ def run_of(
 
 
 def holds_up(action: Action) -> bool:
-    """Whether whoever issues it waits until it is done: an update on the device."""
+    """Whether the issuer waits until it is done: an update on the device."""
     return action.kind is ActionKind.UPDATE and action.resource == COMPUTE
 
 
@@ -163,8 +168,8 @@ def memory_of(
     num_chunks: int, *, ahead: int, below: int | None = None, on_disk: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> Memory:  # fmt: skip
-    """Where a step's updates find everything, and the slots that they have: a record weighs one, and so does a gradient
-    of a chunk that is updated on the host."""
+    """The memory of a step's updates: home tiers, and slots. A record takes one slot, and so does a gradient of a
+    chunk that is updated on the host."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -194,15 +199,15 @@ def memory_of(
 
 
 def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) -> tuple[int, ...]:
-    """The chunks whose records rest on disk, in the order of their updates."""
+    """The chunks whose records are on disk, in the order of their updates."""
     if below is None:
         return ()
     return tuple(range(num_chunks) if on_disk is None else sorted(on_disk))
 
 
 def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
-    """Before the update of `chunk`: which of the records on disk, by their `places` among those, would be fetched if
-    there were no others. At first those that are before the first of them has its turn."""
+    """The records on disk, by their `places` among those, that would be fetched before the update of `chunk` if there
+    were no others. At first those before the first of them is updated."""
     if ahead is None:
         return range(0)
     if (place := places.get(chunk)) is not None:
@@ -211,12 +216,13 @@ def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
 
 
 def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
-    """These chunks, counted from the last one."""
+    """The same chunks, counted from the last one."""
     return None if some is None else {num_chunks - 1 - chunk for chunk in some}
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:
-    """What is asked for before `chunk`, so that `ahead` chunks beyond it are: the first time it and those."""
+    """The copies to request before `chunk`, so that `ahead` chunks beyond it are fetched: the first time it and
+    those."""
     if ahead is None:
         return range(0)
     return range(chunk + ahead if chunk else 0, min(chunk + ahead + 1, num_chunks))

@@ -1,19 +1,18 @@
-"""Pipeline schedules: the schema of `parallel.pipeline`, the generators of plans, and the passes over them.
+"""Generates pipeline schedules: the compute of every rank, and what each schedule costs.
 
 Note
 ----
-A generator takes (ranks p, micro-batches m, chunks v) and returns the compute of every rank: stages of v
-chunks, placed in a loop (stage s on rank s mod p) or, for zb-v, folded once (stages r and 2p-1-r on rank r).
-Any m works. Passes add what moves: `add_messages` SEND and RECV, `add_unshard` the gathers of ZeRO-3,
-`add_step` REDUCE, TIED_REDUCE and UPDATE; `freeze`, `repeat` and `Plan.only` cut a plan to frozen stages,
-accumulation, evaluation.
+A generator takes (ranks p, micro-batches m, stages per rank v) and returns the compute of every rank.  Stages are
+placed in a loop (stage s on rank s mod p) or, for zb-v, folded once (stages r and 2p-1-r on rank r).  Any m works.
+The passes of schedule/step_passes.py add what moves.
 
-What a schedule costs stands beside its generator, with F, I, W the seconds of one rank's share of the
-layers: seconds idle per rank with a synchronous optimizer step, the most micro-batches whose activations a
-rank holds, in units of its layers, and how often a micro-batch crosses between ranks (each crossing is two
-messages). 1f1b does not idle less than gpipe, it holds less; with latency between ranks it idles more. The
-zero-bubble schedules idle less because W fills the gaps, as far as W is not shorter than I; attention has no
-W. To add a schedule is one function and one line in SCHEDULES.
+The cost of a schedule stands beside its generator, with F, I, W the seconds of one rank's share of the layers.  It is
+- the seconds idle per rank with a synchronous optimizer step;
+- the most micro-batches whose activations a rank holds, in units of its layers;
+- how often a micro-batch crosses between ranks (each crossing is two messages).
+1f1b does not idle less than gpipe, it holds less.  With latency between ranks it idles more.  The zero-bubble schedules
+idle less because W fills the gaps, as far as W is not shorter than I.  Attention has no W.  A new schedule is one
+function and one line in SCHEDULES.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def _depth_first(ranks: int, micro_batches: int, stages_per_rank: int, ahead: in
 
 
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int) -> Plan:
-    """All micro-batches through a chunk before the next one (arXiv 2211.05953): fewest gathers under
-    ZeRO-3."""
+    """All micro-batches through a stage before the next one (arXiv 2211.05953): fewest gathers under ZeRO-3."""
 
     def one(rank: int) -> list[Action]:
         return _alternate(
@@ -154,7 +152,7 @@ def _split_all(plan: Plan) -> Plan:
 
 
 def _split(actions: Sequence[Action], lag: int) -> list[Action]:
-    """Each B becomes I, and W after the I that comes `lag` later."""
+    """Split each B into I, and W after the I that comes `lag` later."""
     queue: list[Action] = []
     out: list[Action] = []
     for action in actions:
@@ -165,7 +163,7 @@ def _split(actions: Sequence[Action], lag: int) -> list[Action]:
     return out + queue
 
 
-def _placements(ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+def placements(ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
     """The rank of each stage, in a loop and folded, which are the same for one stage on a rank."""
     loop = tuple(stage % ranks for stage in range(ranks * stages_per_rank))
     there_and_back = (*range(ranks), *reversed(range(ranks)))
@@ -209,7 +207,7 @@ def auto(
         makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
-    for place in _placements(ranks, stages_per_rank) if placement is None else [placement]:
+    for place in placements(ranks, stages_per_rank) if placement is None else [placement]:
         for deep, fill in product((True, False), (None, 0.0, 0.5, 1.0)):
             search = _Greedy(place, micro_batches, costs, costs.message_s + latency_s, cap, deep, fill)
             best = search.plan(best[0] if best else inf) or best

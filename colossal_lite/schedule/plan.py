@@ -1,30 +1,27 @@
-"""The plan language: what each rank does in a step, as data; and the checker that proves it before it runs.
+"""Defines the plan language: a step as a list of actions for each rank, with its text form.
 
 Note
 ----
-A plan is one list of actions per rank. Pipeline schedules, chunk prefetch and eviction, spilled models,
-many-model orders and the interleaved optimizer are generators of this one language; passes over a plan add
-communication, ZeRO and offload. `Reading` is the one place where the rules of the kinds stand: `check`
-refuses what breaks them, and the simulator takes its dependencies from them.
+Pipeline schedules, chunk prefetch and eviction, spilled models, many-model orders and the interleaved optimizer are
+generators of this one language.  Passes over a plan add communication, ZeRO and offload.  `Reading`
+(schedule/checker.py) has the rules of the kinds.  `check` rejects plans that break them, and the simulator takes its
+dependencies from them.
 
-What a list means. It is issued in order. Work on `compute` blocks the issuer; everything else only queues on
-its resource, where it runs first in, first out, once what it needs is there. So a RECV or FETCH is posted
-where it stands, and waited for by its first use; a SEND may block until its RECV is posted; messages from
-one rank to another arrive in the order in which they were sent. With `strict`, a RECV blocks too, as where
-both directions between two ranks share one stream.
+What a list means.  It is issued in order.  Work on `compute` blocks the issuer.  All other work only queues on its
+resource, which runs it first in, first out, once its needs are there.  So a RECV or FETCH is posted where it stands,
+and its first use waits for it.  A SEND may block until its RECV is posted.  Messages from one rank to another arrive in
+the order in which they were sent.  With `strict`, a RECV blocks too, as where both directions between two ranks share
+one stream.
 
-Order. The micro-batches of a stage run ascending in each of F, I, W and B, so that sums are added in the
-order of plain accumulation and are bitwise the same; the slices of a micro-batch ascend in F and descend
-after it.
+Order.  The micro-batches of a stage run ascending in each of F, I, W and B.  So sums have the order of plain
+accumulation and are bitwise the same.  The slices of a micro-batch ascend in F and descend after it.
 
-Memory. F keeps the stage's activations on the device until B or W of the same micro-batch. A chunk has a
-home tier; FETCH leaves the copy at home and takes any other along, EVICT leaves nothing behind, UPDATE makes
-every other copy stale; a stale copy must not be used, and at the end each chunk is at home in its newest
-version.
+Memory.  F leaves the stage's activations on the device until B or W of the same micro-batch.  A chunk has a home tier.
+FETCH leaves the copy at home and moves any other.  EVICT leaves nothing behind.  UPDATE makes every other copy stale.
+A stale copy must not be used.  At the end each chunk is at home in its newest version.
 
-Text form, a line for each rank: words `[tTASK:][STAGE]KIND[MICRO_BATCH][.SLICE][#CHUNK][@RESOURCE]`, for
-example `2F0`, `1SEND_B3`, `0FETCH#4`, `t1:0UPDATE#7@cpu`: the grammar of torch.distributed.pipelining, and
-more.
+Text form, a line for each rank: words `[tTASK:][STAGE]KIND[MICRO_BATCH][.SLICE][#CHUNK][@RESOURCE]`, for example
+`2F0`, `1SEND_B3`, `0FETCH#4`, `t1:0UPDATE#7@cpu`.  It extends the grammar of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ MOVES = {
     (ActionKind.EVICT, D2H): ("device", "host"),
     (ActionKind.EVICT, DISK): ("host", "disk"),
 }
-"""Tier that a move comes from and tier that it goes to."""
+"""Source tier and target tier of a move."""
 SENDS = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 MESSAGES = frozenset(SENDS) | frozenset(SENDS.values())
 
@@ -274,7 +271,7 @@ class Shape:
     backward: bool = True
 
     def backward_kinds(self, stage: int) -> tuple[ActionKind, ...]:
-        """What a stage owes after F: (I, W), which B is as well; (I,), or nothing."""
+        """What a stage must run after F: (I, W), which B is as well; (I,), or nothing."""
         trainable = self.trainable or (True,) * self.stages
         if not self.backward or not any(trainable[: stage + 1]):
             return ()
@@ -324,7 +321,7 @@ class Memory:
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:
-        """What the moves of a plan say: a chunk's home is where its first move takes it from, its user the
+        """The memory that the moves of a plan imply. A chunk's home is the source of its first move, its user the
         stage that the move names."""
         home: dict[Chunk, str] = {}
         uses: dict[tuple[int, int], tuple[Chunk, ...]] = {}

@@ -1,4 +1,4 @@
-"""Part of what was pipeline.schedule."""
+"""Draws a pipeline schedule with its bubble, its peak activations and its messages."""
 
 from __future__ import annotations
 

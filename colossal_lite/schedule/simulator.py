@@ -1,17 +1,15 @@
-"""What a plan costs: a discrete-event simulator, and how a plan, predicted or measured, is drawn.
+"""Simulates a plan by discrete events: when each action runs, the makespan, and how long ranks wait.
 
 Note
 ----
-The simulator runs the lists as `plan.py` says that they mean: on each rank one lane per resource, first in,
-first out; `compute` issues, so whatever stands after it in the list starts after it; a message leaves when
-its SEND is issued and its RECV posted, occupies its direction of the link for its seconds, and arrives
-`latency_s` later. In a plan without messages a need on another rank costs the same, without queueing.
-Everything else is the longest path.
+The simulator runs the lists as schedule/plan.py defines them.  On each rank a resource is one lane, first in, first
+out.  `compute` issues, so whatever stands after it in the list starts after it.  A message leaves when its SEND is
+issued and its RECV posted.  It occupies its direction of the link for its seconds, and arrives `latency_s` later.  In
+a plan without messages a need on another rank costs the same, without queueing.  Everything else is the longest path.
 
-Host memory bandwidth is the one resource that lanes share: while those that run ask for more than there is,
-each of them is slowed down by the same factor. Makespan is from the first start to the last end over all
-ranks; with a synchronous optimizer step that is what bubbles are a share of (reference: arXiv 2401.10241
-section 2).
+Host memory bandwidth is the one resource that lanes share.  While running actions request more than there is, each is
+slowed down by the same factor.  Makespan is from the first start to the last end over all ranks.  With a synchronous
+optimizer step the bubble is a share of it (reference: arXiv 2401.10241 section 2).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from colossal_lite.schedule.plan import (
 class StageCosts:
     """Seconds of compute actions by stage, of a message, and of any other kind (0 where left out).
 
-    last: share of a whole micro-batch that the last one holds, of `micro_batches`.
+    last: share of a full micro-batch that the last one has, of `micro_batches`.
     """
 
     forward_s: tuple[float, ...]
@@ -84,7 +82,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostBandwidth:
-    """Bytes a second that all lanes share, and the bytes that an action moves through host memory."""
+    """Host memory bandwidth that all lanes share, and the bytes that an action moves through host memory."""
 
     bytes_per_s: float
     moved_bytes: Callable[[Action], float]
@@ -100,8 +98,7 @@ class ActionSpan(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """From the end of an action on the compute of a rank to the start of the next, in seconds, and the resource of what
-    that needed last."""
+    """A wait between two actions on the compute of a rank, in seconds, and the resource of its last need."""
 
     rank: int
     resource: str
@@ -111,7 +108,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTimeline:
-    """What ran when, predicted by `simulate` or measured by an executor."""
+    """The start and end of each action, predicted by `simulate` or measured by an executor."""
 
     ranks: int
     spans: tuple[ActionSpan, ...]
@@ -176,7 +173,7 @@ def simulate(
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
 ) -> ScheduleTimeline:
-    """Runs a plan on paper. seconds: of an action alone on its lane; of a message, asked of its SEND, without
+    """Simulates a plan. seconds: of an action alone on its lane; of a message, asked of its SEND, without
     `latency_s`. Raises PlanError if the plan breaks a rule or blocks."""
     reading = Reading(plan, shapes, memory)
     reading.refuse()
@@ -184,7 +181,7 @@ def simulate(
 
 
 class _Run:
-    """Events in order of time: an action starts when the last thing that it waits for is there."""
+    """Events in order of time: an action starts when the last of its needs is there."""
 
     def __init__(
         self,

@@ -1,42 +1,41 @@
-"""What each ZeRO stage shards, when gradients are reduced, and the bytes that follow: the plan of a run's state.
+"""Plans when gradients accumulate, are reduced and leave, for each ZeRO stage, and the payload that follows.
 
 Note: one mechanism.
 The stages of arXiv 1910.02054 are three booleans: is the optimizer state, the gradient, the weight of a chunk sharded
-over the ranks that sum its gradient.  Two ways of summing: `by_step` fills a whole gradient buffer over the
-micro-batches and reduces it once; `by micro-batch` fills a slot, reduces it, and adds the result to this rank's shard.
-`ordered` always takes the second way and adds in rank order, at every stage, so that stages agree in every bit.
+over the ranks that sum its gradient.  There are two ways of summing.  `by_step` accumulates micro-batches in a buffer
+of the full gradient and reduces it once.  `by micro-batch` fills a slot, reduces it, and adds the result to this rank's
+shard.  `ordered` always takes the second way and adds in rank order, at every stage, so stages agree in every bit.
 
 Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
 
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
-    stage 3     reduce-scatter k r P, all-gather 2 k w P       weights kept between forward and backward: k w P
+    stage 3     reduce-scatter k r P, all-gather 2 k w P       not dropped between forward and backward: k w P
 
-Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it,
-and ranks with equal shards are copies.  All of the above then is over the S, and with it the bytes of state that are
-sharded; beside it, once a step whatever k:
+Hybrid sharding (arXiv 2304.11277, section 3.2.2): of the ranks that sum a gradient, S neighbours shard one copy of it.
+Ranks with equal shards are copies.  All of the above is then over the S, and so are the bytes of sharded state.
+Beside it, once a step whatever k:
 
     fast        all-reduce r P / S over the copies, chunk by chunk while the last backward runs
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
-                all-gather r P over all, because what a rank owns is not together in that order; weights over the S
+                all-gather r P over all, because a rank's elements are not contiguous in that order; weights over the S
 
-Where updates are made within backward (`frees_gradient_on_update`), a gradient is used up in the slot in which it was
-summed, at every stage; the ways over the ranks are those above, and 16 bytes are summed before it
-(zero/in_backward.py).
+Where updates run within backward (`frees_gradient_on_update`), a gradient is used in the slot in which it was summed,
+at every stage.  The payload is as above, and 16 bytes are summed before it (zero/backward_updates.py).
 
-Note: what rests by turns.
-Between the last backward of a step and their update nobody reads weights that are apart from their masters, and between
-their update and the next backward there is no gradient.  On a device that has not room for all, which rest on the host
-else, both have places in one arena with what a step needs for a while (memory/arena.py), in moments that are a plan
-(`Rest`, `rests`): weights leave when the sum of their gradient is launched in the last backward, gradients lie over
-weights of later chunks, and an update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
-stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, in place of 669 with weights that
-stay for good, and 103 in place of 266 under 1.4 GB.  What it costs: a step that is skipped, or given up, makes these
-weights of their masters again, for which records come and go as for updates; who reads weights between backward and
-step is refused; and modules are used in the order of the first step, once a backward.
+Note: time-shared memory.
+Between the last backward of a step and the update nobody reads weights that have separate masters.  Between the update
+and the next backward there is no gradient.  A device without room for both, which would offload them to the host, can
+place both in one arena with the buffers of a step (memory/arena.py).  Their moments are planned (`SharedInterval`,
+`shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
+weights of later chunks.  An update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
+stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, instead of 669 with resident
+weights, and 103 instead of 266 under 1.4 GB.  It costs three things.  A skipped or discarded step rebuilds these
+weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
+an error.  Modules must run in the order of the first step, once a backward.
 
-In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  What
-several stages use is summed over them first, once a step, and so has k = 1 and a whole buffer for the step.
+In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  Chunks
+that several stages use are summed over them first, once a step.  They have k = 1 and a full buffer for the step.
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ IN_FLIGHT = 2
 
 
 def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInterval, ...]:
-    """When each chunk needs room for a gradient that is reduced by micro-batch, in numbers of chunks launched before.
+    """The interval in which each chunk has a slot for a gradient that is reduced by micro-batch, in numbers of chunks
+    launched before.
 
-    `order`: the chunk of each parameter, in forward order.  Gradients come in the reverse of it, and complete chunks
-    are launched from the last to the first.  A chunk fills from its first gradient on, and is on its way until
-    `IN_FLIGHT` more have been launched; chunks of different packing keys fill beside each other.
+    `order`: the chunk of each parameter, in forward order. Gradients come in the reverse order, and complete chunks
+    are launched from the last to the first. A chunk accumulates from its first gradient on, and is in flight until
+    `IN_FLIGHT` more have been launched. Chunks of different packing keys accumulate beside each other.
     """
     missing = [0] * len(numels)
     for chunk in order:
@@ -82,7 +82,7 @@ def in_turn(groups: Sequence[Sequence[LiveInterval]]) -> Iterator[LiveInterval]:
 
 
 def flight_intervals(numels: Sequence[int]) -> tuple[LiveInterval, ...]:
-    """When each chunk needs room for what other ranks send of it: `numels`."""
+    """The interval in which each chunk has a slot for the parts that other ranks send of it: `numels`."""
     last = len(numels) - 1
     return tuple(LiveInterval(last - c, last - c + IN_FLIGHT - 1, numel) for c, numel in enumerate(numels))
 
@@ -96,12 +96,12 @@ UPDATES = 8
 
 
 def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tuple[LiveRange, ...]:
-    """The stays of a backward in moments that they have in common, the same for any number of chunks.
+    """The live ranges of a backward in common moments, the same for any number of chunks.
 
-    In an even moment 2 (n - `num_chunks` + 1) so many as n chunks, from the last, have been launched, and gradients
-    fill; in the odd one behind it the sum of the oldest of those on their way has come, leaves its slot, perhaps for
-    the host, and makes room for the next to be launched.  `ACCUMULATING` and `INCOMING` as `fill_intervals` and
-    `flight_intervals` have them, `LEAVING` by turns of `visits`, the last chunk first.
+    In an even moment 2 (n - `num_chunks` + 1), n chunks, from the last, have been launched, and gradients accumulate.
+    In the odd moment behind it the oldest sum in flight has arrived and leaves its slot, perhaps for the host. That
+    makes room for the next launch. `ACCUMULATING` and `INCOMING` are as in `fill_intervals` and `flight_intervals`,
+    `LEAVING` as in `visits`, the last chunk first.
     """
     last = num_chunks - 1
     ways = {
@@ -114,15 +114,15 @@ def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tu
 
 
 class Backwards(Enum):
-    """Those of a step in which something is there."""
+    """The backwards of a step in which a buffer exists."""
 
     LAST = "last"
     EARLIER = "earlier"
     EACH = "each"
 
     def of(self, live_range: LiveRange, last: int) -> LiveRange:
-        """A stay of the last backward as it is in these; those before it are one, which begins so much earlier that it
-        is over then. `last`: the chunk of the highest number, or more."""
+        """A live range of the last backward in the moments of all backwards. The earlier ones count as one, which
+        begins early enough to be over then. `last`: the highest chunk number, or more."""
         if self is Backwards.LAST:
             return live_range
         start, stop = (
@@ -139,22 +139,24 @@ def _moments_of_backward(last: int) -> int:
 
 
 class SharedInterval(StrEnum):
-    """What is in its place for a part of a step only, which it shares with what is there for the others."""
+    """A buffer that exists for a part of a step only, and shares its bytes with others."""
 
     WEIGHTS = "resting weights"
-    """That no update reads: from their update until the gradients of their chunk are complete for the last time."""
+    """Weights that no update reads: from their update until the gradients of their chunk are complete for the last
+    time."""
     GRADIENTS = "resting gradients"
-    """From their sum until the update, where a step has one micro-batch."""
+    """Gradients from their sum until the update, where a step has one micro-batch."""
     LAST_SUMS = "last sums"
-    """Gradients that else rest on the host, where a step has several: from the launch of the last one's sum, when those
-    before it set out to be added to, until the update."""
+    """Gradients that are on the host between micro-batches, where a step has several. From the launch of the last
+    one's sum, when the earlier sums are copied up to be added to, until the update."""
 
 
 def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:
-    """When this of `chunk` is in its place, by the moments of a step; `last`: the chunk of the highest number, or more.
+    """The live range of this buffer of `chunk`, by the moments of a step; `last`: the highest chunk number, or more.
 
-    What is updated first comes last in backward, so a gradient may lie over weights of any later chunk: they are not
-    read any more when it comes, and not written before it has been used up."""
+    Chunks that are updated first come last in backward. So a gradient may lie over weights of any later chunk. These
+    are not read any more when it arrives, and not written before it has been used.
+    """
     complete, updated = 1 - 2 * chunk, UPDATES + chunk + 1
     if what is SharedInterval.GRADIENTS:
         return LiveRange(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)

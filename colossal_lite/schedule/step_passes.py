@@ -1,4 +1,8 @@
-"""Part of what was pipeline.schedule."""
+"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to what is needed.
+
+Passes: `add_messages` adds SEND and RECV, `add_unshard` the gathers of ZeRO-3, `add_step` REDUCE, TIED_REDUCE and
+UPDATE.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     """
     reading = Reading(plan)
     cost = seconds or _unit_seconds
-    # A stage that costs nothing, of a table alone, would send at the moment of what it waits for, and tell no order.
+    # A stage of a table alone costs nothing. It would send when its input arrives, and give no order.
     least_s = 1e-6 * max((cost(a) for actions in plan for a in actions), default=0.0) or 1.0
 
     def positive_s(action: Action) -> float:
@@ -53,7 +57,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     ]
     sent_s = {hop: spans[reading.places[hop[0]][0], reading.actions[hop[0]]].end_s for hop in reading.hops}
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    # In the order of sending, the same on both sides: that keeps blocking messages from waiting in a ring.
+    # In the order of sending, the same on both sides: so blocking messages never wait in a ring.
     for source, user in sorted(sent_s, key=lambda hop: (sent_s[hop], hop)):
         (sender, place), (receiver, _), use = (
             reading.places[source],
@@ -72,7 +76,7 @@ def _unit_seconds(action: Action) -> float:
 
 
 def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
-    """Actions put in after the place (rank, i) of a plan; i = -1 is before the first."""
+    """Insert actions after position (rank, i) of a plan; i = -1 is before the first."""
 
     def one(rank: int) -> Iterator[Action]:
         yield from after.get((rank, -1), ())
@@ -84,11 +88,12 @@ def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Pl
 
 
 def add_unshard(plan: Plan, prefetch: int = 1) -> Plan:
-    """ZeRO-3: the weights of a stage are gathered before each run of its actions and dropped after it.
+    """Adds the gathers of ZeRO-3: the weights of a stage are gathered before each run of its actions, dropped after
+    it.
 
-    The gather of a run is posted `prefetch` runs ahead, so that at most prefetch + 1 stages are gathered at
-    once; what would be dropped only to be gathered again at once is kept. Gathers a rank: gpipe, 1f1b and
-    zb-h1 1, bfs 2v - 1, the depth-first schedules about 2m.
+    The gather of a run is posted `prefetch` runs ahead, so at most prefetch + 1 stages are gathered at once. A gather
+    right after its drop is left out, with the drop. Gathers a rank: gpipe, 1f1b and zb-h1 1, bfs 2v - 1, the
+    depth-first schedules about 2m.
     """
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(plan):
@@ -115,13 +120,12 @@ def add_step(
     reduce: Literal["step", "micro_batch"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """The end of a step: REDUCE of a stage's chunks when its last gradient is there, or with `micro_batch`
-    when each is, and at the end of the list UPDATE of every chunk; with update="backward", of a plan of one rank,
-    each right behind its REDUCE, in the order in which gradients come.
+    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each,
+    and at the end of the list UPDATE of every chunk. With update="backward", of a plan of one rank, each UPDATE
+    stands right behind its REDUCE, in the order of gradients.
 
-    chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several
-    stages is tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for
-    each rank.
+    chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several stages is
+    tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for each rank.
     """
     chunks = chunks if chunks is not None else {stage: (stage,) for stage in plan.placement()}
     placement = plan.placement()
@@ -164,15 +168,15 @@ def _interleaved(ends: Sequence[Action]) -> list[Action]:
 
 
 def _past_sends(actions: Sequence[Action], i: int) -> int:
-    """The last of the SENDs that follow place i: a neighbour waits for them, nobody for what comes behind."""
+    """The last of the SENDs that follow position i: a neighbour waits for them."""
     while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
         i += 1
     return i
 
 
 def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
-    """A plan without the backward that frozen stages do not need: no W, and no I and no messages for it where
-    no stage before trains. It comes after `add_messages`, and before `add_step`, which then skips them."""
+    """Removes the backward that frozen stages do not need: no W, and no I and no messages for it where no stage
+    before trains. It comes after `add_messages`, and before `add_step`, which then skips them."""
     shape = Shape(len(trainable), 1, trainable=tuple(trainable))
 
     def one(action: Action) -> Iterator[Action]:
@@ -191,7 +195,7 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
 
 
 def repeat(plan: Plan, times: int) -> Plan:
-    """Gradient accumulation: a plan of m micro-batches run `times` times over, the next m micro-batches each
+    """Repeats a plan of m micro-batches `times` times for gradient accumulation, with the next m micro-batches each
     time."""
     shift = Shape.of(plan, 0).micro_batches
 

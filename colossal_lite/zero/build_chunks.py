@@ -23,7 +23,6 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.packing import (
     SHARD_ALIGN_NUMEL,
     SHARD_BLOCK_NUMEL,
@@ -34,6 +33,7 @@ from colossal_lite.memory.packing import (
     stages_of,
     trains,
 )
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.numerics.optimizers import assign_groups, groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as

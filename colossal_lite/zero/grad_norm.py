@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.memory.chunk import Chunk, blocks_of
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.gradient_squares import blocks_of
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 
 

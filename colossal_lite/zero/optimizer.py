@@ -28,11 +28,12 @@ from torch import Tensor
 
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
-from colossal_lite.memory.chunk import Chunk, GradientState, LocalShard
+from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
-from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.link import Link
+from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
+from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key

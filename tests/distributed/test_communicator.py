@@ -1,4 +1,4 @@
-"""Collectives of one axis: values, payload bytes, record mode, and conjugate pairs that are adjoint."""
+"""Tests the collectives of one axis: values, payload bytes, recording mode, and pairs that are adjoint."""
 
 from __future__ import annotations
 

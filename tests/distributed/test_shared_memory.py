@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host: what is posted is read, places are used again, faults are told."""
+"""Tests shared memory between ranks of one host: messages arrive, parts are used again, faults raise errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that hangs, dies or leaves the sequence of collectives is named by the others, with its phase and its line."""
+"""Tests the watchdog: a rank that hangs, dies or diverges is named by the others, with its phase and its line."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_hang_is_named_with_phase_and_line(where: str, guilty: int, world_size
     assert f"rank {guilty} has not come to it: rank {guilty} is in phase '{where}' of step 1, at" in first, (
         first
     )
-    assert "test_watch.py:" in first and "in hang" in first, first
+    assert "test_watchdog.py:" in first and "in hang" in first, first
     innocent = [rank for rank in range(world_size) if rank != guilty]
     assert not any(f"rank {rank} has not come" in first for rank in innocent)
     assert all(taken_s < TIMEOUT_S + 6 for _, taken_s in ended)

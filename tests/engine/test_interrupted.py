@@ -19,7 +19,7 @@ import colossal_lite as cl
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine.engine import Engine
 from colossal_lite.memory import disk_file
-from colossal_lite.memory.host_store import StoreError
+from colossal_lite.memory.task_records import StoreError
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.offload.test_optimizer_states import ADAMW, HOST, on_disk
 from tests.shared.parity import Case, start

@@ -1,4 +1,4 @@
-"""One arena of several kinds: who is there at once is apart, in no more than kinds take alone, and who comes waits."""
+"""Tests the arena: buffers that exist at once never overlap, kinds share memory, the next user waits for transfers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What chunks and tiers keep to whatever the model and the number of slots: every element has one owner, and no record
-is read but in its newest version."""
+"""Tests invariants of chunks and tiers for any model and number of slots: every element has one owner, and only the
+newest version of a record is read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import LinkSpeed, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.packing import ChunkSpec, Item, pack
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 from colossal_lite.offload import optimizer_states, state_storage

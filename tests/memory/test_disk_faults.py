@@ -1,4 +1,4 @@
-"""What a disk can do to a run: a correct step or an error that says what to do, and the last checkpoint is whole."""
+"""Tests disk faults: a run makes a correct step or raises an error with a remedy, and its last checkpoint is intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record comes back from the disk as it was written last, or an error names it: whatever the system calls do."""
+"""Tests the disk file under faulty system calls: a read returns the last write or names the record."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ from colossal_lite.memory.disk_layout import FileLayout
 disk_file._read_some = lambda *args: threading.Event().wait()
 file = disk_file.DiskFile(Path({str(tmp_path)!r}), FileLayout((5000,)), label="rank0", timeout_s=0.05)
 try:
-    file.read(0, disk.pages(8192, torch.device("cpu")))
-except disk.DiskError as error:
+    file.read(0, disk_file.pages(8192, torch.device("cpu")))
+except disk_file.DiskError as error:
     print(error)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Records on the host: named, of exact size, with versions that siblings see, never read half, gone when dropped."""
+"""Tests records on the host: names, exact sizes, versions seen by other processes, no torn reads, freed on drop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.host_store import (
+from colossal_lite.memory.host_store import HostStore
+from colossal_lite.memory.task_records import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    HostStore,
     ParkedState,
     Records,
     Snapshot,

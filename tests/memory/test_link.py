@@ -1,4 +1,4 @@
-"""A link copies in order, on its own thread, no faster than it is said to, and tells its failures to who waits."""
+"""Tests links: copies run in order, on a thread of their own, at the set speed; errors reach the waiting thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host beside a GPU: whole pages, locked once and given back; and what a GPU's allocator says."""
+"""Tests host memory beside a GPU: full pages, locked once and unlocked when freed; and the errors of its allocator."""
 
 from __future__ import annotations
 

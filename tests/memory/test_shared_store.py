@@ -1,4 +1,4 @@
-"""A store outlives the engines of its tasks: the next goes on bit for bit, and siblings read what has come to rest."""
+"""Tests a store that outlives the engines of its tasks: the next resumes bit for bit, readers see finished updates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
-from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
 from colossal_lite.memory.link import Link, Transfer
+from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
 from colossal_lite.offload.state_storage import HostStorage
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.offload.test_optimizer_states import ADAMW, on_disk

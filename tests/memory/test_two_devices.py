@@ -1,4 +1,4 @@
-"""Two engines in one process, each on an emulated device of its own: budgets, links and counts are its own too."""
+"""Tests two engines in one process, each on an emulated device: budgets, links and counts are separate."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed
 from colossal_lite.checkpoint.manifest import CheckpointError
-from colossal_lite.checkpoint.rendezvous import LocalStore
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.checkpoint.tools import export, import_
+from colossal_lite.distributed.key_value_store import LocalStore
 from colossal_lite.launcher import command
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, load_pretrained, to_hf, write_hf

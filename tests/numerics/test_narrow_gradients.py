@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed import shared_memory_collectives
-from colossal_lite.memory import chunk as memory_chunk
+from colossal_lite.memory import gradient_squares
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.optimizers import AdamW, Group
 from colossal_lite.planner.planner import plan
@@ -135,7 +135,7 @@ def never_joins(self: AdamW, group: Group) -> bool:
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "sums over ranks are rounded each time": (shared_memory_collectives, "add_wide", rounding_each_time),
-    "norms are rounded": (memory_chunk, "_norms", norms_in_their_own_dtype),
+    "norms are rounded": (gradient_squares, "_norms", norms_in_their_own_dtype),
     "decay joins a gradient that is not widened": (AdamW, "joins", never_joins),
 }
 

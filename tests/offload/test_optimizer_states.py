@@ -16,9 +16,9 @@ import torch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import CopyExecutor, LinkSpeed, ThreadExecutor
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import ChunkKey, Item, pack
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightState
 from colossal_lite.numerics.precision import ChunkTypes
 from colossal_lite.offload import optimizer_states

@@ -1,4 +1,4 @@
-"""What a rank holds and has on its way, on paper, against lists worked out by hand."""
+"""Tests what a rank holds and has in flight, as computed from its list, against lists worked out by hand."""
 
 from __future__ import annotations
 

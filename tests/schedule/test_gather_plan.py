@@ -1,4 +1,4 @@
-"""The plan of gathers: what is needed is there, nothing overlaps, nothing is gathered twice at once."""
+"""Tests the plan of gathers: needed weights are gathered, nothing overlaps, nothing is gathered twice at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of updates and of the copies around them: all once, within its slots, nothing read before it is there."""
+"""Tests the order of updates and copies: all once, within their slots, nothing read before it is fetched."""
 
 from __future__ import annotations
 

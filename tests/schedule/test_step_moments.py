@@ -1,4 +1,4 @@
-"""Room for gradients on their way: for each chunk when it needs it, and in all no more than the worst moment."""
+"""Tests the slots of gradients in flight: one for each chunk when it needs it, and no more than the worst moment."""
 
 from __future__ import annotations
 

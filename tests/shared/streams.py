@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from colossal_lite.memory import host_store, link
+from colossal_lite.memory import link, task_records
 from colossal_lite.memory import pinned as host
 from colossal_lite.memory.copy_streams import StreamExecutor
 from colossal_lite.memory.disk_file import DiskFile
@@ -37,7 +37,7 @@ from colossal_lite.zero import forward_hooks, sharded_weights
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
-ROOM, PAGES, RECORD = host.host_room, host.host_pages, host_store.TaskRecords.room
+ROOM, PAGES, RECORD = host.host_room, host.host_pages, task_records.TaskRecords.room
 Region = tuple[int, int, int]
 """A storage, and bytes [start, stop) of it."""
 
@@ -235,7 +235,7 @@ class Recorder:
             recorder.touched("written to the file", (source,), ())
             write(file, record, source)
 
-        def of_records(records: host_store.TaskRecords, *form: Any) -> Tensor:
+        def of_records(records: task_records.TaskRecords, *form: Any) -> Tensor:
             return recorder._on_host(RECORD(records, *form))
 
         with ExitStack() as stack:
@@ -246,7 +246,7 @@ class Recorder:
                 (state_storage, "host_pages", self.pages),
                 (shard_streaming, "host_room", self.room),
                 (host_updates, "host_room", self.room),
-                (host_store.TaskRecords, "room", of_records),
+                (task_records.TaskRecords, "room", of_records),
                 (forward_hooks, "_disable_current_modes", nullcontext),
                 (sharded_weights, "_disable_current_modes", nullcontext),
                 (DiskFile, "read", file_read),

@@ -1,0 +1,277 @@
+"""Walks one rank's list in order and checks what is where: copies on tiers, gathered weights, sums and updates.
+
+Copies have versions.  An UPDATE makes every other copy of a chunk stale; a stale copy must not be read.  Each tier
+counts its bytes against its budget, in the order of the list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable
+
+from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, MOVES, Action, ActionKind, Chunk, Key, Memory
+from colossal_lite.schedule.plan_nodes import PlanNodes, work_of
+
+
+class TierCopies:
+    """Copies on the tiers of one rank, while its list is read: versions, bytes, and the nodes to wait for."""
+
+    def __init__(self, memory: Memory, chunks: Iterable[Chunk], table: PlanNodes) -> None:
+        self.memory, self.table = memory, table
+        self.newest: dict[Key, int] = {}
+        self.version: dict[tuple[Key, str], int] = {}
+        self.used: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.writer: dict[tuple[Key, str], int] = {}
+        self.readers: defaultdict[tuple[Key, str], list[int]] = defaultdict(list)
+        # Space that a queued EVICT will free counts as taken until an action needs it, oldest first.
+        self.freeing: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
+        self.awaited: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self.chunks = sorted(chunks)
+        made = {chunk for of_stage in memory.made.values() for chunk in of_stage}
+        for chunk in self.chunks:
+            self.newest[chunk] = 0
+            for tier in self._resting(chunk) if chunk not in made else ():
+                self.version[chunk, tier] = 0
+                self.used[tier] += self._size_bytes(chunk)
+        self.peak.update(self.used)
+
+    def _resting(self, chunk: Chunk) -> set[str]:
+        return {self.memory.home[chunk]} | {tier for other, tier in self.memory.also if other == chunk}
+
+    def _size_bytes(self, key: Key) -> int:
+        if len(key) == 2:
+            return self.memory.sizes_bytes.get(key, 0)
+        return self.memory.activation_bytes.get(key[:2], 0)
+
+    def fresh(self, key: Key, tier: str) -> bool:
+        return self.version.get((key, tier)) == self.newest.get(key, -1)
+
+    def read(self, node: int, key: Key, tier: str) -> None:
+        if key not in self.newest:
+            self.table.fault(f"{_name(key)}: nothing says where it lies", node)
+        elif not self.fresh(key, tier):
+            state = "is stale" if (key, tier) in self.version else "is not"
+            self.table.fault(f"{_name(key)} {state} on the {tier}", node)
+        if (key, tier) in self.writer:
+            self.table.needs[node].append(self.writer[key, tier])
+        self.readers[key, tier].append(node)
+
+    def write(self, node: int, key: Key, tier: str, version: int) -> None:
+        if (key, tier) not in self.version:
+            self._take(node, key, tier)
+        self._overwrite(node, key, tier)
+        if (key, tier) in self.writer:
+            self.table.needs[node].append(self.writer[key, tier])
+        self.version[key, tier] = self.newest[key] = version
+        self.writer[key, tier] = node
+
+    def _take(self, node: int, key: Key, tier: str) -> None:
+        size, budget = self._size_bytes(key), self.memory.budget_bytes.get(tier)
+        self.used[tier] += size
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+        if budget is None or not size:  # what takes no room waits for none
+            return
+        if self.used[tier] > budget:
+            self.table.fault(f"{_name(key)}: {self.used[tier]} bytes on the {tier}, which has {budget}", node)
+        while self.freeing[tier] and self.used[tier] + sum(n for _, n in self.freeing[tier]) > budget:
+            freer, _ = self.freeing[tier].popleft()
+            self.awaited[tier][self.table.actions[freer].resource] = freer
+        self.table.needs[node] += self.awaited[tier].values()
+
+    def drop(self, node: int, key: Key, tier: str) -> None:
+        if self.version.pop((key, tier), None) is None:
+            self.table.fault(f"{_name(key)} is not on the {tier}", node)
+            return
+        self.used[tier] -= self._size_bytes(key)
+        if self.table.actions[node].resource != COMPUTE:
+            self.freeing[tier].append((node, self._size_bytes(key)))
+        self._overwrite(node, key, tier)
+        self.writer.pop((key, tier), None)
+
+    def _overwrite(self, node: int, key: Key, tier: str) -> None:
+        self.table.needs[node] += [other for other in self.readers.pop((key, tier), []) if other != node]
+
+    def move(self, node: int, key: Key, tier: str, to: str) -> None:
+        """Apply a FETCH (up) or an EVICT (down). A clean copy below is not overwritten, a stale one above is
+        dropped."""
+        up = self.table.actions[node].kind is ActionKind.FETCH
+        if up or not self.fresh(key, to):
+            if up and self.fresh(key, to):
+                self.table.fault(f"{_name(key)} is already on the {to}", node)
+            self.read(node, key, tier)
+            if key in self.newest:
+                self.write(node, key, to, self.newest[key])
+        if not (up and len(key) == 2 and self.memory.home.get(key) == tier):
+            self.drop(node, key, tier)
+
+    def close(self, last: int) -> None:
+        """Check that at the end of the list each chunk is on its home tiers, in its newest version."""
+        for chunk in self.chunks:
+            there = {tier for key, tier in self.version if key == chunk}
+            stale = {tier for tier in there if not self.fresh(chunk, tier)}
+            rests = set() if chunk in self.memory.spent else self._resting(chunk)
+            if stale or there != rests:
+                now = ", ".join(sorted(f"{t} (stale)" if t in stale else t for t in there)) or "nowhere"
+                must = ", ".join(sorted(rests)) or "nowhere"
+                self.table.fault(f"{_name(chunk)} ends on {now} and must end on {must}", last)
+
+
+class RankWalk:
+    """Reads one rank's list in order: chunks on tiers, gathered weights, sums and updates."""
+
+    def __init__(self, table: PlanNodes, rank: int, memory: Memory) -> None:
+        self.table, self.memory = table, memory
+        self.nodes = [n for n, (r, _) in enumerate(table.places) if r == rank]
+        mine = [table.actions[n] for n in self.nodes]
+        chunks = {(a.task, a.chunk) for a in mine if a.chunk is not None}
+        stages = {(a.task, a.stage) for a in mine}
+        chunks |= {chunk for stage, used in memory.uses.items() if stage in stages for chunk in used}
+        chunks |= {
+            c for key in set(chunks) for table in (memory.reads, memory.writes) for c in table.get(key, ())
+        }
+        chunks |= {chunk for stage, made in memory.made.items() if stage in stages for chunk in made}
+        self.tiers = TierCopies(memory, chunks & memory.home.keys(), table)
+        self.live = self.peak = 0
+        self.gathered: set[tuple[int, int | None, int | None]] = set()
+        self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
+        self.begun: set[tuple[int, int | None]] = set()
+        self.due = Counter((a.task, a.stage) for a in mine if self._frees(a))
+        self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
+        self.summed: dict[tuple[Hashable, ...], int] = {}
+        for node in self.nodes:
+            action = table.actions[node]
+            match action.kind:
+                case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
+                    self._compute(node, action)
+                case ActionKind.FETCH | ActionKind.EVICT:
+                    self._move(node, action)
+                case ActionKind.UNSHARD | ActionKind.RESHARD:
+                    self._gather(node, action)
+                case ActionKind.REDUCE | ActionKind.TIED_REDUCE | ActionKind.UPDATE:
+                    self._step(node, action)
+        self._close(mine)
+
+    def _frees(self, action: Action) -> bool:
+        """Whether this is the last use of a micro-batch's activations in its stage."""
+        if action.kind not in COMPUTE_KINDS:
+            return False
+        due = self.table.shapes[action.task].backward_kinds(action.stage or 0)
+        return bool(due) and action.kind in (due[-1], ActionKind.B)
+
+    def _compute(self, node: int, action: Action) -> None:
+        assert action.stage is not None
+        stage, activations = (action.task, action.stage), work_of(action)
+        self.begun.add(stage)
+        for chunk in self.memory.uses.get(stage, ()):
+            self.tiers.read(node, chunk, "device")
+        for weights in self.sharded - self.gathered:
+            if weights[:2] == stage:
+                self.table.fault("its weights are not gathered", node)
+        if action.kind is not ActionKind.F:
+            self.tiers.read(node, activations, "device")
+        elif self.table.shapes[action.task].backward_kinds(action.stage):
+            self.tiers.write(node, activations, "device", 0)
+            self._count(+1)
+        if self._frees(action):
+            self.due[stage] -= 1
+            self._count(-1)
+            self.tiers.drop(node, activations, "device")
+            for chunk in self.memory.made.get(stage, ()):
+                self.tiers.write(node, chunk, "device", self.tiers.newest[chunk] + 1)
+
+    def _count(self, change: int) -> None:
+        self.live += change
+        self.peak = max(self.peak, self.live)
+
+    def _move(self, node: int, action: Action) -> None:
+        tier, to = MOVES[action.kind, action.resource]
+        if action.chunk is not None:
+            self.tiers.move(node, (action.task, action.chunk), tier, to)
+        elif action.micro_batch is None:
+            self.table.fault("needs a chunk, or the micro-batch whose activations it moves", node)
+        else:
+            self.tiers.move(node, work_of(action), tier, to)
+            self._count({"device": -1}.get(tier, 0) + {"device": 1}.get(to, 0))
+
+    def _gather(self, node: int, action: Action) -> None:
+        weights = _weights(action)
+        if (action.kind is ActionKind.UNSHARD) == (weights in self.gathered):
+            self.table.fault("is gathered already" if weights in self.gathered else "is not gathered", node)
+        (self.gathered.add if action.kind is ActionKind.UNSHARD else self.gathered.discard)(weights)
+
+    def _step(self, node: int, action: Action) -> None:
+        """Apply a REDUCE, TIED_REDUCE or UPDATE. An UPDATE before its stage's first F belongs to the step before."""
+        weights, stage = _weights(action), (action.task, action.stage)
+        first = action.micro_batch is None and stage not in self.begun and self.due[stage] > 0
+        deferred = action.kind is ActionKind.UPDATE and first
+        last = self.table.where.get((ActionKind.W, action.task, action.stage, action.micro_batch, 0), -1)
+        if (
+            self.due[stage]
+            and not deferred
+            and (action.micro_batch is None or not self.nodes[0] <= last < node)
+        ):
+            self.table.fault("its gradient is not complete", node)
+        done = (action.kind, *weights, action.micro_batch)
+        if done in self.summed:
+            self.table.fault("done twice", self.summed[done], node)
+        self.summed[done] = node
+        if action.kind is ActionKind.REDUCE:
+            self.sums[weights] -= 1
+            tied = self.summed.get((ActionKind.TIED_REDUCE, *weights, action.micro_batch))
+            self.table.needs[node] += [] if tied is None else [tied]
+        elif (
+            action.kind is ActionKind.TIED_REDUCE
+            and (ActionKind.REDUCE, *weights, action.micro_batch) in self.summed
+        ):
+            self.table.fault("must come before its REDUCE", node)
+        elif action.kind is ActionKind.UPDATE:
+            self._update(node, action, deferred)
+
+    def _update(self, node: int, action: Action, deferred: bool) -> None:
+        weights = _weights(action)
+        part = (ActionKind.REDUCE, *weights, action.micro_batch)
+        late = self.sums[weights] if action.micro_batch is None else part not in self.summed
+        if late and weights in self.sums and not deferred:
+            self.table.fault("comes before its REDUCE", node)
+        self.table.needs[node] += [
+            n for done, n in self.summed.items() if done[:4] == (ActionKind.REDUCE, *weights)
+        ]
+        chunk = None if action.chunk is None else (action.task, action.chunk)
+        tier = "device" if action.resource == COMPUTE else "host"
+        if chunk is not None and chunk in self.memory.home:
+            for read in (chunk, *self.memory.reads.get(chunk, ())):
+                self.tiers.read(node, read, tier)
+            for written in (chunk, *self.memory.writes.get(chunk, ())):
+                self.tiers.write(node, written, tier, self.tiers.newest[written] + 1)
+            for gradient in self.memory.spent.intersection(self.memory.reads.get(chunk, ())):
+                self.tiers.drop(node, gradient, tier)
+
+    def _close(self, mine: list[Action]) -> None:
+        last = self.nodes[-1] if self.nodes else 0
+        for weights in sorted(self.gathered, key=str):
+            self.table.fault(f"the weights of stage {weights[1]} stay gathered", last)
+        done = {k: {_weights(a) for a in mine if a.kind is k} for k in (ActionKind.REDUCE, ActionKind.UPDATE)}
+        for weights in sorted(done[ActionKind.REDUCE] ^ done[ActionKind.UPDATE], key=str):
+            lacks = ActionKind.UPDATE if weights in done[ActionKind.REDUCE] else ActionKind.REDUCE
+            if any(a.kind is lacks and a.task == weights[0] for a in self.table.actions):
+                self.table.fault(f"stage {weights[1]} chunk {weights[2]} has no {lacks}", last)
+        parts: defaultdict[tuple[ActionKind, int, int | None, int | None], set[int | None]] = defaultdict(set)
+        for action in mine:
+            if action.kind in (ActionKind.REDUCE, ActionKind.UPDATE):
+                parts[action.kind, *_weights(action)].add(action.micro_batch)
+        for (kind, task, stage, chunk), done_in in parts.items():
+            whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}
+            if done_in not in ({None}, whole):
+                self.table.fault(f"stage {stage} chunk {chunk} has no {kind} for every micro-batch", last)
+        self.tiers.close(last)
+
+
+def _name(key: Key) -> str:
+    parts = ("task", "stage", "micro-batch", "slice") if len(key) == 4 else ("task", "chunk")
+    shown = [f"{part} {value}" for part, value in zip(parts, key, strict=True) if part != "task" or value]
+    return ("activations of " if len(key) == 4 else "") + " ".join(shown)
+
+
+def _weights(action: Action) -> tuple[int, int | None, int | None]:
+    return action.task, action.stage, action.chunk
