@@ -201,7 +201,7 @@ def partition(
     def stage_bytes(stage: int, start: int, stop: int) -> float:
         return states[stop] - states[start] + held_by[stage] * (saved[stop] - saved[start])
 
-    def heaviest_bytes(cuts: tuple[tuple[int, int], ...]) -> float:
+    def heaviest_bytes(cuts: Cuts) -> float:
         ranks = dict.fromkeys(rank_of.values(), 0.0)
         for stage, (start, stop) in enumerate(cuts):
             ranks[rank_of[stage]] += stage_bytes(stage, start, stop)
@@ -220,9 +220,7 @@ def partition(
     for cut in cuts:
         if heaviest_bytes(cut) <= cap_bytes:
             if how == "balanced" and makespan is not None and len({*rank_of.values()}) < stages:
-                way = _toward_even_ranks(units, cut, rank_of)
-                better = [Partition(tuple(units), each) for each in way if heaviest_bytes(each) <= cap_bytes]
-                return min(better, key=lambda each: makespan(each.stage_costs()))
+                return _rebalance(units, cut, rank_of, makespan, lambda c: heaviest_bytes(c) <= cap_bytes)
             return Partition(tuple(units), cut)
     least = f"; the best cut needs {min(map(heaviest_bytes, cuts)):.0f} on one rank" if cuts else ""
     raise ValueError(
@@ -264,6 +262,15 @@ def _balance(
         return cost * cost if cost <= limit else inf
 
     return _best_cut(len(units), stages, square, lambda a, b: a + b)[1]
+
+
+def _rebalance(
+    units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int], makespan: Callable[[StageCosts], float],
+    fits: Callable[[Cuts], bool],
+) -> Partition:  # fmt: skip
+    """The fastest step of `cuts` and those that even the ranks out, where ranks have several stages."""
+    tried = (Partition(tuple(units), each) for each in _toward_even_ranks(units, cuts, rank_of) if fits(each))
+    return min(tried, key=lambda each: makespan(each.stage_costs()))
 
 
 def _toward_even_ranks(units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int]) -> Iterator[Cuts]:

@@ -60,15 +60,8 @@ def plan(
     pipeline).  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
     cannot do with this world or this model.
     """
-    config = Config.load(config)
-    config.check_built()
-    config = config.check_world(world_size)
-    _check_sizes(batch, sequence, world_size, rank)
+    config, facts = _check_request(Config.load(config), model, batch, sequence, world_size, rank)
     mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
-    facts = _facts(model)
-    if facts is not None:
-        _check_sequence(facts, sequence)
-        config.check_model(replace(facts, sequence=sequence))
     dry = DryRun(config, mesh, sequence, layers, trains)
     if config.parallel.pipeline.size > 1:
         return staged_plan(dry, model, facts, batch, device_bytes)
@@ -125,6 +118,20 @@ def facts_of_config(model: GPTConfig) -> ModelFacts:
         ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
         causal=model.causal,
     )  # fmt: skip
+
+
+def _check_request(
+    config: Config, model: GPTConfig | Builder, batch: int, sequence: int, world_size: int, rank: int
+) -> tuple[Config, ModelFacts | None]:
+    """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
+    config.check_built()
+    config = config.check_world(world_size)
+    _check_sizes(batch, sequence, world_size, rank)
+    facts = _facts(model)
+    if facts is not None:
+        _check_sequence(facts, sequence)
+        config.check_model(replace(facts, sequence=sequence))
+    return config, facts
 
 
 def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:

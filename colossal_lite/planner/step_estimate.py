@@ -9,7 +9,7 @@ exchanges, one after the other, post.  A rank far ahead of the others may have p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -88,93 +88,118 @@ def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
     frozen: tuple[WeightChunk, ...] = (),
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None]:  # fmt: skip
-    """What is held, and under a budget what rests where."""
-    precision = Precision.of(config.precision)
-    placement = config.memory.records_tier
+    """The memory of a rank, row by row, and under a budget the placement of its state."""
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),
         TORCH,
         {},
         records=TaskRecords("", META),
-        placement=placement,
+        placement=config.memory.records_tier,
         update=config.memory.update_on,
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
-    rests = {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
-    update = update_bytes_of(config.memory, chunks, optimizer)
-    peak = max(cost.until, cost.after, update)
-    if sharding_of(config).frees_gradient_on_update:  # an update finds what backward has not used up yet
-        peak = max(cost.until, cost.after) + update
-    kept = min(cost.kept, peak)
-    types = precision.compute, precision.gradient, wide_as(precision.master)
-    compute, gradient, state = (str(each).removeprefix("torch.") for each in types)
-    master = (
-        "what float32 has beyond bfloat16"
-        if precision.split
-        else str(precision.master).removeprefix("torch.")
-    )
-    numel = sum(chunk.spec.numel for chunk in chunks)
-    used = sum(chunk.spec.used_numel for chunk in chunks)
     rows = (
-        MemoryTerm(
-            "weights",
-            sum(c.resting_bytes for c in chunks),
-            f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment",
-        ),
-        MemoryTerm(
-            "gathered",
-            gathers.arena_numel * precision.compute.itemsize,
-            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
-        ),
-        *(
-            MemoryTerm("masters", sum(c.master_bytes for c in some), master, tier)
-            for tier, some in rests.items()
-        ),
-        MemoryTerm(
-            "gradients",
-            sum(bytes_of(c.gradient if c.accumulating is None else c.accumulating) for c in chunks),
-            gradient,
-        ),
-        MemoryTerm(
-            "staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"
-        ),
-        *(
-            MemoryTerm(
-                "optimizer",
-                sum(optimizer.bytes_of(c)[0] for c in some),
-                f"{config.optimizer.type}, {state}",
-                tier,
-            )
-            for tier, some in rests.items()
-        ),
-        *(MemoryTerm(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
-        MemoryTerm(
-            "frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"
-        ),
-        MemoryTerm(
-            "activations",
-            kept - cost.logits,
-            f"kept for backward, checkpointing {config.activation_checkpoint}",
-        ),
-        MemoryTerm("logits", cost.logits, compute),
-        MemoryTerm("temporaries", peak - kept, "on top at the worst moment"),
+        *_weight_rows(config, chunks, gathers),
+        *_master_rows(config, chunks, optimizer),
+        *_gradient_rows(config, chunks),
+        *_state_rows(config, chunks, optimizer),
+        _frozen_row(config, whole, frozen),
+        *_activation_rows(config, cost, update_bytes_of(config.memory, chunks, optimizer)),
     )
     placed = None
     if config.memory.moves:
-        plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
-        fixed = fixed_of(chunks, optimizer) | {
-            row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
-        }
-        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
-        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
-        placed = placed_by(
-            config.memory, pieces, fixed, META, beside_of(chunks, optimizer, config.gradient_accumulation)
-        )
-        told = {row.kind: row.origin for row in rows} | ORIGINS
-        told["optimizer"] = f"{config.optimizer.type}, with its masters"
-        rows = tuple(MemoryTerm(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+        placed = _placed(config, chunks, gathers, frozen, optimizer, rows)
+        origins = {row.kind: row.origin for row in rows} | ORIGINS
+        origins["optimizer"] = f"{config.optimizer.type}, with its masters"
+        rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
+    compute = Precision.of(config.precision).compute
+    numel = sum(chunk.spec.numel for chunk in chunks)
+    used = sum(chunk.spec.used_numel for chunk in chunks)
+    return (
+        MemoryTerm(
+            "weights",
+            sum(c.resting_bytes for c in chunks),
+            f"{numel:,} x {_name(compute)} in {len(chunks)} chunks, {numel - used:,} of them alignment",
+        ),
+        MemoryTerm(
+            "gathered",
+            gathers.arena_numel * compute.itemsize,
+            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+        ),
+    )
+
+
+def _by_tier(chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> dict[str, list[Chunk]]:
+    return {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
+
+
+def _master_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> Iterator[MemoryTerm]:
+    precision = Precision.of(config.precision)
+    origin = "what float32 has beyond bfloat16" if precision.split else _name(precision.master)
+    for tier, some in _by_tier(chunks, optimizer).items():
+        yield MemoryTerm("masters", sum(c.master_bytes for c in some), origin, tier)
+
+
+def _gradient_rows(config: Config, chunks: Sequence[Chunk]) -> tuple[MemoryTerm, ...]:
+    held = sum(bytes_of(c.gradient if c.accumulating is None else c.accumulating) for c in chunks)
+    staging = sum(slots.bytes for slots in slots_of(chunks))
+    return (
+        MemoryTerm("gradients", held, _name(Precision.of(config.precision).gradient)),
+        MemoryTerm("staging", staging, "slots of gradients on their way"),
+    )
+
+
+def _state_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> Iterator[MemoryTerm]:
+    """Optimizer states, and the buffers through which they pass."""
+    origin = f"{config.optimizer.type}, {_name(wide_as(Precision.of(config.precision).master))}"
+    for tier, some in _by_tier(chunks, optimizer).items():
+        yield MemoryTerm("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), origin, tier)
+    for visit in optimizer.visits:
+        yield MemoryTerm(visit.kind, visit.forecast_bytes, visit.origin, visit.tier or "device")
+
+
+def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> MemoryTerm:
+    precision = Precision.of(config.precision)
+    held, compute = _frozen_bytes(whole, frozen, precision), _name(precision.compute)
+    return MemoryTerm("frozen", held, f"{compute}, parameters that do not train")
+
+
+def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
+    """Activations at the end of forward, and the temporaries on top of them at the peak."""
+    peak = max(cost.until, cost.after, update_bytes)
+    if sharding_of(
+        config
+    ).frees_gradient_on_update:  # an update runs beside activations that backward still needs
+        peak = max(cost.until, cost.after) + update_bytes
+    kept = min(cost.kept, peak)
+    origin = f"kept for backward, checkpointing {config.activation_checkpoint}"
+    return (
+        MemoryTerm("activations", kept - cost.logits, origin),
+        MemoryTerm("logits", cost.logits, _name(Precision.of(config.precision).compute)),
+        MemoryTerm("temporaries", peak - kept, "on top at the worst moment"),
+    )
+
+
+def _placed(
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, frozen: tuple[WeightChunk, ...],
+    optimizer: ChunkOptimizer, rows: Sequence[MemoryTerm],
+) -> StatePlacement:  # fmt: skip
+    """Where the state is kept under the budget of the config, beside these rows."""
+    parts = config.gradient_accumulation
+    plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
+    fixed = fixed_of(chunks, optimizer) | {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
+    pieces = pieces_of(chunks, optimizer, plan, parts, frozen)
+    fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
+    return placed_by(config.memory, pieces, fixed, META, beside_of(chunks, optimizer, parts))
 
 
 def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:
