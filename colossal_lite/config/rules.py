@@ -53,16 +53,11 @@ def world_problems(
         near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
         below, above = [n for n in near if n < tensor.size][-1:], [n for n in near if n > tensor.size][:2]
         legal = ", ".join(map(str, below + above))
-        yield Problem("parallel.tensor.size", tensor.size, _shape_rule(tensor), legal)
+        yield Problem("parallel.tensor.size", tensor.size, tensor.shape_rule, legal)
     if not sequence.fits(sequence.size):
         rule = f"must divide parallel.sequence.size={sequence.size}"
         legal = ", ".join(map(str, divisors(sequence.size)))
         yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
-
-
-def _shape_rule(tensor: TensorConfig) -> str:
-    need = {"2d": "a square, q*q", "2.5d": f"q*q*depth with depth={tensor.depth}", "3d": "a cube, l*l*l"}
-    return f"mode={tensor.mode!r} needs {need[tensor.mode]}"
 
 
 def _product_problems(
@@ -223,7 +218,7 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
     if tensor.size == 1:
         return
     if not tensor.fits(tensor.size):
-        yield _shape_rule(tensor)
+        yield tensor.shape_rule
         return
     edge = tensor.edge
     parts = edge * sequence.head_parts
@@ -232,15 +227,15 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
         yield f"{facts.heads} heads do not divide into {parts} parts{inner}"
     if facts.kv_heads % parts and parts % facts.kv_heads:
         yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts{inner} nor divide that number"
-    hidden = edge * edge if tensor.mode == "3d" else edge  # 3d cuts a weight's input dimension twice
-    if tensor.mode != "1d" and facts.width % hidden:
+    hidden = edge**tensor.rule.hidden_cuts
+    if tensor.cuts_features and facts.width % hidden:
         yield f"width {facts.width} does not divide into {hidden} parts"
     if facts.ffn % hidden:
         yield f"ffn {facts.ffn} does not divide into {hidden} parts"
     if facts.vocabulary < edge:
         yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
     tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
-    if tensor.mode == "1d" and tensor.sequence_parallel and not rest and tokens % tensor.size:
+    if tensor.cuts_sequence and not rest and tokens % tensor.size:
         whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
         yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
 
@@ -378,9 +373,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "activation_checkpoint",
         ("none", "full"),
         "kept products under sequence parallelism and tensor modes but 1d",
-        when=lambda c: (
-            c.parallel.sequence.size > 1 or (c.parallel.tensor.size > 1 and c.parallel.tensor.mode != "1d")
-        ),
+        when=lambda config: config.parallel.sequence.size > 1 or config.parallel.tensor.cuts_features,
     ),
     NotBuilt(
         "kernels",

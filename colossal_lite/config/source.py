@@ -189,6 +189,7 @@ def lay_over(
 ) -> tuple[list[str], list[str], list[Problem]]:
     """Set every option in `raw`, in place; the paths that were set, a notice for each old name, and the problems."""
     paths: list[str] = []
+    names: dict[str, str] = {}  # path -> the name that it was given by
     notices: list[str] = []
     problems: list[Problem] = []
     for option, tokens in _options(options):
@@ -200,9 +201,10 @@ def lay_over(
         found, (model, _, field) = locate(
             root, tuple(int(s) if s.isdecimal() else s for s in path.split("."))
         )
-        if given in RENAMED and path in paths:
+        both = {names.setdefault(path, given), given}
+        if len(both) > 1 and (old := both & RENAMED.keys()):
             rule = f"is the old name of {path}, which is given too"
-            problems.append(Problem(given, " ".join(tokens), rule, f"--{path} alone"))
+            problems.append(Problem(min(old), " ".join(tokens), rule, f"--{path} alone"))
         elif not option.startswith("--") or not path:
             problems.append(Problem("overrides", option, "names no setting", "--section.setting value"))
         elif found != path or field is None:

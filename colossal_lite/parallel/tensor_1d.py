@@ -20,16 +20,17 @@ padded logits are the least number there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Rows
 from colossal_lite.parallel.layer_swap import (
     Heads,
@@ -57,6 +58,7 @@ from colossal_lite.parallel.tensor_1d_layers import (
     gather_from_sequence_region,
     reduce_scatter_to_sequence_region,
 )
+from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -320,3 +322,25 @@ def _on_stream(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(outputs[0]), *outputs[1:]) if isinstance(outputs, tuple) else change(outputs)
+
+
+# ---- the functions of `tensor_modes.ModeFile` ----
+
+
+def swap_layers(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather_inputs: bool
+) -> ModeResult:
+    """Swap the layers of `module` for this rank's parts, in place."""
+    vocabulary = head_weight(module, roles).shape[0]
+    strategy = Tensor1D(mesh.axis("tensor"), vocabulary, sequence_parallel, regather_inputs)
+    swap = TensorParallel1D(module, mesh.layout, roles, mode=strategy)
+    return strategy, swap.run(), swap.local_rows, swap.share_at
+
+
+def planned_payload(
+    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    gated: bool, centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """`micro_batch_payload` of a mesh that need not exist."""
+    mode = Tensor1D(mesh.axis("tensor"), 0, tensor.sequence_parallel, tensor.regather_inputs)
+    return micro_batch_payload(facts, mode, batch=batch, sequence=sequence, itemsize=itemsize, bias=bias)

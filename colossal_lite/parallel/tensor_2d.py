@@ -20,12 +20,13 @@ At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -41,9 +42,11 @@ from colossal_lite.parallel.tensor_grid import (
     TensorParallelGrid,
     looked_up,
     parts_of,
+    swapped,
     table_dims,
     terms_of,
 )
+from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore
 
@@ -182,3 +185,26 @@ class TensorParallel2D(TensorParallelGrid):
     def table(self, weight: nn.Parameter) -> Any:
         value: Placements = ((ROW, Shard("vocabulary")), (COLUMN, Shard("features")))
         return self.parameter(weight, table_dims(weight, self.mode.edge), value, terms_of(self.mode.depth))
+
+
+# ---- the functions of `tensor_modes.ModeFile` ----
+
+
+def swap_layers(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence_parallel: bool, _regather_inputs: bool
+) -> ModeResult:
+    """Swap the layers of `module` for this rank's parts, in place."""
+    vocabulary, width = head_weight(module, roles).shape
+    mode = Tensor2D.on(mesh, vocabulary)
+    return swapped(TensorParallel2D(module, mesh.layout, roles, mode=mode), mode, width)
+
+
+def planned_payload(
+    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    gated: bool, centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """`micro_batch_payload` of a mesh that need not exist."""
+    return micro_batch_payload(
+        facts, Tensor2D.on(mesh, facts.vocabulary), batch=batch, sequence=sequence, itemsize=itemsize, bias=bias,
+        gated=gated, centred=centred,
+    )  # fmt: skip

@@ -42,7 +42,9 @@ from colossal_lite.parallel.layer_swap import (
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_1d import shared_head
 from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy
+from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
+from colossal_lite.transforms.auxiliary_loss import Share
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
 
@@ -328,3 +330,9 @@ class TensorParallelGrid(Swap):
 def table_dims(weight: Tensor, parts: int) -> tuple[Dim, ...]:
     """A table [V, D] whose vocabulary is padded to `parts`."""
     return padded("vocabulary", weight.shape[0], parts), plain("features", weight.shape[1])
+
+
+def swapped(swap: TensorParallelGrid, strategy: TensorStrategy, width: int) -> ModeResult:
+    """Swap the layers, and give the result as every mode does. `width`: features of the residual stream."""
+    share = Share(features=swap.stream.size)
+    return strategy, swap.run(), lambda name, rows: features_of(rows, swap.stream, width), lambda name: share
