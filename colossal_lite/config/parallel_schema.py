@@ -41,8 +41,7 @@ class TensorMode:
     file: str
     """Module in `colossal_lite.parallel` with the functions of `parallel.tensor_modes.ModeFile`."""
     sub_axes: tuple[str, ...] = ()
-    """Of the tensor axis, slowest first: `depth` ranks on "depth", `edge` ranks on each other. No two modes have the
-    same: a mesh tells its mode by them."""
+    """Of the tensor axis, slowest first: `depth` ranks on "depth", `edge` ranks on each other. Empty: it has none."""
     shape: str = "any size"
     """Legal sizes, in words."""
     reads: frozenset[str] = frozenset()
@@ -134,10 +133,10 @@ class TensorConfig(Section):
         """The tensor axis of a mesh, with the sub-axes of the mode. Raises ValueError for a size that does not fit."""
         if not self.fits(self.size):
             raise ValueError(f"axis tensor: {self.shape_rule}, got size {self.size}")
-        if self.size == 1 or not self.rule.sub_axes:
+        if self.size == 1 or self.mode == FLAT:
             return Axis("tensor", self.size)
-        edge, depth = self.edge, self.sheets
-        return split_axis("tensor", **{n: depth if n == "depth" else edge for n in self.rule.sub_axes})
+        sizes = {name: self.sheets if name == "depth" else self.edge for name in self.rule.sub_axes}
+        return Axis("tensor", self.size, split_axis("tensor", **sizes).parts, self.mode)
 
     @property
     def cuts_features(self) -> bool:

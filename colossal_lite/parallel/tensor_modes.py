@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
@@ -73,10 +73,8 @@ def mode_file(mode: str) -> ModeFile:
 
 
 def mode_of(mesh: Mesh) -> str:
-    """The mode for which the tensor axis of a mesh is cut, by its sub-axes."""
-    (axis,) = (axis for axis in mesh.layout.axes if axis.name == "tensor")
-    found = tuple(part.name.removeprefix("tensor.") for part in axis.parts)
-    return next(name for name, mode in TENSOR_MODES.items() if mode.sub_axes == found)
+    """The mode for which the tensor axis of a mesh is cut."""
+    return next((axis.mode for axis in mesh.layout.axes if axis.name == "tensor"), "") or FLAT
 
 
 def head_weight(module: nn.Module, roles: Mapping[str, Role]) -> Tensor:

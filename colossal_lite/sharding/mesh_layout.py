@@ -38,6 +38,8 @@ class Axis:
     name: str
     size: int
     parts: tuple[Axis, ...] = ()
+    mode: str = ""
+    """The tensor mode for which the axis is cut; empty: the default."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -8,10 +8,6 @@ from colossal_lite.config.config import Config
 from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, TensorConfig
 
 
-def test_a_mesh_tells_its_mode_by_its_sub_axes() -> None:
-    assert len({mode.sub_axes for mode in TENSOR_MODES.values()}) == len(TENSOR_MODES)
-
-
 def test_every_setting_that_a_mode_reads_exists_and_has_an_effect() -> None:
     for name, mode in TENSOR_MODES.items():
         assert mode.reads <= TensorConfig.model_fields.keys() - {"mode", "size"}
@@ -35,7 +31,7 @@ def test_an_axis_is_made_for_the_sizes_that_fit_and_for_no_other(mode: str, dept
                 tensor.axis()
             continue
         axis = tensor.axis()
-        assert axis.size == size
+        assert axis.size == size and axis.mode == ("" if mode == FLAT or size == 1 else mode)
         if size > 1:
             names = tuple(f"tensor.{name}" for name in tensor.rule.sub_axes) or ("tensor",)
             assert tuple(leaf.name for leaf in axis.leaves) == names

@@ -15,7 +15,7 @@ from colossal_lite.config.parallel_schema import TENSOR_MODES
 from colossal_lite.parallel.tensor_modes import mode_file
 
 ROOT = Path(__file__).parents[2]
-LINE = """    "toy": TensorMode("toy: as 1d, activations whole", "tensor_toy", ("ring",), cuts_features=False),\n"""
+LINE = """    "toy": TensorMode("toy: as 1d, activations whole", "tensor_toy", cuts_features=False),\n"""
 FILE = '''"""Cuts layers as 1d does, and keeps activations whole."""
 
 from colossal_lite.parallel import tensor_1d
@@ -88,7 +88,7 @@ def test_a_new_mode_is_one_file_and_one_line(tmp_path: Path) -> None:
         found.append(json.loads(out.read_text()))
     one, two = found
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-12) and len(set(two["losses"])) == 3
-    assert "tensor 2 (ring 2)" in two["mesh"] and two["numel"] < one["numel"]
+    assert two["mesh"].endswith("tensor 2") and two["numel"] < one["numel"]
     assert two["compared"]["toy 2"] > 0 and {"toy 2", "1d 2"} <= two["compared"].keys()
     assert "toy" in two["enum"] and len(two["enum"]) == len(TENSOR_MODES) + 1
     assert any("depth=3 has no effect: only mode='2.5d' has a depth" in line for line in two["notes"])
