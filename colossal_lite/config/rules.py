@@ -1,8 +1,7 @@
-"""Rules over the whole configuration: against a world, against a model, and against what is built.
+"""Checks the configuration against a world, against a model, and against what is built.
 
-Note: a rule is a pure function that yields every `Problem` it finds, so that `Config` tells them all at once.
-`NOT_BUILT` lists the settings that the schema has and the code does not have yet: whoever builds a part
-deletes its row, and nothing else changes.
+Note: a rule is a pure function that yields every `Problem` it finds, so `Config` reports all of them at once.
+`NOT_BUILT` lists settings that the schema has and the code does not have yet.  What builds one deletes its row.
 """
 
 from __future__ import annotations
@@ -393,8 +392,8 @@ WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
         (
             "zero.stage",
             (0, 1, 2),
-            "sharded weights under a pipeline, which each of k micro-batches gathers again: of P parameters k(2w + r)P "
-            "bytes a step, where stage 1 sends (w + r)P, for w and r bytes of a weight and a gradient",
+            "zero.stage=3 does not work with a pipeline: each micro-batch would gather all weights again. "
+            "Use stage 1 or 2",
         ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
         ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),

@@ -1,8 +1,7 @@
-"""Where a configuration comes from: dict, file, options of the command line, all brought to one nested dict.
+"""Reads a configuration from a dict, a file and command-line options into one nested dict.
 
-Note: what is read here is not judged here, except that it can be read at all.  Lists become tuples (JSON
-and TOML have no tuples), short forms are written out, and numbers written as text are accepted from the
-command line only, where everything is text.
+Note: this file checks only that the source can be read.  Lists become tuples (JSON and TOML have no tuples), and short
+forms are expanded.  Numbers written as text are accepted from the command line only, where everything is text.
 """
 
 from __future__ import annotations

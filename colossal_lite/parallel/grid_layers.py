@@ -1,4 +1,8 @@
-"""Part of what was parallel.grid."""
+"""Computes linears and norms whose operands are cut along several tensor axes.
+
+Note: `ProductSpec` says along which axis each operand of a product is gathered or reduce-scattered.  Costs are in
+`tensor_grid`.
+"""
 
 from __future__ import annotations
 

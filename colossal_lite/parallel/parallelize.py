@@ -1,9 +1,9 @@
-"""Parallel layers by plan: what turns a plain module into one rank's part of it.
+"""Replaces a plain module by one rank's part of it, by a plan of layer roles.
 
 Note: parallelize.
-It changes a module in place and keeps every parameter name.  What it decides is left as data: one ShardSpec for each
-parameter, from which gradient sums, norms, checkpoints and tests are derived.  `MODES` is the table of strategies; a
-mode is one file and one line.
+It changes a module in place and keeps every parameter name.  Its decisions are data: one ShardSpec for each parameter.
+Gradient sums, norms, checkpoints and tests follow from it.  The table `TENSOR_MODES` names the file of each tensor
+mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and one line.
 """
 
 from __future__ import annotations

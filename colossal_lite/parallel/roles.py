@@ -1,5 +1,7 @@
-"""What tensor and sequence parallelism are told: their schemas, and the facts of a model that decide what is
-legal."""
+"""Assigns a role to each module of a model, by patterns over module names.
+
+Note: a plan maps patterns to roles.  Every module with parameters needs a role, and every pattern must match a module.
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""1D tensor parallelism (Megatron, arXiv 1909.08053), with activations cut along the sequence (2205.05198) or whole.
+"""Shards layers over one tensor axis (Megatron, arXiv 1909.08053), with or without sequence parallelism (2205.05198).
 
 Note: 1d.
-n ranks; M = B T D elements of one activation.  A *first* linear holds rows of its weight (output features), a *second*
-one columns (input features), so that between the two nothing is communicated; heads are never cut.  Between pairs, the
-residual stream is whole on every rank, or, with `sequence_parallel`, each rank holds T / n of its positions: then
-norms, dropout and residual sums cost 1 / n, and the gradients of what they hold are terms of a sum over the axis.
+n ranks; M = B T D elements of one activation.  A *column-wise* linear holds rows of its weight (output features), a
+*row-wise* one columns (input features), so nothing is communicated between the two; heads are never cut.  Between pairs
+the residual stream is replicated, or, with `sequence_parallel`, each rank holds T / n of its positions.  Then norms,
+dropout and residual sums cost 1 / n, and the gradients of their parameters are terms of a sum over the axis.
 
 Per pair and micro-batch, payload M each:     forward             backward
-    whole                                     all-reduce          all-reduce
+    replicated stream                         all-reduce          all-reduce
     sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather_inputs`)
 Embedding and head count as one pair together.  The loss never gathers logits: one all-gather of 3 numbers a token and
 rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient, and
 the second gather with the product before that; `overlap=False` waits at once and gives the same bits.
 
-Where there are fewer key and value heads than ranks, each rank keeps all of them whole and uses the one its queries
-share; their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and
-padded logits are the least number there is.
+If there are fewer key and value heads than ranks, each rank holds all of them and uses the one its queries share.
+Their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and padded
+logits are the least number there is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Part of what was parallel.tensor_1d."""
+"""Computes the layers of 1D tensor parallelism: linears, embedding, head and cross-entropy over one axis.
+
+Note: costs and overlap are in `tensor_1d`.  Autograd functions gather, reduce and multiply in one node, so that a
+collective overlaps with a product.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""2D (SUMMA, arXiv 2104.05343) and 2.5D (Tesseract, 2105.14500) tensor parallelism on q x q x depth ranks.
+"""Shards layers over q x q x depth ranks: 2D (SUMMA, arXiv 2104.05343) and 2.5D (Tesseract, 2105.14500).
 
 Note: 2d.
 Rank (r, c) holds block r of the batch and block c of the features of every activation, [B/q, T, D/q], and of a weight
-[D_out, D_in] block c of the outputs and block r of the inputs: nothing is whole anywhere, and nothing is replicated.
+[D_out, D_in] block c of the outputs and block r of the inputs: nothing is replicated.
 Attention is local: a rank has all tokens of its samples and 1/q of the heads.  2.5D cuts the batch further, into
 `depth` sheets of such grids; weights are the same on each sheet, so their gradients are terms of a sum over depth.
 
@@ -11,11 +11,11 @@ Per linear of k inputs and m outputs, with T tokens a sheet, payload in elements
     backward    the same again, then reduce-scatters of dx Tk/q and dw km/q         (total 3 (Tk + km)/q)
 which is SUMMA's count with its broadcasts merged into one call.  Norms add one number a token and statistic (LayerNorm
 2, RMSNorm 1), forward and backward.  The embedding exchanges its partial rows, Tk/q forward and backward, and the ids.
-A tied head multiplies by the embedding as it lies (the product AB^T): the weight is gathered along the column, the
-logits are reduce-scattered along the row.  The loss never gathers logits.
+A tied head multiplies by the sharded embedding (the product AB^T): the weight is gathered along the column, the logits
+are reduce-scattered along the row.  The loss never gathers logits.
 
 Axes: `tensor.column` joins the ranks of one row of the grid (they differ in c), `tensor.row` those of one column.
-At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3); its place is memory.
+At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3); it saves memory.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What the modes share that cut activations in more than one dimension: the product, the norm, and their swaps.
+"""Shares among the grid modes (2D, 2.5D, 3D) the strategy, the formulas' sizes and the swap of layers.
 
 Note: one product.
-The products AB, AB^T and A^TB of 2104.05343 and 2105.14450 are one here, closed under differentiation.  Of y = x w^T a
-rank holds a part of each of x, w and y, and a `Cut` says along which axis each is completed:
+The products AB, AB^T and A^TB of 2104.05343 and 2105.14450 are one here, closed under differentiation.  A rank holds a
+part of each of x, w and y in y = x w^T.  A `ProductSpec` says along which axis each is gathered or reduce-scattered:
 
     forward     gather x, gather w; multiply; reduce-scatter y
     backward    gather y's gradient, w and x again; multiply twice; reduce-scatter the gradients of x and of w
 
-and what a cut leaves out is not moved.  So a gradient comes out complete on the rank that holds the part; payload is
-3 times x and w and 2 times y, and no gathered copy is kept.  Gathers run side by side, and the sum of one gradient
-beside the product for the other; `overlap=False` waits at once and gives the same bits.
+An operand without an axis is not moved.  So a gradient is complete on the rank that holds the part.  Payload is 3 times
+x and w and 2 times y, and no gathered copy is saved.  Gathers run side by side, and the sum of one gradient beside the
+product for the other; `overlap=False` waits at once and gives the same bits.
 """
 
 from __future__ import annotations

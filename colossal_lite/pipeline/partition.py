@@ -1,16 +1,14 @@
-"""Which units of a model stand on which stage.
+"""Assigns the units of a model to pipeline stages.
 
-Note
-----
-A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head
-with its norm and loss; between any two of them passes one residual activation, so a cut inside a block costs
-no more bytes than one between blocks, and halves the step in which load can be balanced. A stage is a run of
-units. The slowest stage sets the pace, so that is what is made small: exactly, by dynamic programming over
-the ends of the stages; then, among those cuts, the sum of squares, so that no other stage is slower than it
-must be. Where a rank has several stages, its sum counts too: from that cut on, units are moved from one stage
-to another as long as the slowest rank and the slowest stage together get faster, and of the cuts on this way
-the one is taken with which the schedule, simulated, is done first. Memory of a stage: states of its units, and
-their saved activations once for each micro-batch that the schedule lets it hold (`held`).
+Note: the search.
+A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head with its
+norm and loss.  Between any two passes one residual activation.  So a cut inside a block costs no more bytes than one
+between blocks, and halves the step of load balancing.  A stage is a run of units.  The slowest stage sets the pace: its
+time is minimized exactly, by dynamic programming over the ends of the stages.  Among those cuts the sum of squares is
+minimized, so that no other stage is slower than it must be.  If a rank has several stages, their sum counts too: units
+move from one stage to another as long as the slowest rank and the slowest stage together get faster.  Of these cuts
+the one with the shortest simulated step is taken.  Memory of a stage: states of its units, and their saved activations
+once for each micro-batch that the schedule lets it hold (`held`).
 """
 
 from __future__ import annotations

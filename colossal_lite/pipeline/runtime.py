@@ -1,19 +1,17 @@
-"""Executes one rank's list of actions, and nothing else: what comes next is the plan's business.
+"""Executes one rank's list of actions; the plan decides their order.
 
-Note: what is held, and for how long.
-F keeps of a stage and micro-batch the leaves that came in and one scalar, the *root* of its graph: a node that gives
-the outputs the gradients which it finds when backward begins; I leaves behind what W will do.  So the outputs
-themselves are freed once they are sent, however long the graph lives.  What arrives lies in a slot, taken where the
-plan posts the RECV and given back after the last I, W or B of that stage and micro-batch; slots are counted from the
-plan and allocated once.  SENDs are asynchronous, and at most `IN_FLIGHT` of them hold their tensors; waiting for the
-oldest cannot block for ever, because the checker has proved the plan for SENDs that wait for their RECV.  Between
-stages of one rank nothing is copied.
+Note: lifetimes.
+F saves, for a stage and micro-batch, the input leaves and one scalar: the *root* of its graph, a node that passes to
+the outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
+sent, however long the graph lives.  A received tensor is in a slot, taken where the plan posts the RECV and freed after
+the last I, W or B of that stage and micro-batch.  Slots are counted from the plan and allocated once.  SENDs are
+asynchronous, and at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the
+checker has proved the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
 
-Shapes are agreed once: the first step with micro-batches of a new shape runs the plan whose RECVs block, and every
-message is preceded by a header (form, dtypes, shapes, and which take a gradient); later steps post their RECVs ahead,
-and a stage that then gives something of another form is stopped.
-A micro-batch without samples is passed over on both sides.  Cost of a message: its bytes, in the ledger; headers are
-not counted.
+Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block, and every
+message has a header (structure, dtypes, shapes, which take a gradient).  Later steps post their RECVs ahead, and a
+stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
+Cost of a message: its bytes, in the ledger; headers are not counted.
 """
 
 from __future__ import annotations

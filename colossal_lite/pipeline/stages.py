@@ -1,4 +1,7 @@
-"""Part of what was pipeline.units."""
+"""Assigns units to this rank's stages, and removes the modules of other stages.
+
+Note: `OtherStageModule` replaces a removed module, so that names do not change.
+"""
 
 from __future__ import annotations
 

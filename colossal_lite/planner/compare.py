@@ -1,13 +1,12 @@
-"""The tensor modes of one world side by side: what each moves, how often, and what it holds.
+"""Compares the tensor modes of one world: traffic, number of calls and memory of each.
 
-Note: whose figures.
-Traffic of the layers is the strategies' own `micro_batch_payload`; weights, activations and gradients are what
-`planner.plan` finds for the same mesh, so that a row is what a run of it would do.  *Payload* is what is handed to the
-collectives, *wire* what one rank must send of it with an algorithm that wastes nothing: 2 (n-1)/n of an all-reduce,
-(n-1)/n of every other collective.  Calls stand for latency: each is a wait for the slowest peer.
+Note: where the figures come from.
+Layer traffic is the modes' own `planned_payload`.  Weights, activations and gradients come from `planner.plan` for the
+same mesh, so a row is what a run would do.  *Payload* is what a rank passes to collectives.  *Wire* is what it must
+send at least: 2 (n-1)/n of an all-reduce, (n-1)/n of every other collective.  Each call is a wait for the slowest peer.
 
-Wire of a mode is a line over the tokens of a micro-batch, a T + b: 1D has no b, since no weight ever moves, and the
-grids have a smaller a.  Where the lines of two modes on as many ranks cross is where the one begins to pay.
+Wire is linear in the tokens of a micro-batch, a T + b.  1D has no b, since it moves no weights; grids have a smaller a.
+Where the lines of two modes on as many ranks cross, the second begins to pay.
 """
 
 from __future__ import annotations

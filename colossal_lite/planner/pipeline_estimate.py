@@ -1,6 +1,6 @@
-"""The plan of a run with a pipeline: its stages are measured one by one, and a rank's list of actions is walked.
+"""Plans a run with a pipeline: measures its stages one by one, and walks a rank's list of actions.
 
-Note: what lives at the fullest moment of the list is what a step holds; what is sent is what the list sends.
+Note: the peak of the list is the memory of a step, and its sends are the traffic of a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a run will hold and move, on one rank of a world that need not exist.
+"""Plans the memory and traffic of one rank, in a world that need not exist.
 
-Note: measured, not listed again.
-`plan` runs one micro-batch of the real model on meta tensors (dry_run.py); it makes the real chunks, reduces them and
-builds the real optimizer there (planned_step.py; with a pipeline staged_plan.py).  So bytes on each axis and bytes of
-state are those of the engine by construction; what is stated here is how often each part happens in a step.
-`activations` is what is alive when a forward pass ends, `temporaries` what comes on top at the worst moment of forward,
-backward or update.  Cost: some milliseconds a block of a model, at any size of the world.
+Note: figures are measured, not stated a second time.
+`plan` runs one micro-batch of the real model on meta tensors (dry_run.py).  It makes the real chunks, reduces them, and
+builds the real optimizer there (step_estimate.py; with a pipeline, pipeline_estimate.py).  So bytes on each axis and
+bytes of state are those of the engine by construction.  This file states only how often each part runs in a step.
+`activations` are alive when a forward pass ends.  `temporaries` come on top at the peak of forward, backward or update.
+Cost: some milliseconds a block of a model, at any size of the world.
 """
 
 from __future__ import annotations

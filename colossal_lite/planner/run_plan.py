@@ -1,7 +1,7 @@
-"""What a plan of a run says: what one rank's step holds and moves, and how that is printed.
+"""Holds the planned memory and traffic of one rank's step, and prints them.
 
-Note: `peak` is of tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the libraries
-that it loads beside torch's import, and what its allocator keeps of freed memory.
+Note: `peak` counts tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the
+libraries that it loads after torch, and freed memory that its allocator keeps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The rest of a planned step, beside its micro-batches: state and its tiers, reductions, agreement, batch arithmetic.
+"""Measures the rest of a planned step: state and its tiers, reductions, totals, batch sizes.
 
-Note: bytes of state are those of the real chunks and the real optimizer, made on the meta device; collectives are those
-that the chunks make on a communicator that counts.  What the pieces of an exchange land in is part of `temporaries`, as
-on gloo (native collectives take as much or less); what a transport buffers itself is not.  On CPUs of one host pieces
-land nowhere: they are read where they were posted, in shared memory of the host, the row `exchange`: what two
-exchanges, one after the other, post.  A rank far ahead of the others may have posted more.
+Note: bytes of state are those of the real chunks and the real optimizer on the meta device.  Collectives are those that
+the chunks call on a communicator that counts.  `temporaries` include the receive buffers of an exchange, as on gloo
+(native collectives take as much or less), but not the transport's own buffers.  Ranks on CPUs of one host need no
+receive buffers: they read shared memory.  The row `exchange` is what two successive exchanges post there.  A rank far
+ahead of the others may have posted more.
 """
 
 from __future__ import annotations

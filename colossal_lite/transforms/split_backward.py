@@ -1,17 +1,17 @@
-"""Backward in two parts: gradients of inputs now, gradients of weights later.
+"""Splits backward in two: gradients of inputs now, gradients of weights later.
 
-Note: what is put off.
+Note: what is deferred.
 Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do other work (2401.10241).  While
-a `WeightGradStore` is open, layers that know it hand on the gradient of their input and leave a callable that makes
-those of their weights; run later, it delivers them through autograd, so that hooks on parameters, views of them and
-sums of ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
-- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are kept until then;
+a `WeightGradStore` is open, layers that support it return the gradient of their input and store a callable for those
+of their weights.  Run later, it delivers them through autograd, so hooks on parameters, views of them and sums of ties
+work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
+- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are saved until then;
 - embedding: all of it is W;
 - linear of a grid (2D, 2.5D, 3D): W gathers x again, as backward in one part does, and sums its terms; y's gradient,
-  where that was gathered, stays so from I to W;
-- norm: W runs the norm forward again on the x that it keeps anyway, and backward for its weights alone.
-Parameters of other modules get their gradients in I, which is right and no faster.  With the queue closed every layer
-computes both at once.  Cost: of each layer x and dy stay from I to W; a norm is computed once more.
+  if it was gathered, is saved from I to W;
+- norm: W runs the norm forward again on the x that it saves anyway, and backward for its weights alone.
+Parameters of other modules get their gradients in I, which is right and no faster.  With the store closed every layer
+computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is computed once more.
 """
 
 from __future__ import annotations
