@@ -177,7 +177,7 @@ class Config(Settings):
         refuse(unbuilt_problems(self))
 
     def layout(self) -> MeshLayout:
-        """The mesh; `check_world` comes first. Raises ValueError while parallel.data is "auto"."""
+        """The mesh; call `check_world` first. Raises ValueError while parallel.data is "auto"."""
         data, tensor, sequence = self.parallel.data, self.parallel.tensor, self.parallel.sequence
         if data == "auto":
             raise ValueError(

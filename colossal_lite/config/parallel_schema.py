@@ -183,7 +183,7 @@ class SequenceConfig(Section):
 
     @property
     def multiple(self) -> int:
-        """What a sequence length must be a multiple of: zigzag gives every rank an early and a late piece."""
+        """A sequence length is a multiple of this: zigzag gives every rank an early and a late piece."""
         zigzag = self.size > 1 and self.mode in ("ring", "usp", "allgather_kv")
         return 2 * self.size if zigzag else self.size
 

@@ -83,7 +83,7 @@ def shard_problems(
     data, rest = parallel.data, parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     whence = origins.get("parallel.data", "default")
     if data == "auto":
-        if world_size < 1 or world_size % rest:  # told already
+        if world_size < 1 or world_size % rest:  # reported already
             return
         data, whence = world_size // rest, "derived"
     if zero.stage and zero.shard_size is not None and data % zero.shard_size:

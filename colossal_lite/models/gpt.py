@@ -7,7 +7,7 @@ vocabulary. Every layer keeps [B, T, D].  A block is two branches on one residua
     x = x + dropout(mlp(norm2(x)))
 
 All computing apart from nn.Linear and nn.Embedding goes through `self.ops` (colossal_lite.kernels.Ops),
-torch's own functions unless told otherwise.  qkv is one linear with output blocks [q | k | v], gate and up
+torch's own functions by default.  qkv is one linear with output blocks [q | k | v], gate and up
 one with [gate | up]. Attention reads its numbers of heads from `self.heads` and `self.kv_heads`, so a
 rank with a part of the heads sets these two and nothing else.  Initial values come from torch's in-place
 normal_, zeros_ and ones_ alone.  Residual projections start at 0.02 / sqrt(2 layers) (GPT-2, "Language models

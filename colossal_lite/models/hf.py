@@ -229,7 +229,7 @@ def _refuse(theirs: Mapping[str, Any], **legal: tuple[Any, ...]) -> None:
 def write_hf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """A folder that `from_pretrained` opens: config.json and safetensors of at most `FILE_BYTES` each.
 
-    The folder appears when it is whole; ValueError if there is one already.
+    The folder appears when it is complete; ValueError if there is one already.
     """
     if folder.exists():
         raise ValueError(f"{folder}: is there already; legal: the name of a folder to be made")

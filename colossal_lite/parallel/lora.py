@@ -105,7 +105,7 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
 
 def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: int) -> Callable[[], Rows]:
     """Counters of a dropout in the adapter of a `rowwise`: where it sees `width` features of the base's input, they are
-    those of part `coord`; what comes behind `down` is not cut."""
+    those of part `coord`; the output of `down` is not cut."""
     seen = 0
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:

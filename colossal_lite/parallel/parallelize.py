@@ -35,7 +35,7 @@ from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, chec
 
 @dataclass(frozen=True)
 class Parallelized:
-    """What `parallelize` decided: the strategy, the ops in use, and each parameter's spec by its first name."""
+    """The result of `parallelize`: the strategy, the ops in use, and each parameter's spec by its first name."""
 
     strategy: TensorStrategy
     ops: Ops
@@ -46,8 +46,8 @@ class Parallelized:
 
     @property
     def reported_loss(self) -> int:
-        """Numbers that each data rank tells the others of its part of a batch: its samples, which dropout asks for, and
-        its valid labels, which auxiliary losses do."""
+        """Numbers of its part of a batch that each data rank sends to the others: its samples, for dropout, and its
+        valid labels, for auxiliary losses."""
         return 2 if self.auxiliary.names else int(self.has_dropout)
 
 
@@ -64,7 +64,7 @@ def parallelize(
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
 ) -> Parallelized:
-    """Turn `module` into this rank's part of it, in place, and say how each parameter lies.
+    """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
     `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
     engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
@@ -123,15 +123,14 @@ def _check_auxiliary(module: nn.Module, mesh: Mesh, sequence_parallel: bool, seq
 
 
 def _share(share_at: Callable[[str], Share], sequence: int, name: str) -> Share:
-    """What a mode says of a module, on one of so many ranks of the sequence axis."""
+    """A module's share in a mode, on one of `sequence` ranks of the sequence axis."""
     share = share_at(name)
     return replace(share, tokens=share.tokens * sequence)
 
 
 def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: AuxiliaryLosses) -> None:
-    """Note where activations are cut in another way than the stream: from where several column-wise linears are
-    entered at
-    once, or one is left, to the second; and behind the head."""
+    """Record where activations are cut differently than the residual stream: from the shared input of several
+    column-wise linears, or the output of one, to the row-wise linear; and behind the head."""
 
     def enter(name: str, *_: Any) -> None:
         auxiliary.behind = name
@@ -154,7 +153,7 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
 
 
 def _check_attention(module: nn.Module, mode: str) -> None:
-    """Whether attention can look across ranks: it is an op of the table, or is looked up in a registry."""
+    """Check that attention can run across ranks: it is an op of the table, or registered by name."""
     what = f"parallelize: sequence parallelism (mode {mode!r}) of {type(module).__name__}"
     if hugging_face.is_hugging_face(module):
         if faults := list(hugging_face.faults(module)):
@@ -167,15 +166,16 @@ def _check_attention(module: nn.Module, mode: str) -> None:
 
 
 def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: ModeResult) -> ModeResult:
-    """`made`, with an error for a dropout that sees what lies between a column-wise linear and its row-wise one:
-    features that are
-    cut otherwise than those whose counters it would take, so that its mask would be another than the serial one.
+    """`made`, with an error for a dropout between a column-wise linear and its row-wise one.
 
-    Where a forward is, hooks on the linears tell; no name does.  An adapter's own dropout has counters of its own, and
-    in the models that are known no dropout lies there.
+    Features are cut differently there than in the residual stream, whose counters the dropout would use.  So its mask
+    would differ from the serial one.
+
+    Hooks on the linears record where a forward is; names cannot.  An adapter's own dropout has counters of its own, and
+    known models have no dropout there.
     """
     strategy, specs, local_rows, share_at = made
-    inside: list[str] = []  # the column-wise linear whose second has not come yet
+    inside: list[str] = []  # the column-wise linear whose row-wise one has not run yet
 
     def enter(name: str, *_: Any) -> None:
         inside[:] = [name]

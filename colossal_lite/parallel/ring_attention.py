@@ -121,7 +121,7 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Each block goes round; the next one is on its way while one is used."""
+    """Each block passes around the ring; the next is in flight while one is used."""
 
     comm: Communicator
 

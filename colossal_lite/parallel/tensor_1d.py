@@ -82,7 +82,7 @@ def micro_batch_payload(
     pairs = 2 * facts.layers + 1  # attention, MLP; embedding and head together
     stats_bytes = mode.size * batch * sequence * 3 * max(itemsize, 4)
     rows = []
-    # Forward sums where a pair ends, backward where one begins; gathers are the conjugates.
+    # Forward sums where a pair ends, backward where one begins; gathers are the opposite.
     gathers, reduces = 0, 2 * pairs - adapted
     if mode.sequence_parallel:
         gathers = pairs * (3 if mode.regather_inputs and not adapted else 2) - adapted
@@ -116,7 +116,7 @@ class TensorParallel1D(Swap):
         return self.mode.size
 
     def mode_at(self, name: str) -> Tensor1D:
-        """The mode as it holds for a module: with `embedding:whole` activations are cut within blocks only."""
+        """The mode for a module: with `embedding:whole` activations are cut within blocks only."""
         is_inside = any(self.roles.get(a, Role("")).name == "block" for a in ancestors(name))
         if is_inside or not any(role == Role("embedding", "whole") for role in self.roles.values()):
             return self.mode

@@ -175,7 +175,7 @@ class TensorParallel2D(TensorParallelGrid):
         return Embedding2D(self.mode, self.table(module.weight))
 
     def tied_head(self, module: Any, bias: Any, missing: int) -> nn.Module:
-        """The table lies with its outputs along rows and its inputs along columns, and is used so."""
+        """The table has its outputs cut along rows and its inputs along columns, and is used so."""
         mode = self.mode
         cut = ProductSpec(
             x=None, weight=OperandAxis(mode.row, 0), y=OperandAxis(mode.column, -1), overlap=mode.overlap

@@ -180,7 +180,7 @@ class GridPlacement:
     bias_terms: Placements
 
     def weight(self, outputs: str | None, inputs: str) -> Placements:
-        """The placement of a weight by its two factors; no outputs: they are held whole."""
+        """The placement of a weight by its two factors; no outputs: they are not cut."""
         cut_inputs = tuple((comm.axis, Shard(inputs)) for comm in self.inputs)
         return cut_inputs if outputs is None else ((self.outputs.axis, Shard(outputs)), *cut_inputs)
 
@@ -208,7 +208,7 @@ class TensorParallelGrid(Swap):
 
     @abstractmethod
     def lie(self, role: Role) -> GridPlacement:
-        """How a linear of this role (first, second, lm_head) lies."""
+        """The placement of a linear of this role (colwise, rowwise, lm_head)."""
 
     @abstractmethod
     def embedding(self, module: Any) -> nn.Module:
@@ -254,7 +254,7 @@ class TensorParallelGrid(Swap):
     def _divisions(self, role: Role, module: Any, weight: Tensor) -> Iterable[tuple[str, int, int]]:
         """(what, size, parts) of everything that is cut without padding, and is not heads."""
         match role.name:
-            case "colwise" | "rowwise" | "lm_head" | "embedding":  # a table lies as the weight of a head
+            case "colwise" | "rowwise" | "lm_head" | "embedding":  # a table is cut like the weight of a head
                 lie = self.lie(role)
                 outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
                 yield "inputs", inputs, math.prod(comm.size for comm in lie.inputs)

@@ -22,7 +22,7 @@ from colossal_lite.transforms.auxiliary_loss import Share
 
 
 class TensorStrategy(Protocol):
-    """What the engine asks of a mode, once the layers are in place."""
+    """What the engine calls in a mode, once the layers are replaced."""
 
     @property
     def name(self) -> str:
@@ -30,7 +30,7 @@ class TensorStrategy(Protocol):
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's loss counts: of ranks that compute the same one, the first."""
+        """Whether this rank's loss counts: of ranks that compute the same loss, the first does."""
 
     def local_part(self, batch: Batch) -> Batch:
         """The samples that this rank's layers see. Raises ValueError if the batch cannot be cut so."""
@@ -42,7 +42,7 @@ class TensorStrategy(Protocol):
         """Logits of the local part over the full vocabulary."""
 
     def whole_batch(self, logits: Tensor) -> Tensor:
-        """Whole logits of the whole micro-batch, alike on all ranks of the tensor axis, from those of the parts."""
+        """Full logits of the full micro-batch, the same on all ranks of the tensor axis, from those of the parts."""
 
 
 LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]

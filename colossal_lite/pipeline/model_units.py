@@ -205,7 +205,7 @@ class _Gives(nn.Module):
 
 
 class _Takes(_Passes):
-    """Keeps what it is given, and gives zeros of whole sequences [B, T] in its place."""
+    """Saves its input, and returns zeros of full sequences [B, T] instead."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()

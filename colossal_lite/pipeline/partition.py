@@ -179,8 +179,8 @@ def partition(
     given.
 
     live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each
-    its own by default; cap_bytes: memory of a rank. With several stages on a rank the cap is first left to
-    each of them whole, and if their sum is then too much, shared equally; makespan: seconds of a step with such
+    its own by default; cap_bytes: memory of a rank. With several stages on a rank each may first use the full
+    cap; if their sum is then too much, the cap is shared equally; makespan: seconds of a step with such
     costs, by which cuts are compared where ranks have several stages. Raises ValueError if there are
     fewer units than stages, if counts do not cover the units exactly, or if no cut keeps every rank within
     the cap.

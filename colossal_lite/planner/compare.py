@@ -67,7 +67,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The legal modes, by what a rank sends; printing it gives the whole story."""
+    """The legal modes, by what a rank sends; prints as a table."""
 
     rows: tuple[ModeCost, ...]
     refused: tuple[Refused, ...]

@@ -95,8 +95,8 @@ class Whole:
     specs: Mapping[str, ShardSpec]
     names: tuple[str, ...]
     blocks: tuple[str, ...]
-    told: int
-    """Numbers that each data rank tells the others of its batch."""
+    reported_numbers: int
+    """Numbers of its part of a batch that each data rank sends to the others."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
@@ -372,7 +372,7 @@ def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
         {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
         tuple(new for new, _ in repeated(whole.names)),
         tuple(f"blocks.{i}" for i in range(layers)),
-        whole.told,
+        whole.reported_numbers,
     )
 
 

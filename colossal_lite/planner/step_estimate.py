@@ -43,9 +43,9 @@ def record_step(
     chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole,
     frozen: tuple[WeightChunk, ...],
 ) -> None:  # fmt: skip
-    """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
-    if whole.told:
-        mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
+    """Communicate what a step sends besides its micro-batches: batch sizes, gradients, totals, weights."""
+    if whole.reported_numbers:
+        mesh.axis("data").all_gather(torch.empty(1, whole.reported_numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
     for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
         for chunk in reversed(chunks):
@@ -73,7 +73,7 @@ def record_step(
 def record_agreement(
     chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
 ) -> None:
-    """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
+    """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the
     whole pipeline."""
     # Loss, weight, stop, apart; what was used; squares.
     numel = 4 + sum(len(spec.entries) for spec in packed) + 1
@@ -210,8 +210,8 @@ def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precis
 
 
 def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[MemoryTerm, ...]:
-    """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
-    lines of the cache."""
+    """Bytes in shared memory for other ranks to read, with `unread` messages of a pipeline; each is aligned to a cache
+    line."""
     posted = mesh.ledger.shared_bytes + unread
     posted += -posted % ALIGN_BYTES
     return (

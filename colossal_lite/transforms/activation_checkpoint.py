@@ -78,7 +78,7 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
             f"hold its blocks in one, or use 'none'"
         )
     for name, block in blocks.items():
-        # On the instance: names of modules and parameters, and hooks on the block, stay as they are.
+        # On the instance: names of modules and parameters, and hooks on the block, do not change.
         block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
     return tuple(blocks)
 

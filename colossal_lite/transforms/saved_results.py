@@ -33,7 +33,7 @@ def save_for_recompute(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
 
 
 class SavedResults:
-    """The results of the first run of one block, each with its version, to see that nobody has changed it since."""
+    """The results of the first run of one block, each with its version, to detect a later change."""
 
     def __init__(self, operations: Collection[Any]) -> None:
         self.operations = operations

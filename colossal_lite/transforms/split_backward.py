@@ -64,7 +64,7 @@ class WeightGradStore:
 
     @contextmanager
     def open(self) -> Iterator[DeferredWeightGrads]:
-        """Collect what backward puts off inside; whoever opened it runs each of these once."""
+        """Collect the weight gradients that backward defers inside; the caller runs each of these once."""
         assert self._later is None, "one backward at a time"
         later: DeferredWeightGrads = []
         self._later = later
@@ -82,7 +82,7 @@ class WeightGradStore:
 
 class BackwardRoot(Function):
     """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then, and
-    empties it: a leaf takes a gradient that nobody else has as its own, any other it copies.
+    empties it: a leaf takes over a gradient without other references, and copies any other.
 
     Not `torch.autograd.backward(outputs, given)`: torch looks at the shapes by its symbolic shapes, which import 45 MB
     of sympy; and the outputs themselves need not live.
@@ -212,7 +212,7 @@ class _Embedding(Function):
 
 
 class _Tap(Function):
-    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are put off."""
+    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are deferred."""
 
     @staticmethod
     def forward(
@@ -244,10 +244,10 @@ class _Tap(Function):
 
 
 def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
-    """Let the layers of `module` that can, put off the gradients of their weights, in place.
+    """Make the layers of `module` that can defer the gradients of their weights, in place.
 
     Layers with an attribute `weight_grad_store` are given it; of torch's and of our models' linears, embeddings and
-    norms the forward is replaced on the instance, so that names and hooks stay.
+    norms the forward is replaced on the instance, so names and hooks do not change.
     """
     for owner in module.modules():
         made: Any = owner
