@@ -39,7 +39,7 @@ class Legal:
 
 
 class Section(BaseModel):
-    """One part of the configuration. `faults` and `unread` are called on validated values."""
+    """One part of the configuration. `errors` and `unused_settings` are called on validated values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -81,7 +81,7 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 WHOLE_TENSORS = frozenset({"lamb", "muon"})
-"""Optimizers that are handed whole parameters."""
+"""Optimizers that need full parameters."""
 Moments = Literal["auto", "bf16"]
 OptimizerType = Literal["adamw", "adam", "sgd", "lamb", "lion", "muon"]
 
