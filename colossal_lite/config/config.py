@@ -1,12 +1,10 @@
-"""The configuration: a dict, a file or a `Config`, plus options of the command line, as one frozen validated
-value.
+"""Loads the configuration: a dict, a file or a `Config`, plus command-line options, as one frozen value.
 
 Note: how a configuration is read.
-Source and command line become one nested dict: short forms written out (`tensor=4`), Colossal-AI's keys
-translated, options laid over it.  It is validated once, so that every fault of either is told at once, with
-its path.  Each schema stands beside what it configures; this file puts them together.  Rules that need a
-world or a model are checked when these are known (`check_world`, `check_model`); what is not built yet is
-refused by `check_built`.  A `Config` knows where each of its values comes from; `resolved` lists them.
+Source and command line become one nested dict.  Short forms are expanded (`tensor=4`), Colossal-AI's keys and old names
+translated, and options laid over it.  It is validated once, so that all errors are reported together, each with its
+path.  Rules that need a world or a model are checked when these are known (`check_world`, `check_model`).
+`check_built` rejects what is not built yet.  A `Config` records where each value comes from; `resolved` lists them.
 """
 
 from __future__ import annotations
@@ -179,7 +177,7 @@ class Config(Settings):
         refuse(unbuilt_problems(self))
 
     def layout(self) -> MeshLayout:
-        """The mesh; `check_world` comes first. Raises ValueError while parallel.data is "auto"."""
+        """The mesh; call `check_world` first. Raises ValueError while parallel.data is "auto"."""
         data, tensor, sequence = self.parallel.data, self.parallel.tensor, self.parallel.sequence
         if data == "auto":
             raise ValueError(
@@ -189,9 +187,7 @@ class Config(Settings):
             pipeline=self.parallel.pipeline.size,
             data=data,
             sequence=sequence.size,
-            tensor=tensor.size,
-            tensor_mode=tensor.mode,
-            tensor_depth=tensor.sheets,
+            tensor=tensor.axis(),
             ulysses=sequence.ulysses if sequence.mode == "usp" and sequence.size > 1 else None,
             data_shard=self.zero.shard_size if self.zero.is_hybrid(data) else None,
             data_near=self.zero.near,

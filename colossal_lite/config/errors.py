@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, in words: path, value, rule, what is legal, and the nearest name.
+"""Describes configuration errors: path, value, rule, legal values, and the nearest name.
 
-Note: `Problem` is data.  `ConfigError` carries all of them and prints them as a list; nothing here raises.
-What a field takes is read off its annotation, so a message never drifts from the schema.
+Note: `Problem` is data.  `ConfigError` carries all problems and prints them as a list; nothing here raises.  Legal
+values are read from a field's annotation, so a message never drifts from the schema.
 """
 
 from __future__ import annotations

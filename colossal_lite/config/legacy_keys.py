@@ -1,8 +1,8 @@
-"""Colossal-AI's configuration keys: translated with one line of notice each, or refused with the new name.
+"""Translates Colossal-AI's configuration keys with one line of notice each, or rejects them with the new name.
 
-Note: `translate` is the only place that knows the dialect.  It maps one nested dict to another; a key that
-means nothing here is dropped with the reason, a key whose meaning would be lost is refused.  The keys are
-those that Colossal-AI's engine read from its config dict, and those that its examples kept there.
+Note: `translate` is the only place that knows these keys.  It maps one nested dict to another.  A key without meaning
+here is dropped with the reason.  A key whose meaning would be lost is rejected.  The keys are those that Colossal-AI's
+engine and examples read from their config dict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where model state lives: the schema of `memory`."""
+"""Describes the placement of model state on device, host and disk: the schema of `memory`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,19 @@
-"""Part of what was parallel.roles."""
+"""Describes tensor and sequence parallelism: the table of tensor modes, their schemas, and the sizes of a model.
+
+Note: `TENSOR_MODES` drives the schema, its checks, the mesh and the swap of layers.  No other file branches on the
+name of a tensor mode.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from colossal_lite.config.schema import Count, Section, UnusedSetting
+from colossal_lite.sharding.mesh_layout import Axis, split_axis
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,68 @@ class ModelFacts:
     """Whether a token sees only those before it."""
 
 
+@dataclass(frozen=True)
+class TensorMode:
+    """One way to cut the layers over the tensor axis: size rule, sub-axes, the settings it reads, its file."""
+
+    summary: str
+    """One line for people, with its source."""
+    file: str
+    """Module in `colossal_lite.parallel` with the functions of `parallel.tensor_modes.ModeFile`."""
+    sub_axes: tuple[str, ...] = ()
+    """Of the tensor axis, slowest first: `depth` ranks on "depth", `edge` ranks on each other. Empty: it has none."""
+    shape: str = "any size"
+    """Legal sizes, in words."""
+    reads: frozenset[str] = frozenset()
+    """Settings of `TensorConfig` that this mode reads, besides mode and size."""
+    cuts_features: bool = True
+    """Whether the residual stream is cut along its features."""
+    hidden_cuts: int = 1
+    """How many times `edge` divides the hidden sizes of a weight."""
+
+    @property
+    def sides(self) -> int:
+        """Sub-axes of `edge` ranks; without sub-axes the tensor axis is one."""
+        return len([name for name in self.sub_axes if name != "depth"]) or 1
+
+
+TENSOR_MODES: dict[str, TensorMode] = {
+    "1d": TensorMode(
+        "1d (1909.08053)", "tensor_1d",
+        reads=frozenset({"sequence_parallel", "regather_inputs"}), cuts_features=False,
+    ),
+    "2d": TensorMode("2d: size = q*q (2104.05343)", "tensor_2d", ("row", "column"), "a square, q*q"),
+    "2.5d": TensorMode(
+        "2.5d: q*q*depth (2105.14500)", "tensor_2d", ("depth", "row", "column"), "q*q*depth with depth={depth}",
+        reads=frozenset({"depth"}),
+    ),
+    "3d": TensorMode("3d: l*l*l (2105.14450)", "tensor_3d", ("i", "j", "k"), "a cube, l*l*l", hidden_cuts=2),
+}  # fmt: skip
+"""Every tensor mode by name, the default first. A new mode is a line here and a file in `parallel`."""
+FLAT = next(iter(TENSOR_MODES))
+"""The default mode, which moves no weights: what other modes are compared with."""
+
+if TYPE_CHECKING:
+    ModeName = str
+else:
+    ModeName = Literal[tuple(TENSOR_MODES)]
+
+# Setting -> why it has no effect; `{readers}`: the modes that read it, `{mode}`: the mode that does not.
+_NOT_READ = {
+    "depth": "only {readers} has a depth, and mode is {mode!r}",
+    "sequence_parallel": "mode={mode!r} cuts activations in any case",
+    "regather_inputs": "only {readers} gathers whole inputs, and mode is {mode!r}",
+}
+
+
 class TensorConfig(Section):
     """Tensor parallelism. A bare int stands for `dict(size=int)`."""
 
     size: Count = 1
     """Ranks over which each layer is cut."""
-    mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
-    """1d (1909.08053); 2d: size = q*q (2104.05343); 2.5d: q*q*depth (2105.14500); 3d: l*l*l (2105.14450)."""
+    mode: Annotated[
+        ModeName, Field(description="; ".join(mode.summary for mode in TENSOR_MODES.values()) + ".")
+    ] = FLAT
     sequence_parallel: bool = True
     """1d: norms, dropout and residuals are cut along the sequence (2205.05198)."""
     regather_inputs: bool = True
@@ -41,38 +102,62 @@ class TensorConfig(Section):
     """2.5d: layers of q*q ranks that share the batch."""
 
     @property
+    def rule(self) -> TensorMode:
+        """The row of `TENSOR_MODES`."""
+        return TENSOR_MODES[self.mode]
+
+    @property
     def edge(self) -> int:
-        """Ranks along one side of the tensor mesh: into so many parts the heads are cut."""
-        if self.mode == "3d":
-            return round(math.cbrt(self.size))
-        return self.size if self.mode == "1d" else math.isqrt(self.size // self.sheets)
+        """Ranks along one side of the tensor mesh: the heads are cut into that many parts."""
+        return int(round((self.size // self.sheets) ** (1 / self.rule.sides)))
 
     @property
     def sheets(self) -> int:
-        """Sheets of q*q ranks: `depth` in 2.5d, else one."""
-        return self.depth if self.mode == "2.5d" else 1
+        """Grids of ranks that share the batch: `depth` where the mode reads it, else one."""
+        return self.depth if "depth" in self.rule.reads else 1
 
     def size_of(self, edge: int) -> int:
         """The size of a tensor mesh with sides of `edge` ranks."""
-        return self.sheets * math.prod([edge] * {"1d": 1, "3d": 3}.get(self.mode, 2))
+        return self.sheets * int(edge**self.rule.sides)
 
     def fits(self, size: int) -> bool:
         """Whether `size` ranks can be cut as the mode needs; one rank can in every mode."""
         return size == 1 or size == self.size_of(self.model_copy(update={"size": size}).edge)
+
+    @property
+    def shape_rule(self) -> str:
+        """What the mode needs of the size, in words."""
+        return f"mode={self.mode!r} needs {self.rule.shape.format(depth=self.depth)}"
+
+    def axis(self) -> Axis:
+        """The tensor axis of a mesh, with the sub-axes of the mode. Raises ValueError for a size that does not fit."""
+        if not self.fits(self.size):
+            raise ValueError(f"axis tensor: {self.shape_rule}, got size {self.size}")
+        if self.size == 1 or self.mode == FLAT:
+            return Axis("tensor", self.size)
+        sizes = {name: self.sheets if name == "depth" else self.edge for name in self.rule.sub_axes}
+        return Axis("tensor", self.size, split_axis("tensor", **sizes).parts, self.mode)
+
+    @property
+    def cuts_features(self) -> bool:
+        """Whether a rank holds a part of the features of the residual stream."""
+        return self.size > 1 and self.rule.cuts_features
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether a rank holds a part of the tokens between the layers."""
+        return self.size > 1 and self.sequence_parallel and "sequence_parallel" in self.rule.reads
 
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.size == 1:
             for name in ("mode", "sequence_parallel", "regather_inputs", "depth"):
                 yield UnusedSetting(name, "tensor.size is 1")
             return
-        if self.mode != "2.5d":
-            yield UnusedSetting("depth", f"only mode='2.5d' has a depth, and mode is {self.mode!r}")
-        if self.mode != "1d":
-            yield UnusedSetting("sequence_parallel", f"mode={self.mode!r} cuts activations in any case")
-            yield UnusedSetting(
-                "regather_inputs", f"only mode='1d' gathers whole inputs, and mode is {self.mode!r}"
-            )
-        elif not self.sequence_parallel:
+        for name, why in _NOT_READ.items():
+            if name not in self.rule.reads:
+                readers = " or ".join(f"mode={m!r}" for m, rule in TENSOR_MODES.items() if name in rule.reads)
+                yield UnusedSetting(name, why.format(readers=readers, mode=self.mode))
+        if "regather_inputs" in self.rule.reads and not self.sequence_parallel:
             yield UnusedSetting("regather_inputs", "without sequence_parallel inputs are whole already")
 
 
@@ -98,7 +183,7 @@ class SequenceConfig(Section):
 
     @property
     def multiple(self) -> int:
-        """What a sequence length must be a multiple of: zigzag gives every rank an early and a late piece."""
+        """A sequence length is a multiple of this: zigzag gives every rank an early and a late piece."""
         zigzag = self.size > 1 and self.mode in ("ring", "usp", "allgather_kv")
         return 2 * self.size if zigzag else self.size
 

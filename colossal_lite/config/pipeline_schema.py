@@ -1,4 +1,4 @@
-"""Part of what was pipeline.schedule."""
+"""Describes the pipeline: size, schedule, micro-batches and stages, and checks that they fit together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Translates the names that settings had before version 0.2, for one release.
+"""Translates the setting names of before version 0.2, for one release.
 
-Note: a configuration, an option of the command line and the manifest of a checkpoint may hold them.  Each is translated
-with one line of notice; an old name beside its new one is an error.
+Note: a configuration, a command-line option and the manifest of a checkpoint may have old names.  Each is translated
+with one line of notice.  An old name beside its new one is an error.
 """
 
 from __future__ import annotations

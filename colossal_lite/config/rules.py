@@ -1,8 +1,7 @@
-"""Rules over the whole configuration: against a world, against a model, and against what is built.
+"""Checks the configuration against a world, against a model, and against what is built.
 
-Note: a rule is a pure function that yields every `Problem` it finds, so that `Config` tells them all at once.
-`NOT_BUILT` lists the settings that the schema has and the code does not have yet: whoever builds a part
-deletes its row, and nothing else changes.
+Note: a rule is a pure function that yields every `Problem` it finds, so `Config` reports all of them at once.
+`NOT_BUILT` lists settings that the schema has and the code does not have yet.  What builds one deletes its row.
 """
 
 from __future__ import annotations
@@ -53,16 +52,11 @@ def world_problems(
         near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
         below, above = [n for n in near if n < tensor.size][-1:], [n for n in near if n > tensor.size][:2]
         legal = ", ".join(map(str, below + above))
-        yield Problem("parallel.tensor.size", tensor.size, _shape_rule(tensor), legal)
+        yield Problem("parallel.tensor.size", tensor.size, tensor.shape_rule, legal)
     if not sequence.fits(sequence.size):
         rule = f"must divide parallel.sequence.size={sequence.size}"
         legal = ", ".join(map(str, divisors(sequence.size)))
         yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
-
-
-def _shape_rule(tensor: TensorConfig) -> str:
-    need = {"2d": "a square, q*q", "2.5d": f"q*q*depth with depth={tensor.depth}", "3d": "a cube, l*l*l"}
-    return f"mode={tensor.mode!r} needs {need[tensor.mode]}"
 
 
 def _product_problems(
@@ -89,7 +83,7 @@ def shard_problems(
     data, rest = parallel.data, parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     whence = origins.get("parallel.data", "default")
     if data == "auto":
-        if world_size < 1 or world_size % rest:  # told already
+        if world_size < 1 or world_size % rest:  # reported already
             return
         data, whence = world_size // rest, "derived"
     if zero.stage and zero.shard_size is not None and data % zero.shard_size:
@@ -223,7 +217,7 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
     if tensor.size == 1:
         return
     if not tensor.fits(tensor.size):
-        yield _shape_rule(tensor)
+        yield tensor.shape_rule
         return
     edge = tensor.edge
     parts = edge * sequence.head_parts
@@ -232,15 +226,15 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
         yield f"{facts.heads} heads do not divide into {parts} parts{inner}"
     if facts.kv_heads % parts and parts % facts.kv_heads:
         yield f"{facts.kv_heads} kv_heads neither divide into {parts} parts{inner} nor divide that number"
-    hidden = edge * edge if tensor.mode == "3d" else edge  # 3d cuts a weight's input dimension twice
-    if tensor.mode != "1d" and facts.width % hidden:
+    hidden = edge**tensor.rule.hidden_cuts
+    if tensor.cuts_features and facts.width % hidden:
         yield f"width {facts.width} does not divide into {hidden} parts"
     if facts.ffn % hidden:
         yield f"ffn {facts.ffn} does not divide into {hidden} parts"
     if facts.vocabulary < edge:
         yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
     tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
-    if tensor.mode == "1d" and tensor.sequence_parallel and not rest and tokens % tensor.size:
+    if tensor.cuts_sequence and not rest and tokens % tensor.size:
         whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
         yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
 
@@ -378,9 +372,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "activation_checkpoint",
         ("none", "full"),
         "kept products under sequence parallelism and tensor modes but 1d",
-        when=lambda c: (
-            c.parallel.sequence.size > 1 or (c.parallel.tensor.size > 1 and c.parallel.tensor.mode != "1d")
-        ),
+        when=lambda config: config.parallel.sequence.size > 1 or config.parallel.tensor.cuts_features,
     ),
     NotBuilt(
         "kernels",
@@ -400,8 +392,8 @@ WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
         (
             "zero.stage",
             (0, 1, 2),
-            "sharded weights under a pipeline, which each of k micro-batches gathers again: of P parameters k(2w + r)P "
-            "bytes a step, where stage 1 sends (w + r)P, for w and r bytes of a weight and a gradient",
+            "zero.stage=3 does not work with a pipeline: each micro-batch would gather all weights again. "
+            "Use stage 1 or 2",
         ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
         ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),

@@ -1,10 +1,8 @@
-"""Schemas of the parts that are not pure: optimizer, learning rate, precision, ZeRO, checkpoint.
+"""Describes optimizer, learning rate, precision, ZeRO and checkpoints: their schemas.
 
-Note: schemas.
-A `Section` is a frozen pydantic model that takes no unknown key and converts nothing: "8" is no int, True
-is no int, NaN is no float.  Two methods say what types cannot: `faults` (settings that contradict each
-other) and `unread` (settings that nothing reads in this combination).  Both return data, so that all of it
-is told at once.
+Note: a `Section` is a frozen pydantic model that takes no unknown key and converts nothing: "8" is no int, True is no
+int, NaN is no float.  Two methods state what types cannot.  `errors` yields settings that contradict each other.
+`unused_settings` yields settings without effect in this combination.  Both return data, so all is reported at once.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Legal:
 
 
 class Section(BaseModel):
-    """One part of the configuration. `faults` and `unread` are called on validated values."""
+    """One part of the configuration. `errors` and `unused_settings` are called on validated values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -83,7 +81,7 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 WHOLE_TENSORS = frozenset({"lamb", "muon"})
-"""Optimizers that are handed whole parameters."""
+"""Optimizers that need full parameters."""
 Moments = Literal["auto", "bf16"]
 OptimizerType = Literal["adamw", "adam", "sgd", "lamb", "lion", "muon"]
 

@@ -1,6 +1,6 @@
-"""Puts the schemas together: every setting, with its default and meaning.
+"""Combines the schemas: every setting, with its default and meaning.
 
-Note: each schema stands in a file of its own.  Rules over several sections are in `rules`; they take `Settings`.
+Note: each schema has a file of its own.  Rules over several sections are in `rules`; they take `Settings`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where a configuration comes from: dict, file, options of the command line, all brought to one nested dict.
+"""Reads a configuration from a dict, a file and command-line options into one nested dict.
 
-Note: what is read here is not judged here, except that it can be read at all.  Lists become tuples (JSON
-and TOML have no tuples), short forms are written out, and numbers written as text are accepted from the
-command line only, where everything is text.
+Note: this file checks only that the source can be read.  Lists become tuples (JSON and TOML have no tuples), and short
+forms are expanded.  Numbers written as text are accepted from the command line only, where everything is text.
 """
 
 from __future__ import annotations
@@ -189,6 +188,7 @@ def lay_over(
 ) -> tuple[list[str], list[str], list[Problem]]:
     """Set every option in `raw`, in place; the paths that were set, a notice for each old name, and the problems."""
     paths: list[str] = []
+    names: dict[str, str] = {}  # path -> the name that it was given by
     notices: list[str] = []
     problems: list[Problem] = []
     for option, tokens in _options(options):
@@ -200,9 +200,10 @@ def lay_over(
         found, (model, _, field) = locate(
             root, tuple(int(s) if s.isdecimal() else s for s in path.split("."))
         )
-        if given in RENAMED and path in paths:
+        both = {names.setdefault(path, given), given}
+        if len(both) > 1 and (old := both & RENAMED.keys()):
             rule = f"is the old name of {path}, which is given too"
-            problems.append(Problem(given, " ".join(tokens), rule, f"--{path} alone"))
+            problems.append(Problem(min(old), " ".join(tokens), rule, f"--{path} alone"))
         elif not option.startswith("--") or not path:
             problems.append(Problem("overrides", option, "names no setting", "--section.setting value"))
         elif found != path or field is None:

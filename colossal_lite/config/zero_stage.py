@@ -1,4 +1,4 @@
-"""Part of what was zero.stages."""
+"""Describes what a ZeRO stage shards: optimizer states, gradients, weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformers of the GPT-2 and Llama families, causal or not, in one file that knows no parallelism.
+"""Computes transformers of the GPT-2 and Llama families, causal or not, without any parallelism.
 
 Note: B batch, T tokens, D width, H query heads, G key heads, K head width, F feed-forward width, V
 vocabulary. Every layer keeps [B, T, D].  A block is two branches on one residual stream, each runnable alone:
@@ -7,9 +7,9 @@ vocabulary. Every layer keeps [B, T, D].  A block is two branches on one residua
     x = x + dropout(mlp(norm2(x)))
 
 All computing apart from nn.Linear and nn.Embedding goes through `self.ops` (colossal_lite.kernels.Ops),
-torch's own functions unless told otherwise.  qkv is one linear with output blocks [q | k | v], gate and up
-one with [gate | up]. Attention reads its numbers of heads from `self.heads` and `self.kv_heads`, so that a
-holder of a share of the heads sets these two and nothing else.  Initial values come from torch's in-place
+torch's own functions by default.  qkv is one linear with output blocks [q | k | v], gate and up
+one with [gate | up]. Attention reads its numbers of heads from `self.heads` and `self.kv_heads`, so a
+rank with a part of the heads sets these two and nothing else.  Initial values come from torch's in-place
 normal_, zeros_ and ones_ alone.  Residual projections start at 0.02 / sqrt(2 layers) (GPT-2, "Language models
 are unsupervised multitask learners", 2.3).
 """

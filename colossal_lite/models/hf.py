@@ -1,9 +1,9 @@
-"""GPT-2 and Llama between our names and Hugging Face's, as tables; no process group, no download, no code of theirs.
+"""Converts GPT-2 and Llama tensors between our names and Hugging Face's, by tables.
 
 Note: a row says which of their tensors make one of ours.  Several are joined along the output dimension (q, k, v; gate,
-up); GPT-2 stores its linears transposed (Conv1D).  Both directions come from the same rows, so one is the inverse of
-the other, bit for bit.  Rotary pairs feature i with i + K/2 in both, so no row is permuted.  What the other form cannot
-say (scaled rotary positions, biases on part of the linears) is refused by name.
+up); GPT-2 stores its linears transposed (Conv1D).  Both directions use the same rows, so one is the inverse of the
+other, bit for bit.  Rotary pairs feature i with i + K/2 in both, so no row is permuted.  What the other format cannot
+express (scaled rotary positions, biases on part of the linears) is rejected by name.  No process group, no download.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _refuse(theirs: Mapping[str, Any], **legal: tuple[Any, ...]) -> None:
 def write_hf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """A folder that `from_pretrained` opens: config.json and safetensors of at most `FILE_BYTES` each.
 
-    The folder appears when it is whole; ValueError if there is one already.
+    The folder appears when it is complete; ValueError if there is one already.
     """
     if folder.exists():
         raise ValueError(f"{folder}: is there already; legal: the name of a folder to be made")

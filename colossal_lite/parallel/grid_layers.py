@@ -1,4 +1,8 @@
-"""Part of what was parallel.grid."""
+"""Computes linears and norms whose operands are cut along several tensor axes.
+
+Note: `ProductSpec` says along which axis each operand of a product is gathered or reduce-scattered.  Costs are in
+`tensor_grid`.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +100,7 @@ class _Product(Function):
 
     @staticmethod
     def in_two_parts(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-        """The gradient of x; that of w is put off, with its communication."""
+        """The gradient of x; that of w is deferred, with its communication."""
         cut, given = ctx.cut, getattr(ctx, "given", weight)
         w_parts, dy_parts = _gather_async(weight, cut.weight), _gather_async(dy, cut.y)
         dy = dy_parts()

@@ -1,11 +1,11 @@
-"""Hugging Face's GPT-2 and Llama under a sequence axis: their attention, bound through their own registry.
+"""Binds the attention of Hugging Face's GPT-2 and Llama to ours, for use with a sequence axis.
 
 Note: binding.
-transformers looks up attention by a name in the model's config.  `bind` registers one function under our name and gives
-every attention module an `ops`, which `parallelize` fills like those of our own model; nothing else of theirs is
-changed, and no other model notices.  Under a name without a mask function transformers makes no mask, so what it would
-read into its arguments comes as data: `causal` from the config, and from `attention_mask` [B, T] which keys are hidden,
-handed through as [B, 1, 1, T], a form that it does not touch.  What that attention cannot do is refused by name.
+transformers looks up attention by a name in the model's config.  `bind` registers one function under our name, and
+gives every attention module an `ops`, which `parallelize` fills like those of our own model.  Nothing else of theirs
+changes, and no other model notices.  Under a name without a mask function transformers makes no mask.  So `causal` is
+read from the config, and `attention_mask` [B, T] says which keys are hidden; it is passed as [B, 1, 1, T], a shape that
+transformers leaves alone.  What this attention cannot do is rejected by name.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Low-rank adapters (2106.09685) on linears that are cut: a module whose output is base(x) + c up(down(x)).
+"""Shards low-rank adapters (2106.09685) on sharded linears: modules that compute base(x) + c up(down(x)).
 
 Note: adapters.
-D_in, D_out: sizes of the base; r: the rank; `down` is [r, D_in], `up` [D_out, r], both as nn.Linear holds them, under
-any names, of the wrapping module itself or of modules in it, any number of pairs.  The user's forward is not touched;
-what it sees is cut so that it comes out right:
-    base `colwise`    the input is whole (entered once, with the sisters'); `down` is whole, `up` has the base's rows
-    base `rowwise`   the input has its features cut; `down` has the base's columns, `up` is whole; base and pair give
-                    terms, which are summed, and then the base's bias added, behind the wrapping module
-So the whole factor has a value that is replicated and a gradient that is partial (each rank's is a term of it), in both
-cases and whether activations are cut along the sequence or not, and an adapter moves nothing on the tensor axis but the
-gradient of that factor, once a step.  What must hold of the module: it is linear in the output of the base and of the
-pair.  Dropout in it is exact.
+D_in, D_out: sizes of the base; r: the rank.  `down` is [r, D_in] and `up` [D_out, r], as nn.Linear has them, under any
+names, in the wrapping module or in modules within it, any number of pairs.  The user's forward is not changed; its
+tensors are cut so that the result is right:
+    base `colwise`   the input is full (gathered once for all linears that share it); `down` is full, `up` is cut like
+                     the base's rows
+    base `rowwise`   the input is cut along features; `down` is cut like the base's columns, `up` is full; base and pair
+                     give terms, which are summed behind the wrapping module, and then the base's bias is added
+So the full factor is replicated and its gradient is partial, in both cases, whether activations are cut along the
+sequence or not.  An adapter adds one message on the tensor axis: the gradient of that factor, once a step.  The module
+must be linear in the outputs of the base and of the pair.  Dropout in it is exact.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
 
 def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: int) -> Callable[[], Rows]:
     """Counters of a dropout in the adapter of a `rowwise`: where it sees `width` features of the base's input, they are
-    those of part `coord`; what comes behind `down` is not cut."""
+    those of part `coord`; the output of `down` is not cut."""
     seen = 0
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
-"""The loss of one micro-batch: from what a model gives, and labels, to a sum over tokens and their count.
+"""Computes the loss of one micro-batch: the sum over its tokens, and their count.
 
-Note: the sum, not the mean, is what backward is seeded with (engine.py).  The built-in cross-entropy reads logits as
-they lie, cut over the vocabulary or not; a criterion of the user's own gets them whole, and is weighed by its count.
+Note: backward starts from the sum, not the mean (engine.py).  The built-in cross-entropy reads logits as they are, cut
+over the vocabulary or not.  A user's own criterion gets full logits, and is weighted by its count.
 """
 
 from __future__ import annotations

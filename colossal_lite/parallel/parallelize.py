@@ -1,9 +1,9 @@
-"""Parallel layers by plan: what turns a plain module into one rank's part of it.
+"""Replaces a plain module by one rank's part of it, by a plan of layer roles.
 
 Note: parallelize.
-It changes a module in place and keeps every parameter name.  What it decides is left as data: one ShardSpec for each
-parameter, from which gradient sums, norms, checkpoints and tests are derived.  `MODES` is the table of strategies; a
-mode is one file and one line.
+It changes a module in place and keeps every parameter name.  Its decisions are data: one ShardSpec for each parameter.
+Gradient sums, norms, checkpoints and tests follow from it.  The table `TENSOR_MODES` names the file of each tensor
+mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and one line.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from colossal_lite import kernels as ops_table
-from colossal_lite.config.parallel_schema import ModelFacts
-from colossal_lite.data.batch import Batch
+from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.models import GPT
@@ -29,42 +28,14 @@ from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
-from colossal_lite.parallel.tensor_1d import TensorParallel1D
-from colossal_lite.parallel.tensor_1d_layers import Tensor1D
-from colossal_lite.parallel.tensor_2d import Tensor2D, TensorParallel2D
-from colossal_lite.parallel.tensor_3d import Tensor3D, TensorParallel3D
-from colossal_lite.parallel.tensor_grid import features_of
+from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
 
-class TensorStrategy(Protocol):
-    """What the engine asks of a mode, once the layers are in place."""
-
-    @property
-    def name(self) -> str:
-        """The mode, for people."""
-
-    @property
-    def owns_loss(self) -> bool:
-        """Whether this rank's loss counts: of ranks that compute the same one, the first."""
-
-    def local_part(self, batch: Batch) -> Batch:
-        """The samples that this rank's layers see. Raises ValueError if the batch cannot be cut so."""
-
-    def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of token losses, number of valid labels) from the logits that this rank's model gives."""
-
-    def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits of the local part over the full vocabulary."""
-
-    def whole_batch(self, logits: Tensor) -> Tensor:
-        """Whole logits of the whole micro-batch, alike on all ranks of the tensor axis, from those of the parts."""
-
-
 @dataclass(frozen=True)
 class Parallelized:
-    """What `parallelize` decided: the strategy, the ops in use, and each parameter's spec by its first name."""
+    """The result of `parallelize`: the strategy, the ops in use, and each parameter's spec by its first name."""
 
     strategy: TensorStrategy
     ops: Ops
@@ -75,8 +46,8 @@ class Parallelized:
 
     @property
     def reported_loss(self) -> int:
-        """Numbers that each data rank tells the others of its part of a batch: its samples, which dropout asks for, and
-        its valid labels, which auxiliary losses do."""
+        """Numbers of its part of a batch that each data rank sends to the others: its samples, for dropout, and its
+        valid labels, for auxiliary losses."""
         return 2 if self.auxiliary.names else int(self.has_dropout)
 
 
@@ -93,7 +64,7 @@ def parallelize(
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
 ) -> Parallelized:
-    """Turn `module` into this rank's part of it, in place, and say how each parameter lies.
+    """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
     `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
     engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
@@ -113,7 +84,8 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
-        made = _MAKERS[_mode_of(mesh)](module, mesh, roles, sequence_parallel, regather_inputs)
+        swap_layers = mode_file(mode_of(mesh)).swap_layers
+        made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
             made = _with_dropout_outside(module, roles, made)
         _watch_pairs(module, roles, auxiliary)
@@ -129,7 +101,7 @@ def parallelize(
     if replaced := emitting.keys() - modules_of(module).keys():
         raise ValueError(
             f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
-            f"{_mode_of(mesh)}; legal: in the module around that"
+            f"{mode_of(mesh)}; legal: in the module around that"
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     for owner in module.modules():
@@ -142,25 +114,23 @@ def _check_auxiliary(module: nn.Module, mesh: Mesh, sequence_parallel: bool, seq
     tokens = f"sequence parallelism (mode {sequence_mode!r})" if mesh.size("sequence") > 1 else None
     features = None
     if mesh.size("tensor") > 1:
-        mode = _mode_of(mesh)
-        if mode != "1d":
-            is_deep = any(leaf.name == "tensor.depth" and leaf.size > 1 for leaf in mesh.layout.leaves)
-            features = f"tensor mode {'2.5d' if is_deep else mode}"
-        elif sequence_parallel:
+        mode = mode_of(mesh)
+        if TENSOR_MODES[mode].cuts_features:
+            features = f"tensor mode {mode}"
+        elif sequence_parallel and "sequence_parallel" in TENSOR_MODES[mode].reads:
             tokens = tokens or "sequence_parallel=True"
     check_cuts(module, tokens=tokens, features=features)
 
 
 def _share(share_at: Callable[[str], Share], sequence: int, name: str) -> Share:
-    """What a mode says of a module, on one of so many ranks of the sequence axis."""
+    """A module's share in a mode, on one of `sequence` ranks of the sequence axis."""
     share = share_at(name)
     return replace(share, tokens=share.tokens * sequence)
 
 
 def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: AuxiliaryLosses) -> None:
-    """Note where activations are cut in another way than the stream: from where several column-wise linears are
-    entered at
-    once, or one is left, to the second; and behind the head."""
+    """Record where activations are cut differently than the residual stream: from the shared input of several
+    column-wise linears, or the output of one, to the row-wise linear; and behind the head."""
 
     def enter(name: str, *_: Any) -> None:
         auxiliary.behind = name
@@ -183,7 +153,7 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
 
 
 def _check_attention(module: nn.Module, mode: str) -> None:
-    """Whether attention can look across ranks: it is an op of the table, or is looked up in a registry."""
+    """Check that attention can run across ranks: it is an op of the table, or registered by name."""
     what = f"parallelize: sequence parallelism (mode {mode!r}) of {type(module).__name__}"
     if hugging_face.is_hugging_face(module):
         if faults := list(hugging_face.faults(module)):
@@ -195,22 +165,17 @@ def _check_attention(module: nn.Module, mode: str) -> None:
         )
 
 
-# What a mode gives: its strategy, the spec of each parameter, and, by name, which rows of the counters a dropout sees
-# and what of the stream an auxiliary loss does.
-LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
-ModeResult = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[[str], Share]]
-
-
 def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: ModeResult) -> ModeResult:
-    """`made`, with an error for a dropout that sees what lies between a column-wise linear and its row-wise one:
-    features that are
-    cut otherwise than those whose counters it would take, so that its mask would be another than the serial one.
+    """`made`, with an error for a dropout between a column-wise linear and its row-wise one.
 
-    Where a forward is, hooks on the linears tell; no name does.  An adapter's own dropout has counters of its own, and
-    in the models that are known no dropout lies there.
+    Features are cut differently there than in the residual stream, whose counters the dropout would use.  So its mask
+    would differ from the serial one.
+
+    Hooks on the linears record where a forward is; names cannot.  An adapter's own dropout has counters of its own, and
+    known models have no dropout there.
     """
     strategy, specs, local_rows, share_at = made
-    inside: list[str] = []  # the column-wise linear whose second has not come yet
+    inside: list[str] = []  # the column-wise linear whose row-wise one has not run yet
 
     def enter(name: str, *_: Any) -> None:
         inside[:] = [name]
@@ -251,43 +216,6 @@ def _serial(module: nn.Module) -> ModeResult:
     return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
 
-def _tensor_1d(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather_inputs: bool
-) -> ModeResult:
-    strategy = Tensor1D(
-        mesh.axis("tensor"), _head(module, roles).shape[0], sequence_parallel, regather_inputs
-    )
-    swap = TensorParallel1D(module, mesh.layout, roles, mode=strategy)
-
-    def local_rows(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
-        return swap.local_rows(name, rows)
-
-    return strategy, swap.run(), local_rows, swap.share_at
-
-
-def _grid(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence: bool, _regather: bool
-) -> ModeResult:
-    vocabulary, width = _head(module, roles).shape
-    swap: TensorParallel2D | TensorParallel3D
-    if _mode_of(mesh) == "3d":
-        swap = TensorParallel3D(module, mesh.layout, roles, mode=Tensor3D.on(mesh, vocabulary))
-    else:
-        swap = TensorParallel2D(module, mesh.layout, roles, mode=Tensor2D.on(mesh, vocabulary))
-    share = Share(features=swap.stream.size)
-    return swap.mode, swap.run(), lambda name, rows: features_of(rows, swap.stream, width), lambda name: share
-
-
-_MAKERS = {"1d": _tensor_1d, "2d": _grid, "3d": _grid}
-MODES = ("serial", *_MAKERS)
-
-
-def _mode_of(mesh: Mesh) -> str:
-    """The tensor mode that the sub-axes of a mesh are made for; 2.5d is 2d with a depth."""
-    leaves = {leaf.name for leaf in mesh.layout.leaves}
-    return "3d" if "tensor.i" in leaves else "2d" if "tensor.row" in leaves else "1d"
-
-
 def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     """All module names, and those that hold parameters of their own."""
     owners = [name for name, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
@@ -302,16 +230,6 @@ def _auto_plan(module: nn.Module) -> Mapping[str, str]:
             f"({', '.join(PLANS)}); give a dict from name patterns to roles: {', '.join(ROLES)}"
         )
     return with_adapters(found[1], module)
-
-
-def _head(module: nn.Module, roles: Mapping[str, Role]) -> Tensor:
-    """Weight [V, D] of the head: it tells the vocabulary, which padded logits are cut back to, and the width."""
-    heads = [name for name, role in roles.items() if role.name == "lm_head"]
-    if len(heads) != 1:
-        raise ValueError(f"plan: exactly one module must be the lm_head, found {heads or 'none'}")
-    weight = module.get_submodule(heads[0]).weight
-    assert isinstance(weight, Tensor)
-    return weight
 
 
 # Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.

@@ -1,8 +1,8 @@
-"""The layers of one rank with a whole copy of the model: what data parallelism runs, and the reference of all modes.
+"""Keeps a full copy of the model on one rank: the layers of data parallelism, and the reference of all modes.
 
 Note: the serial strategy.
-Parameters are whole on every rank; ranks that differ on `data` or `sequence` see different tokens, so every gradient is
-partial there and nothing else is ever communicated.  Bytes per step: one all-reduce of the gradient buffers.
+Parameters are replicated.  Ranks that differ on `data` or `sequence` see different tokens, so every gradient is partial
+there.  Nothing else is communicated.  Bytes per step: one all-reduce of the gradient buffers.
 """
 
 from __future__ import annotations

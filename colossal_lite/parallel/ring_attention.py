@@ -1,19 +1,19 @@
-"""Attention whose keys lie on several ranks, one block of them at a time: the ring, the gather, and the full ring.
+"""Computes attention over keys of several ranks, one block at a time: ring, gather and full ring.
 
 Note: blocks.
 n ranks hold t = T/n tokens each: B samples, H query heads, G key heads, K head width.  For causal attention rank r of
-n holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431), early piece first, so that local order is global order.  Then
-each pair of ranks is one rectangle and one call of the kernel (`seen`): its own tokens causally, of an earlier rank's
-keys the first half by all queries, of a later rank's all by the second half of the queries.  Every rank computes half
-of a block in every step, so none waits for another.
+n holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431), early piece first, so local order is global order.  Then each
+pair of ranks is one rectangle and one call of the kernel (`seen`).  A rank's own tokens are causal.  All queries see
+the first half of an earlier rank's keys; the second half of the queries sees all of a later rank's.  Every rank
+computes half of a block in every step, so none waits for another.
 
-Parts are merged by their log-sum-exp (2310.01889) in float32 or better.  Forward keeps q, k, v, out and the log-sums of
+Parts are merged by their log-sum-exp (2310.01889) in float32 or better.  Forward saves q, k, v, out and the log-sums of
 this rank alone; backward fetches the others' keys once more.  Payload a layer in elements, M_kv = B T G K, of `ring`:
     keys and values     2 M_kv/n a hop, n-1 hops forward and n-1 backward, the next block in flight while one is used
-    their gradients     2 M_kv/n a hop, n-1 hops, in float32 or better: they set out from the first rank that is not
-                        their owner, are awaited only when that rank's successor has its own term, and end at home
+    their gradients     2 M_kv/n a hop, n-1 hops, in float32 or better.  They start at the first rank that is not their
+                        owner, each rank adds its term and passes them on, and the owner gets them last
 and of `gather`: 2 M_kv gathered in each direction, 2 M_kv of gradients scattered.  `full_ring` (2105.13120, section 3)
-keeps whole rows of scores, B H t T elements: keys go round for the scores, values for the output.
+keeps full rows of scores, B H t T elements: keys go round for the scores, values for the output.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Each block goes round; the next one is on its way while one is used."""
+    """Each block passes around the ring; the next is in flight while one is used."""
 
     comm: Communicator
 

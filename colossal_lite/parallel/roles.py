@@ -1,5 +1,7 @@
-"""What tensor and sequence parallelism are told: their schemas, and the facts of a model that decide what is
-legal."""
+"""Assigns a role to each module of a model, by patterns over module names.
+
+Note: a plan maps patterns to roles.  Every module with parameters needs a role, and every pattern must match a module.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ ROLES = (
     "norm",  # LayerNorm, RMSNorm: acts on each token alone
     "attention",  # module that holds the number of heads
     "block",  # one transformer block
-    "replicate",  # whole on every rank
+    "replicate",  # a full copy on every rank
     "adapter",  # module around a colwise or rowwise linear that adds a product of low rank; what it holds needs no role
 )
 DETAILS = {
@@ -174,7 +176,7 @@ _MAY_BE_WRAPPED = ("colwise", "rowwise", "lm_head", "embedding")
 def known_plan(modules: Collection[str], owners: Collection[str]) -> tuple[str, dict[str, str]] | None:
     """The first known plan that gives every parameter a role, without the patterns this model has no module for.
 
-    A linear may have become a module around one: what lies within a module with a role needs none."""
+    A linear may have become a module around one: modules within a module with a role need none."""
     for title, plan in PLANS.items():
         used = {p: text for p, text in plan.items() if any(match_name(p, name) for name in modules)}
         linears = [p for p, text in used.items() if Role.parse(text).name in _MAY_BE_WRAPPED]

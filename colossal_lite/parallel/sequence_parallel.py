@@ -1,21 +1,21 @@
-"""Sequence (context) parallelism: each rank holds 1/N of every sequence, and only attention looks across.
+"""Shards each sequence over N ranks (context parallelism); only attention communicates.
 
 Note: sequence.
-Weights are whole along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
+Weights are replicated along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
 global positions, so rotary and learned positions, dropout and the loss come out right wherever a token lies.
     contiguous  rank r holds tokens [r T/N, (r+1) T/N)
     zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
                 (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order
-Modes; M = B T H K and M_kv = B T G K elements a layer, and what they move (blockwise.py has the rings):
+Modes; M = B T H K and M_kv = B T G K elements a layer, and what they move (ring_attention.py has the rings):
     ring          (2310.01889, zigzag) keys and values go round, their gradients behind them: 6 (N-1) M_kv/N
     allgather_kv  (zigzag) keys and values gathered at once, in forward and again in backward: 6 M_kv
     ulysses       (2309.14509, contiguous) one all-to-all from tokens to heads for q, k and v, one back for the output,
                   and both again in backward: 2 (2 M + 2 M_kv)/N; where key heads are fewer than ranks each is sent to
                   the ranks whose queries share it
     usp           (2405.07719, zigzag) ulysses over U neighbours, inside it a ring over R: of its heads' M_kv/U each
-    ring_full     (2105.13120, contiguous) full attention with whole rows of scores: 6 (N-1) M_kv/N
-Attention is the one op of kernels, called on blocks: no mask tensor crosses a rank.  Documents (the attention mask) are
-gathered once a layer, as integers.
+    ring_full     (2105.13120, contiguous) full attention with full rows of scores: 6 (N-1) M_kv/N
+Attention is one op of kernels, called on blocks: no mask tensor is sent.  Documents (the attention mask) are gathered
+once a layer, as integers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Parallel layers in a loop of the user's own: `parallelize` before it, `finish_gradients` before each optimizer step.
+"""Parallelizes layers in a user's own loop, and sums their gradients before each optimizer step.
 
-Note: what the two promise.
-After `parallelize` the module holds this rank's part of every parameter, filled from the whole ones that it came with
-(the same on every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss, the sum over
-its own tokens divided by the number of tokens of all; then a whole gradient is the sum over the ranks that its spec
+Note: what the two functions promise.
+After `parallelize` the module holds this rank's part of every parameter, filled from the full ones that it had (the
+same on every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss, the sum over
+its own tokens divided by the number of tokens of all; then a full gradient is the sum over the ranks that its spec
 names, and `finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
 
     layers = cl.parallelize(model, context.mesh)
@@ -75,7 +75,7 @@ def parallelize(
 ) -> Layers:
     """Turn `module` into this rank's part of it, in place, values included.
 
-    The module has all its values, the same on every rank, and is where it will stay: its device takes the kernels.
+    The module has all its values, the same on every rank, on its final device, which decides the kernels.
     Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError, before anything is changed, for a
     plan or sizes that do not fit the mesh, for parameters without values, for modes that cut the batch, and for dropout
     under tensor parallelism: its masks need counters that only `initialize` gives.
@@ -172,7 +172,7 @@ def _part(flat: Tensor, start: int, stop: int) -> Tensor:
 def _fill(
     module: nn.Module, originals: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: Mesh
 ) -> None:
-    """Put this rank's values in the place of the placeholders; ties stay ties."""
+    """Replace the placeholders by this rank's values; ties remain."""
     real: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:

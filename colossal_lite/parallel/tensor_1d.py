@@ -1,35 +1,36 @@
-"""1D tensor parallelism (Megatron, arXiv 1909.08053), with activations cut along the sequence (2205.05198) or whole.
+"""Shards layers over one tensor axis (Megatron, arXiv 1909.08053), with or without sequence parallelism (2205.05198).
 
 Note: 1d.
-n ranks; M = B T D elements of one activation.  A *first* linear holds rows of its weight (output features), a *second*
-one columns (input features), so that between the two nothing is communicated; heads are never cut.  Between pairs, the
-residual stream is whole on every rank, or, with `sequence_parallel`, each rank holds T / n of its positions: then
-norms, dropout and residual sums cost 1 / n, and the gradients of what they hold are terms of a sum over the axis.
+n ranks; M = B T D elements of one activation.  A *column-wise* linear holds rows of its weight (output features), a
+*row-wise* one columns (input features), so nothing is communicated between the two; heads are never cut.  Between pairs
+the residual stream is replicated, or, with `sequence_parallel`, each rank holds T / n of its positions.  Then norms,
+dropout and residual sums cost 1 / n, and the gradients of their parameters are terms of a sum over the axis.
 
 Per pair and micro-batch, payload M each:     forward             backward
-    whole                                     all-reduce          all-reduce
+    replicated stream                         all-reduce          all-reduce
     sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather_inputs`)
 Embedding and head count as one pair together.  The loss never gathers logits: one all-gather of 3 numbers a token and
 rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient, and
 the second gather with the product before that; `overlap=False` waits at once and gives the same bits.
 
-Where there are fewer key and value heads than ranks, each rank keeps all of them whole and uses the one its queries
-share; their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and
-padded logits are the least number there is.
+If there are fewer key and value heads than ranks, each rank holds all of them and uses the one its queries share.
+Their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and padded
+logits are the least number there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Rows
 from colossal_lite.parallel.layer_swap import (
     Heads,
@@ -57,6 +58,7 @@ from colossal_lite.parallel.tensor_1d_layers import (
     gather_from_sequence_region,
     reduce_scatter_to_sequence_region,
 )
+from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -80,7 +82,7 @@ def micro_batch_payload(
     pairs = 2 * facts.layers + 1  # attention, MLP; embedding and head together
     stats_bytes = mode.size * batch * sequence * 3 * max(itemsize, 4)
     rows = []
-    # Forward sums where a pair ends, backward where one begins; gathers are the conjugates.
+    # Forward sums where a pair ends, backward where one begins; gathers are the opposite.
     gathers, reduces = 0, 2 * pairs - adapted
     if mode.sequence_parallel:
         gathers = pairs * (3 if mode.regather_inputs and not adapted else 2) - adapted
@@ -114,7 +116,7 @@ class TensorParallel1D(Swap):
         return self.mode.size
 
     def mode_at(self, name: str) -> Tensor1D:
-        """The mode as it holds for a module: with `embedding:whole` activations are cut within blocks only."""
+        """The mode for a module: with `embedding:whole` activations are cut within blocks only."""
         is_inside = any(self.roles.get(a, Role("")).name == "block" for a in ancestors(name))
         if is_inside or not any(role == Role("embedding", "whole") for role in self.roles.values()):
             return self.mode
@@ -320,3 +322,25 @@ def _on_stream(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(outputs[0]), *outputs[1:]) if isinstance(outputs, tuple) else change(outputs)
+
+
+# ---- the functions of `tensor_modes.ModeFile` ----
+
+
+def swap_layers(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather_inputs: bool
+) -> ModeResult:
+    """Swap the layers of `module` for this rank's parts, in place."""
+    vocabulary = head_weight(module, roles).shape[0]
+    strategy = Tensor1D(mesh.axis("tensor"), vocabulary, sequence_parallel, regather_inputs)
+    swap = TensorParallel1D(module, mesh.layout, roles, mode=strategy)
+    return strategy, swap.run(), swap.local_rows, swap.share_at
+
+
+def planned_payload(
+    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    gated: bool, centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """`micro_batch_payload` of a mesh that need not exist."""
+    mode = Tensor1D(mesh.axis("tensor"), 0, tensor.sequence_parallel, tensor.regather_inputs)
+    return micro_batch_payload(facts, mode, batch=batch, sequence=sequence, itemsize=itemsize, bias=bias)

@@ -1,4 +1,8 @@
-"""Part of what was parallel.tensor_1d."""
+"""Computes the layers of 1D tensor parallelism: linears, embedding, head and cross-entropy over one axis.
+
+Note: costs and overlap are in `tensor_1d`.  Autograd functions gather, reduce and multiply in one node, so that a
+collective overlaps with a product.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +75,7 @@ class Tensor1D:
 class ColwiseLinear(nn.Module):
     """Linear with its output features cut: x [B, T(/n), D_in] -> y [B, T, D_out / n].
 
-    `input_is_whole`: whoever holds this layer has gathered the input already, for several such layers at once.
+    `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
     """
 
@@ -125,7 +129,7 @@ class SharedKeysLinear(ColwiseLinear):
     def used_rows(self, rows: Tensor) -> Tensor:
         if not self.q_rows:
             return self.shared.rows_of(rows)
-        # One parameter, two kinds of rows: the sum that a whole replicated parameter gets later is taken here.
+        # One parameter, two kinds of rows: the sum that a replicated parameter gets later is taken here.
         q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.mode.comm)
         k, v = keys.chunk(2)
         return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
@@ -134,7 +138,7 @@ class SharedKeysLinear(ColwiseLinear):
 class RowwiseLinear(nn.Module):
     """Linear with its input features cut: x [B, T, D_in / n] -> y [B, T(/n), D_out]. The bias comes last, once.
 
-    `gives_terms`: whoever holds this layer sums the terms [B, T, D_out] and adds the bias.
+    `gives_terms`: the parent module sums the terms [B, T, D_out] and adds the bias.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, whole on every rank: positions [T] or [B, T] -> this rank's [..., T / n, D]."""
+    """Learned positions, replicated: positions [T] or [B, T] -> this rank's [..., T / n, D]."""
 
     def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
         super().__init__()
@@ -200,7 +204,7 @@ class Head(ColwiseLinear):
 
 
 def gather_from_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
-    """From the residual stream to the whole input of column-wise linears, for several of them at once."""
+    """Gather the residual stream into the full input of column-wise linears, for several of them at once."""
     return (
         autograd_collectives.gather(x, mode.comm, 1)
         if mode.sequence_parallel

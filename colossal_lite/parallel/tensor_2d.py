@@ -1,8 +1,8 @@
-"""2D (SUMMA, arXiv 2104.05343) and 2.5D (Tesseract, 2105.14500) tensor parallelism on q x q x depth ranks.
+"""Shards layers over q x q x depth ranks: 2D (SUMMA, arXiv 2104.05343) and 2.5D (Tesseract, 2105.14500).
 
 Note: 2d.
 Rank (r, c) holds block r of the batch and block c of the features of every activation, [B/q, T, D/q], and of a weight
-[D_out, D_in] block c of the outputs and block r of the inputs: nothing is whole anywhere, and nothing is replicated.
+[D_out, D_in] block c of the outputs and block r of the inputs: nothing is replicated.
 Attention is local: a rank has all tokens of its samples and 1/q of the heads.  2.5D cuts the batch further, into
 `depth` sheets of such grids; weights are the same on each sheet, so their gradients are terms of a sum over depth.
 
@@ -11,21 +11,22 @@ Per linear of k inputs and m outputs, with T tokens a sheet, payload in elements
     backward    the same again, then reduce-scatters of dx Tk/q and dw km/q         (total 3 (Tk + km)/q)
 which is SUMMA's count with its broadcasts merged into one call.  Norms add one number a token and statistic (LayerNorm
 2, RMSNorm 1), forward and backward.  The embedding exchanges its partial rows, Tk/q forward and backward, and the ids.
-A tied head multiplies by the embedding as it lies (the product AB^T): the weight is gathered along the column, the
-logits are reduce-scattered along the row.  The loss never gathers logits.
+A tied head multiplies by the sharded embedding (the product AB^T): the weight is gathered along the column, the logits
+are reduce-scattered along the row.  The loss never gathers logits.
 
 Axes: `tensor.column` joins the ranks of one row of the grid (they differ in c), `tensor.row` those of one column.
-At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3); its place is memory.
+At equal ranks it moves more than 1D x ZeRO-3 on the same grid (parallel.md 1.3); it saves memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -41,9 +42,11 @@ from colossal_lite.parallel.tensor_grid import (
     TensorParallelGrid,
     looked_up,
     parts_of,
+    swapped,
     table_dims,
     terms_of,
 )
+from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore
 
@@ -172,7 +175,7 @@ class TensorParallel2D(TensorParallelGrid):
         return Embedding2D(self.mode, self.table(module.weight))
 
     def tied_head(self, module: Any, bias: Any, missing: int) -> nn.Module:
-        """The table lies with its outputs along rows and its inputs along columns, and is used so."""
+        """The table has its outputs cut along rows and its inputs along columns, and is used so."""
         mode = self.mode
         cut = ProductSpec(
             x=None, weight=OperandAxis(mode.row, 0), y=OperandAxis(mode.column, -1), overlap=mode.overlap
@@ -182,3 +185,26 @@ class TensorParallel2D(TensorParallelGrid):
     def table(self, weight: nn.Parameter) -> Any:
         value: Placements = ((ROW, Shard("vocabulary")), (COLUMN, Shard("features")))
         return self.parameter(weight, table_dims(weight, self.mode.edge), value, terms_of(self.mode.depth))
+
+
+# ---- the functions of `tensor_modes.ModeFile` ----
+
+
+def swap_layers(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence_parallel: bool, _regather_inputs: bool
+) -> ModeResult:
+    """Swap the layers of `module` for this rank's parts, in place."""
+    vocabulary, width = head_weight(module, roles).shape
+    mode = Tensor2D.on(mesh, vocabulary)
+    return swapped(TensorParallel2D(module, mesh.layout, roles, mode=mode), mode, width)
+
+
+def planned_payload(
+    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    gated: bool, centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """`micro_batch_payload` of a mesh that need not exist."""
+    return micro_batch_payload(
+        facts, Tensor2D.on(mesh, facts.vocabulary), batch=batch, sequence=sequence, itemsize=itemsize, bias=bias,
+        gated=gated, centred=centred,
+    )  # fmt: skip

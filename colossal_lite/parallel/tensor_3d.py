@@ -1,10 +1,11 @@
-"""3D tensor parallelism (arXiv 2105.14450) on l x l x l ranks, without keeping gathered copies.
+"""Shards layers over l x l x l ranks (3D, arXiv 2105.14450), without saving gathered copies.
 
 Note: 3d.
 Rank (i, j, k) holds of the residual stream samples (i, j), one of l^2 parts of the batch, and features k: [B/l^2, T,
-D/l].  A *first* linear takes it to hidden activations of samples (i, k) and features j, a *second* one back, so that j
-and k change places at every linear; a weight [D_out, D_in] has its outputs cut l times and its inputs l^2 times.
-Nothing is whole anywhere and no weight is replicated.  Attention is local: hidden activations have all tokens of their
+D/l].  A *column-wise* linear takes it to hidden activations of samples (i, k) and features j, a *row-wise* one back, so
+that j and k change places at every linear.  A weight [D_out, D_in] has its outputs cut l times and its inputs l^2
+times.
+No activation and no weight is replicated.  Attention is local: hidden activations have all tokens of their
 samples and the heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters
 of dropout, which acts on the residual stream, are those of (i, j), and positions given for each sample are exchanged.
 
@@ -23,13 +24,14 @@ Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from einops import rearrange
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts
+from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -45,9 +47,11 @@ from colossal_lite.parallel.tensor_grid import (
     TensorParallelGrid,
     looked_up,
     parts_of,
+    swapped,
     table_dims,
     terms_of,
 )
+from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
@@ -204,3 +208,26 @@ class TensorParallel3D(TensorParallelGrid):
 
     def position(self, module: Any, weight: Any) -> nn.Module:
         return Positions3D(self.mode, weight)
+
+
+# ---- the functions of `tensor_modes.ModeFile` ----
+
+
+def swap_layers(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence_parallel: bool, _regather_inputs: bool
+) -> ModeResult:
+    """Swap the layers of `module` for this rank's parts, in place."""
+    vocabulary, width = head_weight(module, roles).shape
+    mode = Tensor3D.on(mesh, vocabulary)
+    return swapped(TensorParallel3D(module, mesh.layout, roles, mode=mode), mode, width)
+
+
+def planned_payload(
+    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
+    gated: bool, centred: bool,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """`micro_batch_payload` of a mesh that need not exist."""
+    return micro_batch_payload(
+        facts, Tensor3D.on(mesh, facts.vocabulary), batch=batch, sequence=sequence, itemsize=itemsize, bias=bias,
+        gated=gated, centred=centred,
+    )  # fmt: skip

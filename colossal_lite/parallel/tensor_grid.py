@@ -1,15 +1,15 @@
-"""What the modes share that cut activations in more than one dimension: the product, the norm, and their swaps.
+"""Shares among the grid modes (2D, 2.5D, 3D) the strategy, the formulas' sizes and the swap of layers.
 
 Note: one product.
-The products AB, AB^T and A^TB of 2104.05343 and 2105.14450 are one here, closed under differentiation.  Of y = x w^T a
-rank holds a part of each of x, w and y, and a `Cut` says along which axis each is completed:
+The products AB, AB^T and A^TB of 2104.05343 and 2105.14450 are one here, closed under differentiation.  A rank holds a
+part of each of x, w and y in y = x w^T.  A `ProductSpec` says along which axis each is gathered or reduce-scattered:
 
     forward     gather x, gather w; multiply; reduce-scatter y
     backward    gather y's gradient, w and x again; multiply twice; reduce-scatter the gradients of x and of w
 
-and what a cut leaves out is not moved.  So a gradient comes out complete on the rank that holds the part; payload is
-3 times x and w and 2 times y, and no gathered copy is kept.  Gathers run side by side, and the sum of one gradient
-beside the product for the other; `overlap=False` waits at once and gives the same bits.
+An operand without an axis is not moved.  So a gradient is complete on the rank that holds the part.  Payload is 3 times
+x and w and 2 times y, and no gathered copy is saved.  Gathers run side by side, and the sum of one gradient beside the
+product for the other; `overlap=False` waits at once and gives the same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from colossal_lite.parallel.layer_swap import (
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.tensor_1d import shared_head
 from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy
+from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
+from colossal_lite.transforms.auxiliary_loss import Share
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
 
@@ -178,7 +180,7 @@ class GridPlacement:
     bias_terms: Placements
 
     def weight(self, outputs: str | None, inputs: str) -> Placements:
-        """The placement of a weight by its two factors; no outputs: they are held whole."""
+        """The placement of a weight by its two factors; no outputs: they are not cut."""
         cut_inputs = tuple((comm.axis, Shard(inputs)) for comm in self.inputs)
         return cut_inputs if outputs is None else ((self.outputs.axis, Shard(outputs)), *cut_inputs)
 
@@ -206,7 +208,7 @@ class TensorParallelGrid(Swap):
 
     @abstractmethod
     def lie(self, role: Role) -> GridPlacement:
-        """How a linear of this role (first, second, lm_head) lies."""
+        """The placement of a linear of this role (colwise, rowwise, lm_head)."""
 
     @abstractmethod
     def embedding(self, module: Any) -> nn.Module:
@@ -252,7 +254,7 @@ class TensorParallelGrid(Swap):
     def _divisions(self, role: Role, module: Any, weight: Tensor) -> Iterable[tuple[str, int, int]]:
         """(what, size, parts) of everything that is cut without padding, and is not heads."""
         match role.name:
-            case "colwise" | "rowwise" | "lm_head" | "embedding":  # a table lies as the weight of a head
+            case "colwise" | "rowwise" | "lm_head" | "embedding":  # a table is cut like the weight of a head
                 lie = self.lie(role)
                 outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
                 yield "inputs", inputs, math.prod(comm.size for comm in lie.inputs)
@@ -328,3 +330,9 @@ class TensorParallelGrid(Swap):
 def table_dims(weight: Tensor, parts: int) -> tuple[Dim, ...]:
     """A table [V, D] whose vocabulary is padded to `parts`."""
     return padded("vocabulary", weight.shape[0], parts), plain("features", weight.shape[1])
+
+
+def swapped(swap: TensorParallelGrid, strategy: TensorStrategy, width: int) -> ModeResult:
+    """Swap the layers, and give the result as every mode does. `width`: features of the residual stream."""
+    share = Share(features=swap.stream.size)
+    return strategy, swap.run(), lambda name, rows: features_of(rows, swap.stream, width), lambda name: share

@@ -1,14 +1,13 @@
-"""What each unit of a model costs here, by the clock: for a partition that no formula knows.
+"""Measures the time of each unit of a model on this machine, for a partition that no formula knows.
 
 Note: profiling.
-One micro-batch goes through the model unit by unit: the first of an `example` of the run's batches, or, of a model that
-states its sizes, one made of the fewest samples that the mode can cut and of the longest sequence.  Forward, and the
-two halves of backward as a split schedule runs them, are timed.  A unit's parameters are there, with values of no
-meaning, only while it runs: nothing has been allocated yet, and no rank ever holds more than one unit of those that
-will not be its own; buffers are copies.  All ranks run all units, side by side with those that share them, and take the
-slowest rank's times, so that all cut alike.  Twice the same cut is not promised: the clock decides; what a step
-computes does not depend on it, but for the order of a norm's sum.  Cost: `ROUNDS` times forward and backward of the
-model on one micro-batch, once.
+One micro-batch passes through the model unit by unit.  It is the first of an `example` of the run's batches.  If the
+model states its sizes, it is made instead, with the fewest samples that the mode can cut and the longest sequence.
+Timed are forward and the two halves of backward, as a split schedule runs them.  A unit's parameters exist, with
+arbitrary values, only while it runs: a rank never holds more than one unit that is not its own.  Buffers are copies.
+All ranks run all units, together with the ranks that share them, and take the slowest rank's times, so all cut alike.
+Two runs may cut differently, since times vary.  The results of a step do not depend on the cut, but for the order of a
+norm's sum.  Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
 """
 
 from __future__ import annotations

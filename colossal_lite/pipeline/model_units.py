@@ -1,14 +1,14 @@
-"""A model as an ordered list of units, and the part of it that one rank keeps.
+"""Splits a model into an ordered list of units, and runs any stretch of them.
 
 Note: units and names.
-A unit is the smallest thing that a stage can begin or end at: the embedding, the attention and the MLP half of each
-block, the head with its norm.  A `Sections` says which modules each unit has and runs any stretch of them on what the
-unit before gave; integers that every rank has in its batch (ids, positions, document numbers) are never sent.  What
-lies on other stages is taken out of the module and an `OtherStageModule` stands in its place, so that no name changes
-and a parameter of another stage is not there.  Every parameter is under a unit, or the model is refused.  A parameter
-that several units use is tied: it lies on the stage of each of them.
+A unit is the smallest thing at which a stage can begin or end: the embedding, the attention and the MLP half of each
+block, the head with its norm.  A `Sections` says which modules each unit has, and runs a stretch of units on the output
+of the unit before.  Integers that every rank has in its batch (ids, positions, document numbers) are never sent.
+Modules of other stages are removed, and an `OtherStageModule` replaces each, so names do not change and a rank holds
+no parameter of another stage.  Every parameter belongs to a unit, or the model is rejected.  A parameter that several
+units use is tied: the stage of each of them holds it.
 
-A new kind of model is one class and one line in `SECTIONS`; a model of one's own may bring its own by a method
+A new kind of model is one class and one line in `SECTIONS`.  A user's model may bring its own sections by a method
 `pipeline_sections()` (docs/pipeline.md).
 """
 
@@ -205,7 +205,7 @@ class _Gives(nn.Module):
 
 
 class _Takes(_Passes):
-    """Keeps what it is given, and gives zeros of whole sequences [B, T] in its place."""
+    """Saves its input, and returns zeros of full sequences [B, T] instead."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()

@@ -1,16 +1,14 @@
-"""Which units of a model stand on which stage.
+"""Assigns the units of a model to pipeline stages.
 
-Note
-----
-A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head
-with its norm and loss; between any two of them passes one residual activation, so a cut inside a block costs
-no more bytes than one between blocks, and halves the step in which load can be balanced. A stage is a run of
-units. The slowest stage sets the pace, so that is what is made small: exactly, by dynamic programming over
-the ends of the stages; then, among those cuts, the sum of squares, so that no other stage is slower than it
-must be. Where a rank has several stages, its sum counts too: from that cut on, units are moved from one stage
-to another as long as the slowest rank and the slowest stage together get faster, and of the cuts on this way
-the one is taken with which the schedule, simulated, is done first. Memory of a stage: states of its units, and
-their saved activations once for each micro-batch that the schedule lets it hold (`held`).
+Note: the search.
+A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head with its
+norm and loss.  Between any two passes one residual activation.  So a cut inside a block costs no more bytes than one
+between blocks, and halves the step of load balancing.  A stage is a run of units.  The slowest stage sets the pace: its
+time is minimized exactly, by dynamic programming over the ends of the stages.  Among those cuts the sum of squares is
+minimized, so that no other stage is slower than it must be.  If a rank has several stages, their sum counts too: units
+move from one stage to another as long as the slowest rank and the slowest stage together get faster.  Of these cuts
+the one with the shortest simulated step is taken.  Memory of a stage: states of its units, and their saved activations
+once for each micro-batch that the schedule lets it hold (`held`).
 """
 
 from __future__ import annotations
@@ -181,8 +179,8 @@ def partition(
     given.
 
     live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each
-    its own by default; cap_bytes: memory of a rank. With several stages on a rank the cap is first left to
-    each of them whole, and if their sum is then too much, shared equally; makespan: seconds of a step with such
+    its own by default; cap_bytes: memory of a rank. With several stages on a rank each may first use the full
+    cap; if their sum is then too much, the cap is shared equally; makespan: seconds of a step with such
     costs, by which cuts are compared where ranks have several stages. Raises ValueError if there are
     fewer units than stages, if counts do not cover the units exactly, or if no cut keeps every rank within
     the cap.
@@ -201,7 +199,7 @@ def partition(
     def stage_bytes(stage: int, start: int, stop: int) -> float:
         return states[stop] - states[start] + held_by[stage] * (saved[stop] - saved[start])
 
-    def heaviest_bytes(cuts: tuple[tuple[int, int], ...]) -> float:
+    def heaviest_bytes(cuts: Cuts) -> float:
         ranks = dict.fromkeys(rank_of.values(), 0.0)
         for stage, (start, stop) in enumerate(cuts):
             ranks[rank_of[stage]] += stage_bytes(stage, start, stop)
@@ -220,9 +218,7 @@ def partition(
     for cut in cuts:
         if heaviest_bytes(cut) <= cap_bytes:
             if how == "balanced" and makespan is not None and len({*rank_of.values()}) < stages:
-                way = _toward_even_ranks(units, cut, rank_of)
-                better = [Partition(tuple(units), each) for each in way if heaviest_bytes(each) <= cap_bytes]
-                return min(better, key=lambda each: makespan(each.stage_costs()))
+                return _rebalance(units, cut, rank_of, makespan, lambda c: heaviest_bytes(c) <= cap_bytes)
             return Partition(tuple(units), cut)
     least = f"; the best cut needs {min(map(heaviest_bytes, cuts)):.0f} on one rank" if cuts else ""
     raise ValueError(
@@ -264,6 +260,15 @@ def _balance(
         return cost * cost if cost <= limit else inf
 
     return _best_cut(len(units), stages, square, lambda a, b: a + b)[1]
+
+
+def _rebalance(
+    units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int], makespan: Callable[[StageCosts], float],
+    fits: Callable[[Cuts], bool],
+) -> Partition:  # fmt: skip
+    """The fastest step of `cuts` and those that even the ranks out, where ranks have several stages."""
+    tried = (Partition(tuple(units), each) for each in _toward_even_ranks(units, cuts, rank_of) if fits(each))
+    return min(tried, key=lambda each: makespan(each.stage_costs()))
 
 
 def _toward_even_ranks(units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int]) -> Iterator[Cuts]:

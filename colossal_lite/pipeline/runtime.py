@@ -1,19 +1,17 @@
-"""Executes one rank's list of actions, and nothing else: what comes next is the plan's business.
+"""Executes one rank's list of actions; the plan decides their order.
 
-Note: what is held, and for how long.
-F keeps of a stage and micro-batch the leaves that came in and one scalar, the *root* of its graph: a node that gives
-the outputs the gradients which it finds when backward begins; I leaves behind what W will do.  So the outputs
-themselves are freed once they are sent, however long the graph lives.  What arrives lies in a slot, taken where the
-plan posts the RECV and given back after the last I, W or B of that stage and micro-batch; slots are counted from the
-plan and allocated once.  SENDs are asynchronous, and at most `IN_FLIGHT` of them hold their tensors; waiting for the
-oldest cannot block for ever, because the checker has proved the plan for SENDs that wait for their RECV.  Between
-stages of one rank nothing is copied.
+Note: lifetimes.
+F saves, for a stage and micro-batch, the input leaves and one scalar: the *root* of its graph, a node that passes to
+the outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
+sent, however long the graph lives.  A received tensor is in a slot, taken where the plan posts the RECV and freed after
+the last I, W or B of that stage and micro-batch.  Slots are counted from the plan and allocated once.  SENDs are
+asynchronous, and at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the
+checker has proved the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
 
-Shapes are agreed once: the first step with micro-batches of a new shape runs the plan whose RECVs block, and every
-message is preceded by a header (form, dtypes, shapes, and which take a gradient); later steps post their RECVs ahead,
-and a stage that then gives something of another form is stopped.
-A micro-batch without samples is passed over on both sides.  Cost of a message: its bytes, in the ledger; headers are
-not counted.
+Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block, and every
+message has a header (structure, dtypes, shapes, which take a gradient).  Later steps post their RECVs ahead, and a
+stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
+Cost of a message: its bytes, in the ledger; headers are not counted.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Work:
     """What the engine does for an action of a stage and micro-batch.
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
-    of this stage and micro-batch come now, by B, I or W, and which have been put off until this W;
+    of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
     defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
     here, and its forward is passed over.
     """
@@ -75,7 +73,7 @@ class MessageMeta:
 
     keys: tuple[str, ...] | int | None
     tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
-    """dtype, shape, and whether a gradient comes back."""
+    """dtype, shape, and whether a gradient is sent back."""
 
     @classmethod
     def of(cls, carried: Any) -> MessageMeta:
@@ -172,7 +170,7 @@ class Runtime:
     """Most activations (of one F each) that were held at once in the last run."""
     _agreed: set[Hashable] = field(default_factory=set)
     _forms: dict[tuple[Hashable, ActionKind, int], MessageMeta] = field(default_factory=dict)
-    """Of what comes, and of what is passed on, by shape of micro-batch, RECV or SEND, and stage."""
+    """Of received and sent messages, by shape of micro-batch, RECV or SEND, and stage."""
     _slots: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def knows(self, shapes: Iterable[Hashable]) -> bool:
@@ -232,7 +230,7 @@ class Runtime:
 
 
 class _Step:
-    """One run of a list: what has come, what is held, what goes out."""
+    """One run of a list: received tensors, saved graphs, tensors to send."""
 
     def __init__(
         self, runtime: Runtime, actions: Sequence[Action], work: Work, shapes: Sequence[Hashable], slots: int, *,
@@ -356,7 +354,7 @@ class _Step:
         return tensors
 
     def _weights(self, subject: Subject) -> None:
-        """What I has put off."""
+        """The weight gradients that I has deferred."""
         later = self.later.pop(subject)
         self.work.before_backward(*subject, ActionKind.W, later)
         with torch.no_grad():  # as backward is
@@ -387,7 +385,7 @@ class _Step:
                 f"parallel.pipeline: stage {stage} passes on {form} for micro-batch {micro_batch}, where {agreed} is "
                 f"agreed; legal: what follows from the shape of the inputs alone"
             )
-        # What a stage hands on as it came lies in a slot, which is another message's before this one has gone.
+        # A tensor that a stage passes on unchanged is in a slot, which is reused before this message is sent.
         slots = {flat.untyped_storage().data_ptr() for _, flat in self.lent.get(subject, ())}
         tensors = [
             tensor.detach().clone() if tensor.untyped_storage().data_ptr() in slots else tensor.detach()

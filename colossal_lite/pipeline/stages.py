@@ -1,4 +1,7 @@
-"""Part of what was pipeline.units."""
+"""Assigns units to this rank's stages, and removes the modules of other stages.
+
+Note: `OtherStageModule` replaces a removed module, so that names do not change.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class OtherStageModule(nn.Module):
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model lies on the stages of a pipeline, and which of them are here: the same on every rank but `here`."""
+    """The stages of a pipeline, and which of them this rank has: the same on every rank but `here`."""
 
     sections: Sections
     cut: Partition
@@ -60,7 +63,7 @@ class Stages:
         return len(self.cut.bounds) - 1
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter lies on this rank."""
+        """Whether this rank holds a parameter."""
         return any(self.placement[stage] == self.coord for stage in self.homes[name])
 
     def holders(self, stages: Sequence[int]) -> list[int]:
@@ -95,7 +98,7 @@ def lay_out(
     model: nn.Module, facts: PartitionFacts | None, pipeline: PipelineConfig, coord: int,
     measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
 ) -> Stages:  # fmt: skip
-    """Cut a whole model into the stages of a pipeline; nothing is changed yet.
+    """Assign a full model to the stages of a pipeline; nothing is changed yet.
 
     `coord`: this rank's on its axis; `measure`: gives units the costs by which they are balanced, in the place of a
     formula's. Cuts are compared in a step of four micro-batches a rank, if the config does not say. Raises ValueError
@@ -191,7 +194,7 @@ def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
 
 
 def drop_other_stages(model: nn.Module, stages: Stages) -> None:
-    """Take what lies on other ranks out of `model`, in place; names stay."""
+    """Remove the modules of other ranks from `model`, in place; names do not change."""
     for stage, (start, stop) in enumerate(stages.cut.bounds):
         if stages.placement[stage] == stages.coord:
             continue

@@ -1,4 +1,7 @@
-"""Part of what was pipeline.schedule."""
+"""Builds the list of actions of one training step from the schedule, the stages and the batch.
+
+Note: plain values in and out.  `step_plans` caches the plans of a run.
+"""
 
 from __future__ import annotations
 

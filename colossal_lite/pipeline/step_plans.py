@@ -1,8 +1,8 @@
-"""Which plan the ranks of a pipeline execute in a step of a given form, and how it went.
+"""Chooses, checks and caches the plan that the ranks of a pipeline execute in a step.
 
-Note: a plan follows from the schedule of the config, from how the model lies on the stages, and from three things that
-steps differ in: micro-batches, whether gradients are computed, and whether RECVs are posted ahead.  It is made and
-checked once for each of these.  One rank is a pipeline of one stage.
+Note: a plan follows from the schedule of the config, from the stages of the model, and from three properties of a step:
+its micro-batches, whether gradients are computed, and whether RECVs are posted ahead.  It is built and checked once for
+each combination.  One rank is a pipeline of one stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computes what a run will hold, move and take, without running it.
+"""Plans the memory and traffic of a run without running it.
 
 May import: kernels, sharding, schedule, config, models, numerics, transforms, observe, distributed, memory,
 data, parallel, offload, zero, pipeline.  Read first: `planner`.

@@ -1,13 +1,12 @@
-"""The tensor modes of one world side by side: what each moves, how often, and what it holds.
+"""Compares the tensor modes of one world: traffic, number of calls and memory of each.
 
-Note: whose figures.
-Traffic of the layers is the strategies' own `micro_batch_payload`; weights, activations and gradients are what
-`planner.plan` finds for the same mesh, so that a row is what a run of it would do.  *Payload* is what is handed to the
-collectives, *wire* what one rank must send of it with an algorithm that wastes nothing: 2 (n-1)/n of an all-reduce,
-(n-1)/n of every other collective.  Calls stand for latency: each is a wait for the slowest peer.
+Note: where the figures come from.
+Layer traffic is the modes' own `planned_payload`.  Weights, activations and gradients come from `planner.plan` for the
+same mesh, so a row is what a run would do.  *Payload* is what a rank passes to collectives.  *Wire* is what it must
+send at least: 2 (n-1)/n of an all-reduce, (n-1)/n of every other collective.  Each call is a wait for the slowest peer.
 
-Wire of a mode is a line over the tokens of a micro-batch, a T + b: 1D has no b, since no weight ever moves, and the
-grids have a smaller a.  Where the lines of two modes on as many ranks cross is where the one begins to pay.
+Wire is linear in the tokens of a micro-batch, a T + b.  1D has no b, since it moves no weights; grids have a smaller a.
+Where the lines of two modes on as many ranks cross, the second begins to pay.
 """
 
 from __future__ import annotations
@@ -15,19 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from colossal_lite.config.config import Config
-from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig
 from colossal_lite.config.rules import divisors
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
-from colossal_lite.parallel import tensor_1d, tensor_2d, tensor_3d
-from colossal_lite.parallel.tensor_1d_layers import Tensor1D
-from colossal_lite.parallel.tensor_2d import Tensor2D
-from colossal_lite.parallel.tensor_3d import Tensor3D
+from colossal_lite.parallel.tensor_modes import mode_file
 from colossal_lite.planner.planner import facts_of_config, plan
 from colossal_lite.planner.run_plan import size
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -70,7 +67,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The legal modes, by what a rank sends; printing it gives the whole story."""
+    """The legal modes, by what a rank sends; prints as a table."""
 
     rows: tuple[ModeCost, ...]
     refused: tuple[Refused, ...]
@@ -85,13 +82,13 @@ class Comparison:
             f"{lightest.title} holds least: {size(lightest.peak_bytes)}",
         ]
         for row in self.rows:
-            if row.tensor.mode != "1d" and row.tensor.size > 1:
+            if row.tensor.mode != FLAT and row.tensor.size > 1:
                 if row.pays_above_tokens is None:
-                    when = "moves more than 1d on as many ranks at any length"
+                    when = f"moves more than {FLAT} on as many ranks at any length"
                 else:
                     ratio = row.pays_above_tokens / self.width
                     when = (
-                        f"moves less than 1d on as many ranks above {math.ceil(row.pays_above_tokens):,} tokens "
+                        f"moves less than {FLAT} on as many ranks above {math.ceil(row.pays_above_tokens):,} tokens "
                         f"a micro-batch ({ratio:.2g} times the width)"
                     )
                 said.append(f"{row.title} {when}")
@@ -135,27 +132,23 @@ def candidates(ranks: int, like: TensorConfig | None = None) -> Iterator[TensorC
     """Tensor meshes whose size divides `ranks`: none, and every mode of every size that it fits; 1d as in `like`."""
     chosen = like or TensorConfig()
     yield TensorConfig()
-    for number in divisors(ranks)[1:]:
-        yield TensorConfig(
-            size=number, sequence_parallel=chosen.sequence_parallel, regather_inputs=chosen.regather_inputs
-        )
-        if math.isqrt(number) ** 2 == number:
-            yield TensorConfig(size=number, mode="2d")
-        for depth in divisors(number)[1:]:
-            edge = math.isqrt(number // depth)
-            if (
-                edge > 1 and edge * edge * depth == number and depth <= edge
-            ):  # 2105.14500: a depth of at most q
-                yield TensorConfig(size=number, mode="2.5d", depth=depth)
-        if round(math.cbrt(number)) ** 3 == number:
-            yield TensorConfig(size=number, mode="3d")
+    for number, (name, mode) in product(divisors(ranks)[1:], TENSOR_MODES.items()):
+        options = {each: getattr(chosen, each) for each in mode.reads - {"depth"}}
+        if "depth" not in mode.reads:
+            depths = [1]
+        else:  # 2105.14500: a depth of at most q
+            depths = [d for d in divisors(number)[1:] if d * d * d <= number]
+        for depth in depths:
+            tensor = TensorConfig(size=number, mode=name, depth=depth, **options)
+            if tensor.fits(number):
+                yield tensor
 
 
 def title_of(tensor: TensorConfig, data: int) -> str:
     """For people: `2.5d 8 (depth 2) x data 2`."""
     if tensor.size == 1:
         return f"data {data}"
-    depth = f" (depth {tensor.depth})" if tensor.mode == "2.5d" else ""
+    depth = f" (depth {tensor.depth})" if "depth" in tensor.rule.reads else ""
     return f"{tensor.mode} {tensor.size}{depth}" + (f" x data {data}" if data > 1 else "")
 
 
@@ -188,7 +181,7 @@ def _cost(config: Config, model: GPTConfig, batch: int, sequence: int, world_siz
         weights_bytes=made.bytes_of("weights"),
         activations_bytes=made.bytes_of("activations") + made.bytes_of("logits"),
         peak_bytes=made.peak_bytes,
-        pays_above_tokens=pays_above_tokens(tensor, model, itemsize) if tensor.mode != "1d" else None,
+        pays_above_tokens=pays_above_tokens(tensor, model, itemsize) if tensor.mode != FLAT else None,
     )
 
 
@@ -200,18 +193,10 @@ def layer_traffic(
     if tensor.size == 1:
         return ()
     mesh = Mesh.recording(layout)
-    options: dict[str, Any] = dict(batch=batch, sequence=sequence, itemsize=itemsize, bias=model.bias)
-    if tensor.mode == "1d":
-        mode = Tensor1D(
-            mesh.axis("tensor"),
-            sequence_parallel=tensor.sequence_parallel,
-            regather_inputs=tensor.regather_inputs,
-        )
-        return tensor_1d.micro_batch_payload(facts, mode, **options)
-    options |= dict(gated=model.activation == "swiglu", centred=model.norm == "layer")
-    if tensor.mode == "3d":
-        return tensor_3d.micro_batch_payload(facts, Tensor3D.on(mesh, facts.vocabulary), **options)
-    return tensor_2d.micro_batch_payload(facts, Tensor2D.on(mesh, facts.vocabulary), **options)
+    model_sizes = dict(bias=model.bias, gated=model.activation == "swiglu", centred=model.norm == "layer")
+    return mode_file(tensor.mode).planned_payload(
+        mesh, facts, tensor, batch=batch, sequence=sequence, itemsize=itemsize, **model_sizes
+    )
 
 
 def wire_bytes(rows: Sequence[LedgerRow], layout: MeshLayout) -> int:
@@ -238,7 +223,7 @@ def pays_above_tokens(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> 
 
 def _line(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> tuple[float, float]:
     """(bytes a token, bytes whatever the tokens) that one rank sends for a micro-batch."""
-    layout = MeshLayout.build(tensor=tensor.size, tensor_mode=tensor.mode, tensor_depth=tensor.depth)
+    layout = MeshLayout.build(tensor=tensor.axis())
     batch, facts = tensor.size**2, facts_of_config(model)  # every mode divides it
     one, two = (
         wire_bytes(layer_traffic(layout, tensor, model, facts, n * batch, 1, itemsize), layout)

@@ -1,8 +1,8 @@
-"""A model run without tensors: what one micro-batch of it costs on this rank, as the planner asks for it.
+"""Runs one micro-batch of a model on the meta device, and counts its memory and traffic on this rank.
 
-Note: the model is the real one, cut by the real `parallelize`, on the meta device over communicators that only count.
-A model of ours deeper than three blocks is measured with two and with three, and the difference is added for each
-further one: everything but the packing is linear in the blocks.  Cost: some milliseconds a block.
+Note: the real `parallelize` cuts the real model, over communicators that only count.  A model of ours with more than
+three blocks is measured with two and with three.  The difference is added for each further block: all but the packing
+is linear in the blocks.  Cost: some milliseconds a block.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Whole:
     specs: Mapping[str, ShardSpec]
     names: tuple[str, ...]
     blocks: tuple[str, ...]
-    told: int
-    """Numbers that each data rank tells the others of its batch."""
+    reported_numbers: int
+    """Numbers of its part of a batch that each data rank sends to the others."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
@@ -373,7 +373,7 @@ def _deeper(whole: Whole, layers: int, blocks: int) -> Whole:
         {new: replace(whole.specs[old], name=new) for new, old in repeated(tuple(whole.specs))},
         tuple(new for new, _ in repeated(whole.names)),
         tuple(f"blocks.{i}" for i in range(layers)),
-        whole.told,
+        whole.reported_numbers,
     )
 
 

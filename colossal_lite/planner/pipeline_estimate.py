@@ -1,6 +1,6 @@
-"""The plan of a run with a pipeline: its stages are measured one by one, and a rank's list of actions is walked.
+"""Plans a run with a pipeline: measures its stages one by one, and walks a rank's list of actions.
 
-Note: what lives at the fullest moment of the list is what a step holds; what is sent is what the list sends.
+Note: the peak of the list is the memory of a step, and its sends are the traffic of a step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def staged_plan(
     local = Whole(
         {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
         {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
-        whole.specs, whole.names, whole.blocks, whole.told,
+        whole.specs, whole.names, whole.blocks, whole.reported_numbers,
     )  # fmt: skip
     rows = mesh.ledger.rows()
     return RunPlan(
@@ -119,7 +119,9 @@ def _record_pipeline(
 ) -> None:  # fmt: skip
     """What the list of one rank communicates, and a step beside it."""
     if mesh.size("data") > 1:
-        mesh.axis("data").all_gather(torch.empty(1, max(1, whole.told), dtype=torch.int64, device=META))
+        mesh.axis("data").all_gather(
+            torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
+        )
     of = {chunk.spec.id: chunk for chunk in chunks}
     axis = mesh.axis("pipeline").axis
     for action in actions:
@@ -149,7 +151,7 @@ def _pipeline_memory(
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
 ) -> tuple[MemoryTerm, ...]:  # fmt: skip
     """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
-    # What the others have of a tied chunk comes beside it, and the sum is made apart.
+    # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
     }

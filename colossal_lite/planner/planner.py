@@ -1,11 +1,11 @@
-"""What a run will hold and move, on one rank of a world that need not exist.
+"""Plans the memory and traffic of one rank, in a world that need not exist.
 
-Note: measured, not listed again.
-`plan` runs one micro-batch of the real model on meta tensors (dry_run.py); it makes the real chunks, reduces them and
-builds the real optimizer there (planned_step.py; with a pipeline staged_plan.py).  So bytes on each axis and bytes of
-state are those of the engine by construction; what is stated here is how often each part happens in a step.
-`activations` is what is alive when a forward pass ends, `temporaries` what comes on top at the worst moment of forward,
-backward or update.  Cost: some milliseconds a block of a model, at any size of the world.
+Note: figures are measured, not stated a second time.
+`plan` runs one micro-batch of the real model on meta tensors (dry_run.py).  It makes the real chunks, reduces them, and
+builds the real optimizer there (step_estimate.py; with a pipeline, pipeline_estimate.py).  So bytes on each axis and
+bytes of state are those of the engine by construction.  This file states only how often each part runs in a step.
+`activations` are alive when a forward pass ends.  `temporaries` come on top at the peak of forward, backward or update.
+Cost: some milliseconds a block of a model, at any size of the world.
 """
 
 from __future__ import annotations
@@ -60,15 +60,8 @@ def plan(
     pipeline).  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
     cannot do with this world or this model.
     """
-    config = Config.load(config)
-    config.check_built()
-    config = config.check_world(world_size)
-    _check_sizes(batch, sequence, world_size, rank)
+    config, facts = _check_request(Config.load(config), model, batch, sequence, world_size, rank)
     mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
-    facts = _facts(model)
-    if facts is not None:
-        _check_sequence(facts, sequence)
-        config.check_model(replace(facts, sequence=sequence))
     dry = DryRun(config, mesh, sequence, layers, trains)
     if config.parallel.pipeline.size > 1:
         return staged_plan(dry, model, facts, batch, device_bytes)
@@ -125,6 +118,20 @@ def facts_of_config(model: GPTConfig) -> ModelFacts:
         ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
         causal=model.causal,
     )  # fmt: skip
+
+
+def _check_request(
+    config: Config, model: GPTConfig | Builder, batch: int, sequence: int, world_size: int, rank: int
+) -> tuple[Config, ModelFacts | None]:
+    """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
+    config.check_built()
+    config = config.check_world(world_size)
+    _check_sizes(batch, sequence, world_size, rank)
+    facts = _facts(model)
+    if facts is not None:
+        _check_sequence(facts, sequence)
+        config.check_model(replace(facts, sequence=sequence))
+    return config, facts
 
 
 def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:

@@ -1,7 +1,7 @@
-"""What a plan of a run says: what one rank's step holds and moves, and how that is printed.
+"""Holds the planned memory and traffic of one rank's step, and prints them.
 
-Note: `peak` is of tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the libraries
-that it loads beside torch's import, and what its allocator keeps of freed memory.
+Note: `peak` counts tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the
+libraries that it loads after torch, and freed memory that its allocator keeps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Term:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One rank's step: what it holds, what it moves, how the batch is cut. Printing it gives the whole story."""
+    """One rank's step: what it holds, what it moves, how the batch is cut. Prints as a table."""
 
     layout: str
     rank: int
@@ -65,7 +65,7 @@ class RunPlan:
     schedule: str = ""
     """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
     memory_budget: str = ""
-    """What rests where under a budget, chunk by chunk, and what a step moves; empty without one."""
+    """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     libraries_bytes: int = LIBRARIES_BYTES
     """That a process on a CPU loads beside torch's import."""
 
@@ -76,12 +76,12 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> int:
-        """State that rests in host memory or passes through it."""
+        """State in host memory, and state that passes through it."""
         return sum(row.bytes for row in self.memory if row.tier == "host")
 
     @property
     def disk_bytes(self) -> int:
-        """Of the file of state that rests on disk."""
+        """Of the file of state on disk."""
         return sum(row.bytes for row in self.memory if row.tier == "disk")
 
     @property

@@ -1,15 +1,15 @@
-"""The rest of a planned step, beside its micro-batches: state and its tiers, reductions, agreement, batch arithmetic.
+"""Measures the rest of a planned step: state and its tiers, reductions, totals, batch sizes.
 
-Note: bytes of state are those of the real chunks and the real optimizer, made on the meta device; collectives are those
-that the chunks make on a communicator that counts.  What the pieces of an exchange land in is part of `temporaries`, as
-on gloo (native collectives take as much or less); what a transport buffers itself is not.  On CPUs of one host pieces
-land nowhere: they are read where they were posted, in shared memory of the host, the row `exchange`: what two
-exchanges, one after the other, post.  A rank far ahead of the others may have posted more.
+Note: bytes of state are those of the real chunks and the real optimizer on the meta device.  Collectives are those that
+the chunks call on a communicator that counts.  `temporaries` include the receive buffers of an exchange, as on gloo
+(native collectives take as much or less), but not the transport's own buffers.  Ranks on CPUs of one host need no
+receive buffers: they read shared memory.  The row `exchange` is what two successive exchanges post there.  A rank far
+ahead of the others may have posted more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,9 +43,9 @@ def record_step(
     chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole,
     frozen: tuple[WeightChunk, ...],
 ) -> None:  # fmt: skip
-    """What a step communicates beside its micro-batches' own: places of samples, gradients, agreement, weights."""
-    if whole.told:
-        mesh.axis("data").all_gather(torch.empty(1, whole.told, dtype=torch.int64, device=META))
+    """Communicate what a step sends besides its micro-batches: batch sizes, gradients, totals, weights."""
+    if whole.reported_numbers:
+        mesh.axis("data").all_gather(torch.empty(1, whole.reported_numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
     for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
         for chunk in reversed(chunks):
@@ -73,7 +73,7 @@ def record_step(
 def record_agreement(
     chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
 ) -> None:
-    """What the ranks agree on at the end of a step, and the weights that they have updated. `packed`: the chunks of the
+    """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the
     whole pipeline."""
     # Loss, weight, stop, apart; what was used; squares.
     numel = 4 + sum(len(spec.entries) for spec in packed) + 1
@@ -88,93 +88,118 @@ def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
     frozen: tuple[WeightChunk, ...] = (),
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None]:  # fmt: skip
-    """What is held, and under a budget what rests where."""
-    precision = Precision.of(config.precision)
-    placement = config.memory.records_tier
+    """The memory of a rank, row by row, and under a budget the placement of its state."""
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),
         TORCH,
         {},
         records=TaskRecords("", META),
-        placement=placement,
+        placement=config.memory.records_tier,
         update=config.memory.update_on,
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
-    rests = {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
-    update = update_bytes_of(config.memory, chunks, optimizer)
-    peak = max(cost.until, cost.after, update)
-    if sharding_of(config).frees_gradient_on_update:  # an update finds what backward has not used up yet
-        peak = max(cost.until, cost.after) + update
-    kept = min(cost.kept, peak)
-    types = precision.compute, precision.gradient, wide_as(precision.master)
-    compute, gradient, state = (str(each).removeprefix("torch.") for each in types)
-    master = (
-        "what float32 has beyond bfloat16"
-        if precision.split
-        else str(precision.master).removeprefix("torch.")
-    )
-    numel = sum(chunk.spec.numel for chunk in chunks)
-    used = sum(chunk.spec.used_numel for chunk in chunks)
     rows = (
-        MemoryTerm(
-            "weights",
-            sum(c.resting_bytes for c in chunks),
-            f"{numel:,} x {compute} in {len(chunks)} chunks, {numel - used:,} of them alignment",
-        ),
-        MemoryTerm(
-            "gathered",
-            gathers.arena_numel * precision.compute.itemsize,
-            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
-        ),
-        *(
-            MemoryTerm("masters", sum(c.master_bytes for c in some), master, tier)
-            for tier, some in rests.items()
-        ),
-        MemoryTerm(
-            "gradients",
-            sum(bytes_of(c.gradient if c.accumulating is None else c.accumulating) for c in chunks),
-            gradient,
-        ),
-        MemoryTerm(
-            "staging", sum(slots.bytes for slots in slots_of(chunks)), "slots of gradients on their way"
-        ),
-        *(
-            MemoryTerm(
-                "optimizer",
-                sum(optimizer.bytes_of(c)[0] for c in some),
-                f"{config.optimizer.type}, {state}",
-                tier,
-            )
-            for tier, some in rests.items()
-        ),
-        *(MemoryTerm(v.kind, v.forecast_bytes, v.origin, v.tier or "device") for v in optimizer.visits),
-        MemoryTerm(
-            "frozen", _frozen_bytes(whole, frozen, precision), f"{compute}, parameters that do not train"
-        ),
-        MemoryTerm(
-            "activations",
-            kept - cost.logits,
-            f"kept for backward, checkpointing {config.activation_checkpoint}",
-        ),
-        MemoryTerm("logits", cost.logits, compute),
-        MemoryTerm("temporaries", peak - kept, "on top at the worst moment"),
+        *_weight_rows(config, chunks, gathers),
+        *_master_rows(config, chunks, optimizer),
+        *_gradient_rows(config, chunks),
+        *_state_rows(config, chunks, optimizer),
+        _frozen_row(config, whole, frozen),
+        *_activation_rows(config, cost, update_bytes_of(config.memory, chunks, optimizer)),
     )
     placed = None
     if config.memory.moves:
-        plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
-        fixed = fixed_of(chunks, optimizer) | {
-            row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE
-        }
-        pieces = pieces_of(chunks, optimizer, plan, config.gradient_accumulation, frozen)
-        fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
-        placed = placed_by(
-            config.memory, pieces, fixed, META, beside_of(chunks, optimizer, config.gradient_accumulation)
-        )
-        told = {row.kind: row.origin for row in rows} | ORIGINS
-        told["optimizer"] = f"{config.optimizer.type}, with its masters"
-        rows = tuple(MemoryTerm(kind, held, told[kind], tier) for kind, tier, held in placed.rows)
+        placed = _placed(config, chunks, gathers, frozen, optimizer, rows)
+        origins = {row.kind: row.origin for row in rows} | ORIGINS
+        origins["optimizer"] = f"{config.optimizer.type}, with its masters"
+        rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
     return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
+    compute = Precision.of(config.precision).compute
+    numel = sum(chunk.spec.numel for chunk in chunks)
+    used = sum(chunk.spec.used_numel for chunk in chunks)
+    return (
+        MemoryTerm(
+            "weights",
+            sum(c.resting_bytes for c in chunks),
+            f"{numel:,} x {_name(compute)} in {len(chunks)} chunks, {numel - used:,} of them alignment",
+        ),
+        MemoryTerm(
+            "gathered",
+            gathers.arena_numel * compute.itemsize,
+            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+        ),
+    )
+
+
+def _by_tier(chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> dict[str, list[Chunk]]:
+    return {tier: [c for c in chunks if (optimizer.tier_of(c) or "device") == tier] for tier in TIERS}
+
+
+def _master_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> Iterator[MemoryTerm]:
+    precision = Precision.of(config.precision)
+    origin = "what float32 has beyond bfloat16" if precision.split else _name(precision.master)
+    for tier, some in _by_tier(chunks, optimizer).items():
+        yield MemoryTerm("masters", sum(c.master_bytes for c in some), origin, tier)
+
+
+def _gradient_rows(config: Config, chunks: Sequence[Chunk]) -> tuple[MemoryTerm, ...]:
+    held = sum(bytes_of(c.gradient if c.accumulating is None else c.accumulating) for c in chunks)
+    staging = sum(slots.bytes for slots in slots_of(chunks))
+    return (
+        MemoryTerm("gradients", held, _name(Precision.of(config.precision).gradient)),
+        MemoryTerm("staging", staging, "slots of gradients on their way"),
+    )
+
+
+def _state_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> Iterator[MemoryTerm]:
+    """Optimizer states, and the buffers through which they pass."""
+    origin = f"{config.optimizer.type}, {_name(wide_as(Precision.of(config.precision).master))}"
+    for tier, some in _by_tier(chunks, optimizer).items():
+        yield MemoryTerm("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), origin, tier)
+    for visit in optimizer.visits:
+        yield MemoryTerm(visit.kind, visit.forecast_bytes, visit.origin, visit.tier or "device")
+
+
+def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> MemoryTerm:
+    precision = Precision.of(config.precision)
+    held, compute = _frozen_bytes(whole, frozen, precision), _name(precision.compute)
+    return MemoryTerm("frozen", held, f"{compute}, parameters that do not train")
+
+
+def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
+    """Activations at the end of forward, and the temporaries on top of them at the peak."""
+    peak = max(cost.until, cost.after, update_bytes)
+    if sharding_of(
+        config
+    ).frees_gradient_on_update:  # an update runs beside activations that backward still needs
+        peak = max(cost.until, cost.after) + update_bytes
+    kept = min(cost.kept, peak)
+    origin = f"kept for backward, checkpointing {config.activation_checkpoint}"
+    return (
+        MemoryTerm("activations", kept - cost.logits, origin),
+        MemoryTerm("logits", cost.logits, _name(Precision.of(config.precision).compute)),
+        MemoryTerm("temporaries", peak - kept, "on top at the worst moment"),
+    )
+
+
+def _placed(
+    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, frozen: tuple[WeightChunk, ...],
+    optimizer: ChunkOptimizer, rows: Sequence[MemoryTerm],
+) -> StatePlacement:  # fmt: skip
+    """Where the state is kept under the budget of the config, beside these rows."""
+    parts = config.gradient_accumulation
+    plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
+    fixed = fixed_of(chunks, optimizer) | {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
+    pieces = pieces_of(chunks, optimizer, plan, parts, frozen)
+    fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
+    return placed_by(config.memory, pieces, fixed, META, beside_of(chunks, optimizer, parts))
 
 
 def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:
@@ -185,8 +210,8 @@ def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precis
 
 
 def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[MemoryTerm, ...]:
-    """What lies in shared memory for other ranks to read, `unread` messages of a pipeline among it; places begin on
-    lines of the cache."""
+    """Bytes in shared memory for other ranks to read, with `unread` messages of a pipeline; each is aligned to a cache
+    line."""
     posted = mesh.ledger.shared_bytes + unread
     posted += -posted % ALIGN_BYTES
     return (

@@ -38,6 +38,8 @@ class Axis:
     name: str
     size: int
     parts: tuple[Axis, ...] = ()
+    mode: str = ""
+    """The tensor mode for which the axis is cut; empty: the default."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -84,17 +86,15 @@ class MeshLayout:
         pipeline: int = 1,
         data: int = 1,
         sequence: int = 1,
-        tensor: int = 1,
-        tensor_mode: str = "1d",
-        tensor_depth: int = 1,
+        tensor: int | Axis = 1,
         ulysses: int | None = None,
         data_shard: int | None = None,
         data_near: int | None = None,
     ) -> MeshLayout:
         """The layout of a config: sizes of the four axes and how the modes cut them.
 
-        `tensor_mode` 2d and 2.5d cut `tensor` into depth x row x column, 3d into three equal sub-axes; `ulysses` is
-        the inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding,
+        `tensor` is a size, or an axis with the sub-axes of a tensor mode (`TensorConfig.axis`); `ulysses` is the
+        inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding,
         `data_near` those of them that keep weights between them.  Raises ValueError where a size has no such cut.
         """
         return cls(
@@ -102,7 +102,7 @@ class MeshLayout:
                 Axis("pipeline", pipeline),
                 _data_axis(data, data_shard, data_near),
                 _cut("sequence", sequence, "ring", "ulysses", ulysses),
-                _tensor_axis(tensor, tensor_mode, tensor_depth),
+                tensor if isinstance(tensor, Axis) else Axis("tensor", tensor),
             )
         )
 
@@ -231,21 +231,3 @@ def _data_axis(size: int, shard: int | None, near: int | None) -> Axis:
     *outer, copy = axis.leaves
     inner = _cut("data", copy.size, "far", "near", near)
     return Axis("data", size, (*outer, *inner.parts))
-
-
-def _tensor_axis(size: int, mode: str, depth: int) -> Axis:
-    if mode == "1d" or size == 1:
-        return Axis("tensor", size)
-    if mode == "3d":
-        edge = round(size ** (1 / 3))
-        if edge**3 != size:
-            raise ValueError(f"axis tensor: mode 3d needs a cube (8, 27, 64, ...), got {size}")
-        return split_axis("tensor", i=edge, j=edge, k=edge)
-    edge = math.isqrt(size // depth)
-    if edge * edge * depth != size:
-        raise ValueError(
-            f"axis tensor: mode {mode} needs size = q * q * depth, got size {size} and depth {depth}"
-        )
-    if mode == "2d":
-        return split_axis("tensor", row=edge, column=edge)
-    return split_axis("tensor", depth=depth, row=edge, column=edge)

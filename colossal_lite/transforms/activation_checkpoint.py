@@ -1,19 +1,19 @@
-"""Activation checkpointing: what a block computed in forward is dropped and computed again in backward.
+"""Recomputes a block's activations in backward instead of saving them (activation checkpointing).
 
-Note: what is kept.  B batch, T tokens, D width, H heads, G key heads, K head width, F feed-forward width.
+Note: what is saved.  B batch, T tokens, D width, H heads, G key heads, K head width, F feed-forward width.
 - `full` (1604.06174): of each block its input alone, B T D elements; backward runs the block's forward again.
-- `selective`: also the outputs of matrix products and of attention, which are the costly part to compute and the cheap
-  part to keep: norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone,
-  2205.05198, section 5, has no point where attention keeps no T x T matrix.)  A product whose terms are summed over
-  tensor ranks is kept after the sum (`keep`), so that its elements are those of the residual stream and the sum does
-  not run again; neither does the gather before a column-wise linear, unless several share one.
-`kept_numel` has the formulas; what lies outside the blocks (embeddings, head, logits) is as without checkpointing.
+- `selective`: also the outputs of matrix products and of attention, which are costly to compute and cheap to save.
+  Norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone, 2205.05198,
+  section 5, has no point where attention saves no T x T matrix.)  A product whose terms are summed over tensor ranks is
+  saved after the sum (`save_for_recompute`), so it has the size of the residual stream and the sum does not run again.
+  Neither does the gather before a column-wise linear, unless several share one.
+Outside the blocks (embeddings, head, logits) nothing changes.
 
-The second forward gives the same bits as the first: it reads the same weights, and dropout counts its calls from where
-they stood when the block began (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator is
-saved, because none is read.  Blocks are found, not named: the members of every outermost `nn.ModuleList` whose members
-are of one class and have layers of their own.  Cost: `full` about a third more computing, and the block's collectives
-once more; `selective` the elementwise part, plus some microseconds of Python for each operation of a block.
+The second forward gives the same bits as the first.  It reads the same weights, and dropout counts its calls from where
+they stood when the block began (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator
+state is saved, because none is read.  Blocks are the members of every outermost `nn.ModuleList` whose members are of
+one class and have layers of their own.  Cost: `full` about a third more computing, and the block's collectives once
+more; `selective` the elementwise part, plus some microseconds of Python for each operation of a block.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
             f"hold its blocks in one, or use 'none'"
         )
     for name, block in blocks.items():
-        # On the instance: names of modules and parameters, and hooks on the block, stay as they are.
+        # On the instance: names of modules and parameters, and hooks on the block, do not change.
         block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
     return tuple(blocks)
 

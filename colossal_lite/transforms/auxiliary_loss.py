@@ -1,20 +1,20 @@
-"""Losses beside that of the labels, which any module of a model may emit: a router's balance, a penalty on activations.
+"""Adds losses that modules emit to the loss of the labels: a router's balance, a penalty on activations.
 
 Note: auxiliary losses.
-A module holds an `AuxiliaryLoss` and passes the residual stream through it, with a sum over what it sees; the engine
-then trains on
+A module holds an `AuxiliaryLoss` and passes the residual stream through it, with a sum over its input.  The engine then
+trains on
 
     mean loss of the valid labels + over all that was emitted: weight * sum over the global batch / count of its units
 
-whatever the mesh, the schedule and the number of micro-batches, and that is the loss it reports.  The gradient enters
-where the stream passes by, as in Megatron-LM's scaling of auxiliary losses: so a pipeline stage needs no second root,
-backward may run in parts, and a block that is run again in backward adds nothing: what it emits then is not heard.
+for any mesh, schedule and number of micro-batches, and reports that loss.  The gradient enters where the stream passes,
+as in Megatron-LM's scaling of auxiliary losses.  So a pipeline stage needs no second root, and backward may run in
+parts.  A block that runs again in backward adds nothing: its second emission is ignored.
 
-The count is declared (`per`), not emitted: it must be known before the first backward, which a pipeline runs before the
-last forward.  For the same reason the labels are counted when the batch is read; a criterion that counts otherwise is
-told so.  Engine and modules meet in one object that the modules are bound to, as dropouts to their counters; nothing is
-global, and a model without auxiliary losses pays nothing.  Cost: the all-gather of batch sizes over data ranks, which
-dropout and pipelines have already, carries 8 bytes more of each.
+The count is declared (`per`), not emitted: a pipeline runs the first backward before the last forward, and needs it
+then.  For the same reason labels are counted when the batch is read; a criterion that counts otherwise raises.  Engine
+and modules share one object, to which modules are bound like dropouts to their counters.  Nothing is global, and a
+model without auxiliary losses costs nothing.  Cost: 8 bytes more in the all-gather of batch sizes over data ranks,
+which dropout and pipelines need anyway.
 """
 
 from __future__ import annotations

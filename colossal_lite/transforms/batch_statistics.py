@@ -1,11 +1,11 @@
-"""Modules whose forward is a function of the whole batch, or that count batches: what is cut into parts they get wrong.
+"""Finds modules such as BatchNorm, whose result changes when a batch is split. They are rejected.
 
-Note: what is refused.
-The mean of a batch is not the mean of a part of it, so batch norm gives other numbers on each data rank, under
-accumulation and in each micro-batch of a pipeline, and so do running statistics of any norm, which besides are moved
-once for each part, and twice where a block is run again in backward.  Nothing here makes that exact (a sum over ranks
-within the forward would, at two collectives a layer, but not over micro-batches that run one after the other), so that
-such a module is refused, by name, with whatever cuts the batch.
+Note: what is rejected.
+The mean of a batch is not the mean of its parts.  So batch norm differs on each data rank, under accumulation, and in
+each micro-batch of a pipeline.  Running statistics of any norm differ too: they are updated once for each part, and
+twice where a block runs again in backward.  A sum over ranks within the forward would cost two collectives a layer, and
+would not cover micro-batches that run one after the other.  So such a module is rejected, by name, with the setting
+that splits the batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`compile="block"`: torch.compile of each block of a model.
+"""Compiles each block of a model with torch.compile (`compile="block"`).
 
 Note: blocks of one class share compiled code, so its cost is that of one block, not of the model: some 20 s on a CPU,
-once for each shape and for evaluation.  Names of modules and parameters stay as they are.  Dropout stays outside the
-compiled code: its counters are Python's, and so do auxiliary losses.  Inductor needs a C++ compiler on CPU and Triton
-on CUDA; whether it works is found by compiling one line before anything is allocated.  It changes the order of sums
-within a block, so its numbers are those of the plain run up to rounding, not to the bit.
+once for each shape and for evaluation.  Names of modules and parameters do not change.  Dropout and auxiliary losses
+run outside the compiled code, because their counters are Python's.  Inductor needs a C++ compiler on CPU and Triton on
+CUDA; one compiled line tests this before anything is allocated.  Compilation changes the order of sums within a block,
+so results equal those of the plain run up to rounding, not to the bit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What a block that is run twice computes once.
+"""Saves results that activation checkpointing would otherwise compute again.
 
-Note: activation checkpointing runs a block again in backward.  A `Kept` holds what its first run shall not repeat: the
-outputs of some operations of torch, and whatever a layer asks for by `keep(compute, like)`, in the order in which they
-were made; the second run takes them in that order, and computes the rest.  A layer asks where the choice by operation
-is too fine: the terms of a sum over ranks would fill, kept before it, what the sum does not, and the sum would run
-again.  It asks in the forward of an autograd function, below the graph; within `compute` no operation is kept.  Outside
-of a `Kept`, `keep` is a call.  The two meet through torch's own stacks of modes, so no layer is handed anything.
-(torch's selective contexts count the calls of an operation, and take the wrong one after some were left out.)
+Note: activation checkpointing runs a block again in backward.  A `SavedResults` holds what the second run must not
+repeat: the outputs of some torch operations, and results that a layer saves by `save_for_recompute(compute, like)`.
+The second run takes them in the order in which they were computed, and computes the rest.  A layer calls it where a
+choice by operation is too coarse: terms of a sum over ranks, saved before the sum, would take its memory, and the sum
+would run again.  It is called in the forward of an autograd function, below the graph; within `compute` no operation is
+saved.  Outside of a `SavedResults`, `save_for_recompute` only calls `compute`.  Layers find the recorder through
+torch's mode stack.  No argument is passed.  (torch's selective contexts count the calls of an operation, and take the
+wrong one after some were left out.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def save_for_recompute(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
 
 
 class SavedResults:
-    """The results of the first run of one block, each with its version, to see that nobody has changed it since."""
+    """The results of the first run of one block, each with its version, to detect a later change."""
 
     def __init__(self, operations: Collection[Any]) -> None:
         self.operations = operations

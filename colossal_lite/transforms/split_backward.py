@@ -1,17 +1,17 @@
-"""Backward in two parts: gradients of inputs now, gradients of weights later.
+"""Splits backward in two: gradients of inputs now, gradients of weights later.
 
-Note: what is put off.
+Note: what is deferred.
 Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do other work (2401.10241).  While
-a `WeightGradStore` is open, layers that know it hand on the gradient of their input and leave a callable that makes
-those of their weights; run later, it delivers them through autograd, so that hooks on parameters, views of them and
-sums of ties work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
-- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are kept until then;
+a `WeightGradStore` is open, layers that support it return the gradient of their input and store a callable for those
+of their weights.  Run later, it delivers them through autograd, so hooks on parameters, views of them and sums of ties
+work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
+- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are saved until then;
 - embedding: all of it is W;
 - linear of a grid (2D, 2.5D, 3D): W gathers x again, as backward in one part does, and sums its terms; y's gradient,
-  where that was gathered, stays so from I to W;
-- norm: W runs the norm forward again on the x that it keeps anyway, and backward for its weights alone.
-Parameters of other modules get their gradients in I, which is right and no faster.  With the queue closed every layer
-computes both at once.  Cost: of each layer x and dy stay from I to W; a norm is computed once more.
+  if it was gathered, is saved from I to W;
+- norm: W runs the norm forward again on the x that it saves anyway, and backward for its weights alone.
+Parameters of other modules get their gradients in I, which is right and no faster.  With the store closed every layer
+computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is computed once more.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WeightGradStore:
 
     @contextmanager
     def open(self) -> Iterator[DeferredWeightGrads]:
-        """Collect what backward puts off inside; whoever opened it runs each of these once."""
+        """Collect the weight gradients that backward defers inside; the caller runs each of these once."""
         assert self._later is None, "one backward at a time"
         later: DeferredWeightGrads = []
         self._later = later
@@ -82,7 +82,7 @@ class WeightGradStore:
 
 class BackwardRoot(Function):
     """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then, and
-    empties it: a leaf takes a gradient that nobody else has as its own, any other it copies.
+    empties it: a leaf takes over a gradient without other references, and copies any other.
 
     Not `torch.autograd.backward(outputs, given)`: torch looks at the shapes by its symbolic shapes, which import 45 MB
     of sympy; and the outputs themselves need not live.
@@ -212,7 +212,7 @@ class _Embedding(Function):
 
 
 class _Tap(Function):
-    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are put off."""
+    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are deferred."""
 
     @staticmethod
     def forward(
@@ -244,10 +244,10 @@ class _Tap(Function):
 
 
 def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
-    """Let the layers of `module` that can, put off the gradients of their weights, in place.
+    """Make the layers of `module` that can defer the gradients of their weights, in place.
 
     Layers with an attribute `weight_grad_store` are given it; of torch's and of our models' linears, embeddings and
-    norms the forward is replaced on the instance, so that names and hooks stay.
+    norms the forward is replaced on the instance, so names and hooks do not change.
     """
     for owner in module.modules():
         made: Any = owner

@@ -52,9 +52,7 @@ def layout_exists(config: Config, world_size: int) -> bool:
             pipeline=parallel.pipeline.size,
             data=max(data, 1),
             sequence=parallel.sequence.size,
-            tensor=parallel.tensor.size,
-            tensor_mode=parallel.tensor.mode,
-            tensor_depth=parallel.tensor.depth if parallel.tensor.mode == "2.5d" else 1,
+            tensor=parallel.tensor.axis(),
             ulysses=parallel.sequence.ulysses if usp else None,
         )
     except ValueError:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import colossal_lite as cl
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
@@ -232,7 +233,7 @@ SUMMED_OVER = {
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("llama", False)])
 def test_bytes_of_a_step_are_the_formula(case: Case, family: str, tied: bool) -> None:
     case = replace(case, family=family, tied=tied, steps=1)
-    layout = MeshLayout.build(tensor=case.tensor, tensor_mode=case.mode, tensor_depth=case.depth)
+    layout = MeshLayout.build(tensor=TensorConfig(size=case.tensor, mode=case.mode, depth=case.depth).axis())
     sizes = dict(batch=case.global_batch, sequence=SIZES["sequence"], itemsize=8)
     for rank, rows in enumerate(run_world(ledger, case.world_size, case)):
         expected = formula(case.model(), Mesh.recording(layout, rank), **sizes)
@@ -260,7 +261,7 @@ def test_a_world_that_is_not_here_moves_what_the_formula_says(
     config = GPTConfig(
         vocabulary=1000, layers=3, heads=24, width=144, sequence=24, kv_heads=kv_heads, tied=tied
     )
-    layout = MeshLayout.build(tensor=size, tensor_mode=mode, tensor_depth=depth)
+    layout = MeshLayout.build(tensor=TensorConfig(size=size, mode=mode, depth=depth).axis())
     mesh = Mesh.recording(layout, rank=size - 1)
     with torch.device("meta"):
         model = GPT(config)
@@ -278,7 +279,7 @@ def test_a_block_moves_39_th_and_36_hh_in_3d(edge: int) -> None:
     """DESIGN 10: what a block of 12 h^2 weights moves, whatever its heads; the norms' statistics come on top."""
     width, tokens = 144, 144 * 24
     config = GPTConfig(vocabulary=1000, layers=3, heads=12, width=width, sequence=24, bias=False)
-    mesh = Mesh.recording(MeshLayout.build(tensor=edge**3, tensor_mode="3d"))
+    mesh = Mesh.recording(MeshLayout.build(tensor=TensorConfig(size=edge**3, mode="3d").axis()))
     moved = []
     for layers in (2, 3):
         with torch.device("meta"):
@@ -298,7 +299,7 @@ def test_data_ranks_move_the_formula_of_their_part_of_the_batch(mode: str, size:
     )
     with torch.device("meta"):
         model = GPT(config)
-    mesh = Mesh.recording(MeshLayout.build(data=2, tensor=size, tensor_mode=mode))
+    mesh = Mesh.recording(MeshLayout.build(data=2, tensor=TensorConfig(size=size, mode=mode).axis()))
     expected = formula(model, mesh, batch=2 * parts, sequence=24, itemsize=4)
     rows = {(r.operation, r.axis, r.calls, r.payload_bytes) for r in found.traffic}
     assert expected <= rows
@@ -351,7 +352,9 @@ def test_what_cannot_be_cut_is_refused_in_words_on_every_rank(what: str) -> None
 @pytest.mark.parametrize("mode", ["2d", "3d"])
 def test_roles_and_widths_that_only_the_layers_know_are_refused_before_anything_is_changed(mode: str) -> None:
     """A model without a config states no facts: what its plan meets is said by module."""
-    mesh = Mesh.recording(MeshLayout.build(tensor=dict({"2d": 4, "3d": 8})[mode], tensor_mode=mode))
+    mesh = Mesh.recording(
+        MeshLayout.build(tensor=TensorConfig(size={"2d": 4, "3d": 8}[mode], mode=mode).axis())
+    )
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(7), nn.Linear(7, 7))
     before = [p.shape for p in model.parameters()]
     with pytest.raises(ValueError) as told:

@@ -46,9 +46,7 @@ def test_a_row_is_the_formula_and_the_plan_of_that_mesh(tensor: TensorConfig) ->
     (row,) = (row for row in comparison(8).rows if row.tensor == tensor)
     config = dict(precision="bf16", parallel=dict(tensor=tensor.model_dump()))
     made = plan(config, MODEL, batch=64, sequence=32, world_size=8)
-    layout = MeshLayout.build(
-        data=row.data, tensor=tensor.size, tensor_mode=tensor.mode, tensor_depth=tensor.depth
-    )
+    layout = MeshLayout.build(data=row.data, tensor=tensor.axis())
     rows = layer_traffic(layout, tensor, MODEL, facts_of_config(MODEL), 64 // row.data, 32, 2)
     for each in rows:
         (found,) = (r for r in made.traffic if (r.operation, r.axis) == (each.operation, each.axis))

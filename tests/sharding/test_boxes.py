@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.checkpoint.manifest import Manifest, Slice, Stored, TensorSlice, misfits, reads, writes
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.sharding.boxes import (
     Fragment,
     boxes_of_interval,
@@ -83,7 +84,7 @@ LAYOUTS = {
     "tensor 4": MeshLayout.build(tensor=4),
     "data 2 tensor 2": MeshLayout.build(data=2, tensor=2),
     "sequence 2 tensor 2": MeshLayout.build(sequence=2, tensor=2),
-    "data 2 tensor 2d": MeshLayout.build(data=2, tensor=4, tensor_mode="2d"),
+    "data 2 tensor 2d": MeshLayout.build(data=2, tensor=TensorConfig(size=4, mode="2d").axis()),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.sharding.mesh_layout import AXES, Axis, MeshLayout, split_axis
 
 
@@ -22,9 +23,7 @@ def layouts(draw: st.DrawFn) -> MeshLayout:
         pipeline=draw(st.integers(1, 3)),
         data=draw(st.integers(1, 3)) * (shard or 1) * (near or 1),
         sequence=draw(st.integers(1, 3)) * (ulysses or 1),
-        tensor=tensor,
-        tensor_mode=mode,
-        tensor_depth=depth,
+        tensor=TensorConfig(size=tensor, mode=mode, depth=depth).axis(),
         ulysses=ulysses,
         data_shard=shard and shard * (near or 1),
         data_near=near,
@@ -82,8 +81,6 @@ def test_rank_order_puts_tensor_fastest_and_pipeline_slowest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (dict(tensor=6, tensor_mode="2d"), "q * q"),
-        (dict(tensor=9, tensor_mode="3d"), "cube"),
         (dict(sequence=4, ulysses=3), "legal: 1, 2, 4"),
         (dict(data=6, data_shard=4), "legal: 1, 2, 3, 6"),
         (dict(data=0), "at least 1"),
@@ -96,7 +93,7 @@ def test_impossible_sizes_are_refused_with_what_is_legal(arguments: dict, word: 
 
 def test_unknown_axis_names_the_axes_that_exist() -> None:
     with pytest.raises(ValueError, match="tensor.row"):
-        MeshLayout.build(tensor=4, tensor_mode="2d").size("rows")
+        MeshLayout.build(tensor=TensorConfig(size=4, mode="2d").axis()).size("rows")
     with pytest.raises(ValueError, match="different names"):
         MeshLayout((Axis("data", 2), Axis("data", 2)))
     assert math.prod(leaf.size for leaf in split_axis("tensor", row=2, column=3).leaves) == 6

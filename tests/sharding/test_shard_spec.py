@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import (
     Factor,
@@ -19,7 +20,7 @@ from colossal_lite.sharding.shard_spec import (
     dims_of,
 )
 
-LAYOUT = MeshLayout.build(data=2, tensor=4, tensor_mode="2d")
+LAYOUT = MeshLayout.build(data=2, tensor=TensorConfig(size=4, mode="2d").axis())
 
 
 def _padded(size: int, parts: int) -> int:

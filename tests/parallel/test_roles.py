@@ -1,0 +1,57 @@
+"""Roles by the names that they had before version 0.2."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from colossal_lite.parallel.roles import RENAMED_ROLES, ROLES, Role, assign_roles, with_new_names
+
+OLD = {
+    "a.qkv": "first:qkv",
+    "a.kv": "first:kv:tie=token",
+    "a.out": "second",
+    "head": "lm_head:tie=token",
+    "norm": "norm",
+}
+NEW = {
+    "a.qkv": "colwise:qkv",
+    "a.kv": "colwise:kv:tie=token",
+    "a.out": "rowwise",
+    "head": "lm_head:tie=token",
+    "norm": "norm",
+}
+
+
+def test_old_roles_are_translated_with_one_warning() -> None:
+    with pytest.warns(UserWarning) as caught:
+        found = with_new_names(OLD)
+    (warning,) = caught
+    assert found == NEW and list(found) == list(OLD)
+    for old, new in RENAMED_ROLES.items():
+        assert f"{old!r} is now {new!r}" in str(warning.message)
+    assert warning.filename.endswith(("test_roles.py", "python.py"))  # the line of the caller's caller
+    roles = assign_roles(found, NEW, NEW)
+    assert roles["a.kv"] == Role("colwise", "kv", "token")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_ROLES.items())
+def test_each_old_role_alone_is_translated(old: str, new: str) -> None:
+    assert new in ROLES and old not in ROLES
+    with pytest.warns(UserWarning, match=f"{old!r} is now {new!r}"):
+        assert with_new_names({"x": old, "y": "norm"}) == {"x": new, "y": "norm"}
+
+
+def test_a_plan_of_new_roles_is_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert with_new_names(NEW) == NEW
+
+
+@pytest.mark.parametrize("new", RENAMED_ROLES.values())
+@pytest.mark.parametrize("old", ["first:qkv", "second"])
+def test_an_old_role_beside_a_new_one_is_refused(old: str, new: str) -> None:
+    with pytest.raises(ValueError, match="new names alone") as caught:
+        with_new_names({"x": old, "y": new, "z": "norm"})
+    assert f"'x': {old!r}" in str(caught.value)
