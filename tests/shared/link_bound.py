@@ -1,13 +1,12 @@
-"""The least that a step moves over the link between host and device, whoever decides what the device keeps.
+"""Bounds from below the bytes that a step copies between host and device under any placement.
 
-Note: prices of room.
-A step is a cycle of phases, and across the boundary between two of them the device keeps at most its capacity.  Let
-room across each boundary have a price.  Then every byte may be looked at alone: it is kept across the boundaries where
-that is cheapest for it, room paid and bytes over the link counted.  What all bytes pay so, less the price of all the
-room that there is, is no more than what any policy moves (weak duality of linear programs), whatever the prices: the
-most over some prices is the bound.  It holds for Belady's rule (farthest next use first; 10.1147/sj.52.0078) with
-writing back, where that rule itself is not the best.  Cost: len(PRICES) ** phases, times the ways in which pieces are
-used.
+Note: prices of device memory.
+A step is a cycle of phases. Between two phases the device keeps at most its capacity.  With a price for device memory
+at each boundary, the best choice for a byte does not depend on the others: it is kept where memory costs less than the
+copies.  The sum over all bytes, less the price of the whole capacity, is a lower bound for every policy (weak duality
+of linear programs).  The bound is the largest over some prices.  It also holds for Belady's rule (farthest next use
+first; 10.1147/sj.52.0078) with writing back, which is not optimal there.
+Cost: len(PRICES) ** phases, times the number of patterns.
 """
 
 from __future__ import annotations
