@@ -10,7 +10,7 @@ computes: an update comes after its copies down, its copy up after it, and whoev
 alone (`arrived`), with the timeout of all links and the error of whichever of them failed.  What is computed is the
 op that the device would run, on the same numbers in the same order, so on an emulated device the bits are the same; on
 a GPU they are those of the CPU's op.
-Bytes over the link (`bytes_of_update`): of an element of bf16 weights beside float32 masters 4 down and 2 up, where a
+Bytes over the link: of an element of bf16 weights beside float32 masters 4 down and 2 up, where a
 record of AdamW's that visits is 12 each way; of float32 weights 8 down and 4 up, where it is 8 each way.
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
 """
@@ -40,12 +40,6 @@ def crossing_of(chunk: Chunk) -> Crossing:
     down = [ChunkPart.GRADIENT] if chunk.gradient_at_rest is None else []
     down += [ChunkPart.WEIGHTS] if up and chunk.updates_weights else []
     return Crossing(tuple(down), up)
-
-
-def bytes_of_update(crossing: Crossing, weights_bytes: int, gradient_bytes: int) -> tuple[int, int]:
-    """Up and down in a step for a chunk whose shard has so many bytes."""
-    sizes = {ChunkPart.GRADIENT: gradient_bytes, ChunkPart.WEIGHTS: weights_bytes}
-    return weights_bytes * crossing.up, sum(sizes[part] for part in crossing.down)
 
 
 def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:

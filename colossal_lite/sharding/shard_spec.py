@@ -171,11 +171,6 @@ class ShardSpec:
         """Axes that cut the value."""
         return tuple(axis for axis, placement in self.value if placement.kind == "shard")
 
-    def is_owner(self, layout: MeshLayout, coords: Mapping[str, int]) -> bool:
-        """Whether this rank's copy is the one that counts: coordinate 0 on every axis that replicates the value."""
-        sharded = {axis for axis, placement in self.value if placement.kind == "shard"}
-        return all(coords[leaf.name] == 0 for leaf in layout.leaves if leaf.name not in sharded)
-
     def cut(self, full: Any, out: Any, layout: MeshLayout, coords: Mapping[str, int]) -> None:
         """Write this rank's pieces of `full` (global shape) into `out` (local shape); padding is left untouched."""
         for local, start in self._slices(layout, coords):
