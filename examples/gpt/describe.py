@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpus import Corpus, TokenWindows, read_corpus, yardsticks
 from generate import TOKENIZER
+from tokens import is_token_folder, read_token_corpus
 
 import colossal_lite as cl
-from colossal_lite.data.corpus import Corpus, TokenWindows, read_corpus, yardsticks
-from colossal_lite.data.tokens import is_token_folder, read_token_corpus
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.observe.flops import device_peak_flops, model_flops_per_token
 from colossal_lite.observe.run_log import Scale

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import tyro
+from corpus import read_corpus
 from generate import TOKENIZER
-
-from colossal_lite.data.corpus import read_corpus
-from colossal_lite.data.tokens import PARTS, train_bpe, write_tokens
+from tokens import PARTS, train_bpe, write_tokens
 
 PIECE_BYTES = 2**20
 
