@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from corpus import Corpus, TokenWindows
+from corpus import Corpus, TokenWindows, data_error
 from torch import Tensor
 
 from colossal_lite.data.batch_checks import BATCH_KEYS, IGNORED
@@ -50,22 +50,21 @@ def write_tokens(
 
 
 def read_tokens(path: str | Path, dtype: TokenDtype | None = None) -> npt.NDArray[Any]:
-    """The ids of a token file, mapped. `dtype`: as its sidecar says, else uint16. Raises ValueError if it is none."""
+    """The ids of a token file, mapped. `dtype`: as its sidecar says, else uint16. Raises ConfigError if it is none."""
     target, stated = Path(path), dict[str, Any]()
     try:
         size = target.stat().st_size
         if _sidecar(target).exists():
             stated = json.loads(_sidecar(target).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: is no token file: {error}") from error
+        raise data_error(str(path), f"is no token file: {error}", "raw ids") from error
     kind = dtype or stated.get("dtype", "uint16")
     if kind not in ("uint16", "uint32") or stated.get("dtype", kind) != kind:
-        raise ValueError(
-            f"{path}: dtype {kind!r}, stated {stated.get('dtype')!r}; legal: 'uint16', 'uint32', as stated"
-        )
+        rule = f"dtype {kind!r}, stated {stated.get('dtype')!r}"
+        raise data_error(str(path), rule, "'uint16', 'uint32', as stated")
     width = np.dtype(kind).itemsize
     if size == 0 or size % width or stated.get("count", size // width) != size // width:
-        raise ValueError(f"{path}: {size} bytes; legal: {stated.get('count', 'some')} ids of {width} bytes")
+        raise data_error(str(path), f"{size} bytes", f"{stated.get('count', 'some')} ids of {width} bytes")
     return np.memmap(target, dtype=f"<u{width}", mode="r")
 
 
@@ -81,7 +80,7 @@ def is_token_folder(path: str | Path | None) -> bool:
 def read_token_corpus(folder: str | Path) -> Corpus:
     """The corpus of a folder with train.bin and val.bin, mapped. Both are read once, for their hash.
 
-    What their sidecars say of vocabulary and text is taken over. Raises ValueError if a file is none of tokens.
+    Vocabulary and length of the text come from their sidecars. Raises ConfigError if one is no token file.
     """
     paths = [Path(folder) / name for name in PARTS]
     train, held_out = (read_tokens(path) for path in paths)
