@@ -91,9 +91,9 @@ def launch(
 def run(main: Callable[[], object]) -> int:
     """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be.
 
-    A ConfigError, or a ValueError that this package raises, is addressed to the user: its text is printed,
-    without a traceback. Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is told of
-    every error, for its summary.
+    A ConfigError, or a ValueError that this package raises, is addressed to the user: its text is printed, without
+    a traceback.  Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is
+    told of every error, for its summary.
     """
     try:
         main()
