@@ -32,7 +32,10 @@ Probe = Callable[[], Iterable["DoctorRow"]]
 GIB = 2**30
 OLDEST = {"python": (3, 11), "torch": (2, 11), "triton": (3, 6)}
 REQUIRED = ("numpy", "einops", "safetensors", "pydantic", "tyro", "rich", "psutil")
-OPTIONAL = {"transformers": "models and checkpoints of Hugging Face", "tokenizers": "the tokenizer of examples/gpt"}
+OPTIONAL = {
+    "transformers": "models and checkpoints of Hugging Face",
+    "tokenizers": "the tokenizer of examples/gpt",
+}
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",

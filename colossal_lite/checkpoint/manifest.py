@@ -26,7 +26,6 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 LIMIT_BYTES = 1 << 30
 """of a manifest; one of 4,096 ranks has a tenth of this"""
 LIMIT_FACTS = 1 << 20

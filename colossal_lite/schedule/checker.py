@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -158,7 +158,6 @@ class Reading:
         plan: Plan,
         shapes: Mapping[int, Shape] | None = None,
         memory: Memory | None = None,
-        describe: Callable[[int, Action], object] | None = None,
     ) -> None:
         self.plan = plan
         self.places = [(rank, i) for rank, actions in enumerate(plan) for i in range(len(actions))]
@@ -185,7 +184,7 @@ class Reading:
         self._cover()
         for node in range(len(self.actions)):
             self._follow(node)
-        self._match(describe)
+        self._match()
         memory = memory or Memory.of(plan)
         walks = [_Walk(self, rank, memory) for rank in range(len(plan))]
         self._meet()
@@ -309,7 +308,7 @@ class Reading:
         elif action.kind in SENDS:
             self._after(node, ActionKind.F if action.kind is ActionKind.SEND_F else ActionKind.I)
 
-    def _match(self, describe: Callable[[int, Action], object] | None) -> None:
+    def _match(self) -> None:
         """The k-th message sent from one rank to another must be the k-th that the other receives from it."""
         sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         received: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -335,11 +334,6 @@ class Reading:
                 else:
                     self.sender[receive] = send
                     self.needs[receive].append(send)
-                    ends = describe and [
-                        describe(self.places[n][0], self.actions[n]) for n in (send, receive)
-                    ]
-                    if ends and ends[0] != ends[1]:
-                        self.fault(f"sends {ends[0]} where {ends[1]} is expected", send, receive)
         for receives in received.values():
             for node in receives:
                 self.fault("has no partner", node)
@@ -585,7 +579,6 @@ def check(
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
     cap: int | None = None,
-    describe: Callable[[int, Action], object] | None = None,
     strict: bool = False,
 ) -> Footprint:
     """Proves that a plan does all of its work once and in order, pairs its messages, cannot block, uses
@@ -593,10 +586,9 @@ def check(
 
     shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks,
     tiers and budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold.
-    describe: (rank, SEND or RECV) -> shape and dtype, compared at both ends. strict: a RECV blocks as a SEND
-    does. Raises PlanError with everything that is wrong and the lists drawn.
+    strict: a RECV blocks as a SEND does. Raises PlanError with everything that is wrong and the lists drawn.
     """
-    reading = Reading(plan, shapes, memory, describe)
+    reading = Reading(plan, shapes, memory)
     for rank, live in enumerate(reading.footprint.live):
         if cap is not None and live > cap:
             reading.fault(f"rank {rank} holds {live} activations where {cap} are allowed")

@@ -330,13 +330,6 @@ def test_a_receive_posted_ahead_blocks_only_where_receives_block() -> None:
     assert_refused(plan, "waits for ever", strict=True)
 
 
-def test_both_ends_of_a_message_must_say_the_same_shape_and_dtype() -> None:
-    plan = lines("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
-    check(plan, describe=lambda rank, action: ((2, 8), "float32"))
-    wrong = assert_refused(plan, "expected", describe=lambda rank, action: ((2, 8 + rank), "float32"))
-    assert "sends ((2, 8), 'float32') where ((2, 9), 'float32') is expected" in str(wrong)
-
-
 def test_activations_over_the_cap_are_refused() -> None:
     plan = generate("1f1b", 4, 8)
     assert check(plan, cap=4).live == (4, 3, 2, 1)
