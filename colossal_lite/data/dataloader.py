@@ -23,19 +23,18 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from colossal_lite.data.sample_order import Ids, Order
 from colossal_lite.memory.transfers import to_device
 
-Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Collate = Callable[[list[Any]], Any]
 
 
 class MapDataset(Protocol):
-    """What the loader reads: a length, and a sample for every index below it."""
+    """A dataset with a length, and a sample for every index below it."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-# ------------------------------------------------------------------------------------------------------ order
+# -------------------------------------------------------------------------------------------------------- cut
 
 
 def cut(n: int, parts: int, part: int) -> tuple[int, int]:
