@@ -6,7 +6,7 @@ optimizer record (states, and the master where that is apart).  A step uses them
 and every backward and, if they are their own master, in the update; gradients come in each backward and are read in the
 update; records are read and written there.  Frozen weights are read in forwards and backwards, and written never.
 Across the boundary between two phases the device keeps at most its capacity, and what it does not keep must come again,
-whatever the policy: that is `link_bound` (tests/shared/link_bound.py), which Belady's rule (farthest next use first;
+whatever the policy: that is `link_bound` (zero/bound.py), which Belady's rule (farthest next use first;
 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the next
 forward, so every piece is used once in a phase and each boundary costs the same whoever is kept: keeping the same
 pieces for good meets the bound, with one micro-batch and with several, and leaves nothing to decide in a step.  Which
