@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from colossal_lite.parallel.standalone import parallelize as parallelize
     from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss as AuxiliaryLoss
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # An editable install is a folder of links, for type checkers. What runs is the tree itself, with its new files.
 _here = Path(__file__).resolve().parent
@@ -85,3 +85,18 @@ def stands_aside(name: str) -> bool:
     if spec.loader is not None:
         spec.loader.exec_module(sys.modules[name])
     return True
+
+
+class _OldPaths:
+    """Names the new place of a module of before version 0.2, for one release. Asked last, when nothing is found."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.startswith(f"{__name__}."):
+            from colossal_lite.launcher.old_paths import new_place
+
+            if (told := new_place(name)) is not None:
+                raise ImportError(told)
+
+
+sys.meta_path.append(_OldPaths)

@@ -1,6 +1,8 @@
-"""A text to tokens, with a byte-pair tokenizer made from it: `python examples/gpt/prepare.py tokens --vocabulary 4096`.
+"""Converts a text to tokens, with a byte-pair tokenizer trained on it.
 
-Leaves train.bin and val.bin, in nanoGPT's form, and tokenizer.json; then `train.py --data tokens --vocabulary 4096`.
+    python examples/gpt/prepare.py tokens --vocabulary 4096
+
+Writes train.bin and val.bin, in nanoGPT's form, and tokenizer.json; then `train.py --data tokens --vocabulary 4096`.
 """
 
 from __future__ import annotations
