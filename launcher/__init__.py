@@ -1,6 +1,6 @@
 """Launches ranks: creates a context from the environment, and runs the command `colossal-lite` and its `doctor`.
 
-May import: kernels, schedule, config, models, distributed, memory, data, checkpoint, planner, engine.
+May import: kernels, schedule, config, models, distributed, memory, checkpoint, planner, engine.
 Read first: `start`.  Its names are loaded on first use, so the command starts without torch.
 """
 

@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from colossal_lite import __version__, kernels
-from colossal_lite.data.corpus import read_corpus
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 
@@ -33,7 +32,10 @@ Probe = Callable[[], Iterable["DoctorRow"]]
 GIB = 2**30
 OLDEST = {"python": (3, 11), "torch": (2, 11), "triton": (3, 6)}
 REQUIRED = ("numpy", "einops", "safetensors", "pydantic", "tyro", "rich", "psutil")
-OPTIONAL = {"transformers": "models and checkpoints of Hugging Face", "tokenizers": "training a tokenizer"}
+OPTIONAL = {
+    "transformers": "models and checkpoints of Hugging Face",
+    "tokenizers": "the tokenizer of examples/gpt",
+}
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
@@ -68,7 +70,6 @@ def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...
         ("versions", versions),
         ("devices", devices),
         ("kernels", kernel_paths),
-        ("data", corpus),
         ("host", host),
         ("limits", limits),
         ("environment", lambda: variables(environment or {})),
@@ -176,17 +177,6 @@ def kernel_paths() -> Iterator[DoctorRow]:
             fell_back = device_type == "cuda" and choice.path == "torch"
             name = f"{choice.op} on {device_type}"
             yield DoctorRow("kernels", name, choice.path, "note" if fell_back else "ok", choice.reason)
-
-
-def corpus() -> Iterator[DoctorRow]:
-    """The default text for training: it must be present without a download."""
-    try:
-        found = read_corpus()
-    except ValueError as error:
-        yield DoctorRow("data", "default corpus", "absent", "note", str(error))
-        return
-    size = f"{found.num_files} files, {len(found.train) + len(found.held_out):,} bytes"
-    yield DoctorRow("data", "default corpus", f"{found.name}: {size}, sha256 {found.sha256[:12]}")
 
 
 def host() -> Iterator[DoctorRow]:

@@ -26,7 +26,7 @@ MOVED: Mapping[str, str] = {
     "config_source": "config.source",
     "conjugate": "distributed.autograd_collectives",
     "context": "engine.context",
-    "data": "data.dataloader data.corpus data.batch_checks data.sample_order",
+    "data": "data.dataloader data.batch_checks data.sample_order examples/gpt/corpus.py",
     "deferral": "transforms.split_backward",
     "doctor": "launcher.doctor",
     "dry_run": "planner.dry_run",
@@ -83,11 +83,10 @@ MOVED: Mapping[str, str] = {
     "simulate": "schedule.simulator schedule.drawing",
     "slices": "sharding.boxes",
     "staged_plan": "planner.pipeline_estimate",
-    "tokens": "data.tokens",
+    "tokens": "examples/gpt/tokens.py",
     "updates": "engine.update_timing",
     "watch": "distributed.watchdog",
     "whole": "engine.full_state",
-    "zero.bound": "offload.traffic_bound",
     "zero.budget": "offload.placement offload.pieces",
     "zero.build": "zero.build_chunks",
     "zero.homes": "offload.state_storage",
@@ -107,7 +106,7 @@ MOVED: Mapping[str, str] = {
     "zero.visits": "offload.shard_streaming",
     "zero.weights": "zero.forward_hooks",
 }
-"""Old module -> the modules that hold its names now, without `colossal_lite.`."""
+"""Old module -> the modules that hold its names now, without `colossal_lite.`, or a file of the examples."""
 
 
 def new_place(name: str) -> str | None:
@@ -122,4 +121,4 @@ def new_place(name: str) -> str | None:
 
 
 def _places(old: str) -> str:
-    return ", ".join(f"colossal_lite.{place}" for place in MOVED[old].split())
+    return ", ".join(place if "/" in place else f"colossal_lite.{place}" for place in MOVED[old].split())

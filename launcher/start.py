@@ -91,16 +91,16 @@ def launch(
 def run(main: Callable[[], object]) -> int:
     """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be.
 
-    A ValueError that this package raises is addressed to the user: its text is printed, without a traceback.
-    Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is told of
-    every error, for its summary.
+    A ConfigError, or a ValueError that this package raises, is addressed to the user: its text is printed, without
+    a traceback.  Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is
+    told of every error, for its summary.
     """
     try:
         main()
     except Exception as error:
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         ours = str(last.f_globals.get("__name__")).startswith("colossal_lite.")
-        if not (isinstance(error, ValueError) and ours):
+        if not (isinstance(error, ConfigError) or isinstance(error, ValueError) and ours):
             get_error_handler().record_exception(error)
             raise
         get_error_handler().record_exception(error.with_traceback(None))

@@ -1,4 +1,4 @@
-"""Files, manifest, save and load on any mesh.
+"""Saves and loads checkpoints on any mesh: files, manifest, slices.
 
 May import: sharding, config, models, distributed, memory.  Read first: `checkpointer`.
 """

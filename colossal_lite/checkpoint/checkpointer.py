@@ -1,20 +1,20 @@
-"""Checkpoints: written whole or not at all, read on any mesh, checked byte by byte.
+"""Saves checkpoints atomically and loads them on any mesh, with every byte checked.
 
 Note: a save.
-Rank 0 makes a hidden directory beside the final one; every rank streams the slices it owns into files of its own, reads
-them back and fsyncs them; rank 0 joins the ranks' rows into the manifest, fsyncs it and the directory, renames the
-directory to `step-NNNNNNNN`, fsyncs the parent, and only then deletes what exceeds `keep`.  So a directory of that name
-is complete, at any moment, whatever is killed; what is written over is never one that counts.  Ranks agree through keys
-of the context's store, not through collectives: a save can run in a thread beside training, and a rank that saves alone
-is told whom it waits for.
+1. Rank 0 makes a hidden directory beside the final one.
+2. Every rank streams the slices that it owns into its own files, reads them back and fsyncs them.
+3. Rank 0 joins the ranks' rows into the manifest, fsyncs it and the directory, and renames the directory to
+   `step-NNNNNNNN`.  It fsyncs the parent, and only then deletes checkpoints beyond `keep`.
+So a directory of that name is complete at any moment, whichever process is killed.  A valid checkpoint is never
+overwritten.  Ranks agree through keys of the context's store, not through collectives.  So a save can run in a thread
+beside training, and a rank that saves alone gets an error that names the missing ranks.
 
-A load reads the newest checkpoint that is whole.  Each slice is read entirely, checked, and copied where it meets what
-the rank holds, or read there at once if it fits as it is; a fault names the file and the tensor, and all ranks go on
-with the checkpoint before it.  A disk that does not answer is a fault too, and for good: a read that wakes later would
-write into what another load has filled.
+A load reads the newest complete checkpoint.  Each slice is read entirely, checked, and copied into the tensors of the
+rank, or read into them directly if it fits.  A fault names the file and the tensor, and all ranks try the checkpoint
+before it.  A disk that does not answer is a permanent fault: a late read could overwrite tensors of another load.
 
-Cost: extra memory of nine slices (16 MiB each) when loading, none for what is read in place; three when saving in
-step; asynchronous, what the rank owns.
+Cost: extra memory of nine slices (16 MiB each) when loading, none for slices read in place; three when a synchronous
+save runs, and a copy of the rank's tensors for an asynchronous one.
 Files are safetensors, readable by its own library; nothing is pickled, nothing outside the directory is opened.
 """
 
@@ -168,7 +168,7 @@ class Checkpointer:
         return self._last
 
     def settle(self) -> None:
-        """Wait for the save in flight; a failure that nobody has heard of becomes a warning."""
+        """Wait for the save in flight; a failure that was not raised yet becomes a warning."""
         if self._last is not None and not self._last.is_reported:
             try:
                 self._last.wait()
@@ -224,7 +224,7 @@ class Checkpointer:
             skipped = skipped + faults
 
     def _candidates(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """What may be loaded, the newest first, and why nothing can be, if so."""
+        """Paths of checkpoints, the newest first, and the reason if there is none."""
         try:
             if (directory / MANIFEST).exists() or STEP.fullmatch(directory.name):
                 return [directory], []
@@ -319,7 +319,7 @@ def _is_stored(name: str, manifest: Manifest) -> bool:
 
 
 def _scatter(read: Read, data: Tensor, held: Sequence[HeldTensor], layout: MeshLayout) -> None:
-    """Copy a slice where it meets what is held."""
+    """Copy a slice into the held tensors that it overlaps."""
     corner = [start for start, _ in read.slice.box]
     for index, fragment in read.into:
         inner = tuple(slice(a - c, b - c) for (a, b), c in zip(fragment.box, corner, strict=True))

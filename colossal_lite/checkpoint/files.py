@@ -1,11 +1,11 @@
-"""Files of a checkpoint: slices read and written in threads, each checked, none waited for without a limit.
+"""Reads and writes the files of a checkpoint in threads, checks every slice, and limits every wait.
 
-Note: what is on the disk.
+Note: on the disk.
 A checkpoint is a directory of safetensors files and a manifest of all tensors and their slices, with a checksum of
-each.  A slice is read entirely, summed and handed on, several ahead of the one that is used; what is written is read
+each.  A slice is read entirely and its checksum compared, several slices ahead of the caller.  A written slice is read
 back while the next is written.  Nothing is pickled, no link is followed, nothing outside the directory is opened.  A
-disk that does not answer in time is a LateError: then files are left to the thread that is within a read.
-Cost: memory of nine slices when reading, none for what is read in place; two when writing.
+disk that does not answer in time raises LateError.  Then the files stay open for the thread inside the read.
+Cost: memory of nine slices when reading, none for slices read in place; two when writing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class LateError(CheckpointError):
-    """A disk does not answer: a thread may be within a read or a write for ever, or come back at any time."""
+    """A disk does not answer: a thread may stay inside a read or a write for ever, or return at any time."""
 
 
 def listed(directory: Path) -> list[Path]:

@@ -1,11 +1,11 @@
-"""What a checkpoint says of itself: the manifest, its checks, and what a changed configuration means for a resume.
+"""Encodes, decodes and checks the manifest of a checkpoint, plans reads and writes, and compares configurations.
 
 Note: the manifest.
 `manifest.json` is one line of JSON, `{"crc32": ..., "content": ...}`, with the checksum of the content's bytes in
 front: any changed byte is found.  The content lists every tensor by its global name with dtype, global shape and
-slices; a slice is a box of the tensor, a file, an interval of bytes of that file's data, and a checksum.  A file's
-safetensors header follows from its slices, so a file is right if its header is, byte for byte, the one that follows,
-and each slice has its checksum.  Nothing in it is code, and nothing in it names a place outside its directory.
+slices.  A slice is a box of the tensor, a file, an interval of bytes of that file's data, and a checksum.  A file's
+safetensors header follows from its slices.  So a file is correct if its header equals that one byte for byte, and each
+slice has its checksum.  The manifest holds no code and no path outside its directory.
 Cost: about 150 bytes a slice, checked in full before a tensor is read.
 """
 
@@ -26,7 +26,6 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 LIMIT_BYTES = 1 << 30
 """of a manifest; one of 4,096 ranks has a tenth of this"""
 LIMIT_FACTS = 1 << 20
@@ -163,7 +162,7 @@ def _entry_name(name: str, stored: Stored, part: Slice) -> str:
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
-    """What cannot be in a manifest that we wrote, whatever its checksum says."""
+    """Contents that a manifest of ours never has, whatever its checksum says."""
     for name, stored in manifest.tensors.items():
         for part in stored.slices:
             inside = len(part.box) == len(stored.shape) and all(
@@ -308,7 +307,7 @@ def _converts(saved: str, wanted: str) -> bool:
 
 Meaning = Literal["harmless", "numeric", "impossible"]
 
-# First match wins. What no row names changes the numbers of the steps to come.
+# First match wins. A setting that no row names changes the numbers of the steps to come.
 MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("parallel.*", "harmless"),
     ("zero.*", "harmless"),

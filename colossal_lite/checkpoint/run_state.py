@@ -1,4 +1,4 @@
-"""Part of what was checkpoint."""
+"""Describes what a save takes and a load fills: tensors of a rank, facts of a run, the result of a load."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a save states beside its tensors; see `Manifest`. `updates` are this rank's own."""
+    """Facts that a save records beside its tensors; see `Manifest`. `updates` are this rank's own."""
 
     step: int
     samples: int
@@ -64,7 +64,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found: where, the manifest, what differs from the run, and what it passed over, with reasons."""
+    """The result of a load: path, manifest, differences from the run, and skipped checkpoints with reasons."""
 
     path: Path
     manifest: Manifest

@@ -1,7 +1,7 @@
-"""What `colossal-lite ckpt` does: list, verify, to and from Hugging Face. One process, no process group.
+"""Lists, verifies and converts checkpoints to and from Hugging Face, for `colossal-lite ckpt`, in one process.
 
-Note: `to_hf` and `from_hf` hold the weights in host memory once, the optimizer's state never.  A folder that is
-converted is checked byte by byte on the way; what cannot be converted is refused before anything is written.
+Note: `to_hf` and `from_hf` hold the weights in host memory once, the optimizer's state never.  They check every byte of
+the folder that they convert.  A model that cannot be converted raises before anything is written.
 """
 
 from __future__ import annotations

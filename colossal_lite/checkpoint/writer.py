@@ -1,4 +1,4 @@
-"""Part of what was checkpoint."""
+"""Writes one checkpoint: hidden directory, files of every rank, manifest, rename, removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SaveJob:
         return end
 
     def _begin(self) -> dict[str, Any]:
-        """Rank 0: an empty hidden directory, after what killed runs have left is gone."""
+        """Rank 0: remove leftovers of killed runs and make an empty hidden directory."""
         name = f"{_HIDDEN}step-{self.facts.step:08}-{secrets.token_hex(4)}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Text, the order of samples, batches and their checks.
+"""Orders samples, loads batches and checks them.
 
-May import: config, distributed, memory.  Read first: `dataloader`.
+May import: memory.  Read first: `dataloader`.
 """

@@ -1,7 +1,8 @@
-"""What a user hands to a step: read into one form, cut into micro-batches.
+"""Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a dict with `input_ids`, `labels` and perhaps `attention_mask`, `position_ids`;
-batch first, whole sequences, the same on all ranks of one data coordinate.  Labels never reach the model.
+Note: a batch is `(inputs, labels)` or a dict with `input_ids`, `labels` and perhaps `attention_mask`, `position_ids`.
+It is batch first, holds full sequences, and is the same on all ranks of one data coordinate.  Labels never reach the
+model.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.transfers import to_device
-
-KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Batch:
 def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Batch:
     """The batch on `device`; its first sample is number `first_sample` of the step's global batch.
 
-    The form has been checked by `data.check_batch`.
+    `check_batch` has checked its form.
     """
     if isinstance(batch, Mapping):
         rest = {name: to_device(tensor, device) for name, tensor in batch.items() if name != "labels"}

@@ -1,4 +1,4 @@
-"""Part of what was data."""
+"""Checks shapes, dtypes and values of a batch before a step trains on it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
 IGNORED = -100
 
 
-# ------------------------------------------------------------------------------------------------------ batch
-
-
 def check_batch(batch: Any, vocabulary: int | None = None) -> None:
     """Raises ValueError, with path, value, rule and what is legal, where `batch` is no batch to train on.
 
     A batch is (inputs, labels), or a dict of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
     (B, T) in int64 or int32, or floating point (B, ...). Beside ids every entry is (B, T), labels are int64,
-    and ids and labels lie below `vocabulary` where that is given. All that is asked of the values is asked at
-    once: one wait for the device.
+    and ids and labels are below `vocabulary` where that is given. All checks of values wait for the device
+    once.
     """
     entries = _entries(batch)
     inputs, *_ = entries.values()
@@ -59,7 +56,7 @@ def _nearest(key: object) -> str:
 
 
 def _check_form(path: str, x: Tensor, inputs: Tensor) -> None:
-    """Shapes and dtypes, which are known without a look at the values."""
+    """Checks shapes and dtypes, which need no values of the device."""
     ids = not inputs.is_floating_point()
     dtypes: dict[str, tuple[torch.dtype, ...]] = {
         "labels": (torch.int64,) if ids else (torch.int64, *_FLOATS),
@@ -79,7 +76,7 @@ def _check_form(path: str, x: Tensor, inputs: Tensor) -> None:
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _Rule = tuple[Tensor, Callable[[], str]]
-"""whether it is broken, as a 0-d bool on the device of the batch, and what to say if so"""
+"""whether the rule is broken, as a 0-d bool on the device of the batch, and its message"""
 
 
 def _value_rules(path: str, x: Tensor, inputs: Tensor, vocabulary: int | None) -> Iterator[_Rule]:

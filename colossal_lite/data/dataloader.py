@@ -1,17 +1,12 @@
-"""Text, windows, order and batches.
+"""Loads the batches of one data coordinate, from any position of a run.
 
-Note: data
-    *Position.* The order of a run is one endless stream of samples: epoch e is the keyed permutation (seed,
-    e) of the dataset, epochs follow one another, and a batch is the next `global_batch` samples of the
-    stream. So the whole state of a loader is one integer, the samples seen; no rank has anything of its own
-    to save.
-    *Cut.* Each data coordinate takes a contiguous piece of every global batch by the rule of `tensor_split`.
-    The stream does not know the number of pieces: joined in order of coordinate they are the same batch at
-    any world size.
-    *Cost.* The permutation takes O(1) memory and about 0.1 ms for a batch of any usual size; a rank fetches
-    the samples of its own piece and no others.
-    *Corpus.* The default text is the source of Python's own standard library, so nothing is downloaded. Its
-    hash is kept with the run, since patch releases of Python differ.
+Note: position and cut.
+The order of a run is one endless stream of samples.  Epoch e is the keyed permutation (seed, e) of the dataset.
+Epochs follow one another, and a batch is the next `global_batch` samples of the stream.  So the state of a loader is
+one integer, the number of samples seen, and no rank saves anything of its own.
+Each data coordinate takes a contiguous piece of every global batch, by the rule of `tensor_split`.  The stream does
+not depend on the number of pieces.  Joined in order of coordinate they are the same batch at any world size.
+Cost: O(1) memory and about 0.1 ms for the permutation of a batch of usual size.  A rank fetches its own samples only.
 """
 
 from __future__ import annotations
@@ -28,19 +23,18 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from colossal_lite.data.sample_order import Ids, Order
 from colossal_lite.memory.transfers import to_device
 
-Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Collate = Callable[[list[Any]], Any]
 
 
 class MapDataset(Protocol):
-    """What the loader reads: a length, and a sample for every index below it."""
+    """A dataset with a length, and a sample for every index below it."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-# ------------------------------------------------------------------------------------------------------ order
+# -------------------------------------------------------------------------------------------------------- cut
 
 
 def cut(n: int, parts: int, part: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Part of what was data."""
+"""Orders samples: a keyed permutation for each epoch, and the batches along the stream of epochs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples make up which batch, for the whole run; positions count samples along the stream."""
+    """The samples of every batch of a run; positions count samples along the stream."""
 
     num_samples: int
     global_batch: int

@@ -52,11 +52,6 @@ class FileLayout:
         return self.starts[-1]
 
     @property
-    def largest_bytes(self) -> int:
-        """A buffer that can hold the pages of any record."""
-        return max(map(self.padded_bytes, range(len(self.sizes_bytes))), default=0)
-
-    @property
     def unused_bytes(self) -> int:
         """At the records' ends."""
         return self.file_bytes - sum(self.sizes_bytes)

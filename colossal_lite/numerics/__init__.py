@@ -1,4 +1,4 @@
-"""Random numbers, optimizer rules, learning rates and dtypes.
+"""Draws random numbers, updates weights, schedules learning rates and chooses dtypes.
 
 May import: kernels, config.  Read first: `optimizers`.
 """

@@ -1,4 +1,4 @@
-"""Part of what was optim."""
+"""Computes the learning rate of a step: constant, linear, cosine, one_cycle, polynomial or wsd, with warm-up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate_factor(config: LRSchedulerConfig, step: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) over its peak; past `total_steps` it stays at
-    `final_ratio`."""
+    """Learning rate of optimizer step `step` (from 0) over its peak; `final_ratio` from `total_steps` on."""
     if config.type == "constant":
         return 1.0
     assert config.total_steps is not None

@@ -1,12 +1,12 @@
-"""Optimizers as rules, parameter groups by name, and the learning rate as a function of the step.
+"""Updates weights by the rule of an optimizer, and assigns parameters to groups by name.
 
 Note: a rule.
-A rule says which state tensors an optimizer keeps beside the master weights, and updates tensors in place.
-An elementwise rule (AdamW, Adam, SGD, Lion) may be handed any flat range of a chunk, so it serves whole
-chunks, ranges around unused parameters and ZeRO shards, with the same bits.  The others (LAMB, Muon) are
-handed one whole parameter in its own shape; where a rank holds only a part of one, they are refused.  The
-gradient comes unscaled; `grad_scale` (token count over the clip factor) divides it inside the update, which
-costs AdamW, SGD and Lion no pass.  `OPTIMIZERS` is the table: a rule is one class and one line.
+A rule names the state tensors that it keeps beside the master weights, and updates tensors in place.  An elementwise
+rule (AdamW, Adam, SGD, Lion) updates any flat range of a chunk: a full chunk, a range around unused parameters or a
+ZeRO shard, with the same bits.  The others (LAMB, Muon) update one full parameter in its own shape. They raise where
+a rank holds only a part of one.  The gradient is unscaled: `grad_scale` (token count over the clip factor) divides it
+inside the update, which costs AdamW, SGD and Lion no pass.  `OPTIMIZERS` is the table: a rule is one class and one
+line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Group:
 
 
 def groups_of(config: OptimizerConfig) -> tuple[Group, ...]:
-    """The groups of a config in order, ending with the one of everything else."""
+    """The groups of a config in order; the last one matches every other parameter."""
 
     def group(match: str, held: OptimizerConfig) -> Group:
         names = [field.name for field in fields(Group) if field.name != "match"]
@@ -92,7 +92,7 @@ def check_whole_tensors(
 
 
 class Rule(Protocol):
-    """An optimizer of tensors. `is_elementwise`: of any flat range, else of whole parameters in their
+    """An optimizer of tensors. `is_elementwise`: it updates any flat range, else only full parameters in their
     shape."""
 
     is_elementwise: ClassVar[bool]
@@ -127,7 +127,7 @@ class Rule(Protocol):
         `joins`, `weight` is the upper half of masters (kernels/split.py)."""
 
     def joins(self, group: Group) -> bool:
-        """Whether it needs masters whole, where they are split, and a gradient as wide as they are."""
+        """Whether split masters are joined for it, and its gradient is as wide as they are."""
 
 
 @dataclass(frozen=True)

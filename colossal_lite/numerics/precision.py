@@ -1,24 +1,24 @@
-"""Which dtype holds what, and the loss scale that keeps fp16 gradients in range.
+"""Chooses the dtypes of weights, masters, gradients and states, and scales the loss of fp16 runs.
 
 Note: the loss scale.
 fp16 gradients end at 6e-8 below and 65504 above, so backward is seeded with more than 1.  A plain loop seeds the
 *mean* loss of its N tokens with S = 2^16: the largest gradient of a logit, S / N, and all behind it lie where fp16 is
 fine.  We seed the *sum*, so the same place is S / N; the seed of a part of T label positions is S over the power of
 two at or above T.  It is a power of two where S is one, so a gradient is divided by it exactly, when it leaves fp16:
-as it is added to the chunk's float32 buffer, in the pass that adds it.  Hence parts and ranks may have different seeds
-and nothing but that addition knows of the scale: sums, norms, clipping and `full_gradients` see true gradients.
-An overflow makes an infinity or NaN in some chunk of some rank, so in the one all-reduced sum of squares, from which
-every rank draws the same conclusion: no update, half the scale; after 2,000 finite steps in a row, double it.
-T is the size of the labels, ignored ones too: known without asking the device, the same on all ranks of one data
-coordinate, whichever stage or tensor shard they hold.
+as it is added to the chunk's float32 buffer, in the pass that adds it.  So parts and ranks may have different seeds.
+Only that addition uses the scale: sums, norms, clipping and `full_gradients` see true gradients.
+An overflow makes an infinity or NaN in some chunk of some rank, and so in the one all-reduced sum of squares.  Then
+every rank skips the update and halves the scale; after 2,000 finite steps in a row the scale is doubled.
+T is the size of the labels, ignored ones included.  It is known without a wait for the device, and the same on all
+ranks of one data coordinate, whichever stage or tensor shard they hold.
 
 Note: gradients of two bytes.
-Backward of a bf16 model gives bf16 gradients, so a buffer of bf16 keeps one micro-batch of one rank exactly, and a run
-on one rank has the bits of float32 buffers.  The sum over ranks travels in bf16 and has to be rounded to be kept: once,
-of a sum in float32 in rank order, where this package adds (ranks of one host, and reduce-scatters elsewhere; `ordered`
-in any case), and as the backend does it in other `fast` sums; over the copies of hybrid sharding a second time.  A sum
-of micro-batches would lose more with each of them, and is refused.  Norm, clipping and the update itself are computed
-in float32 from what was kept, and so are the whole tensors that `full_gradients` gives.
+Backward of a bf16 model gives bf16 gradients, so a bf16 buffer holds one micro-batch of one rank exactly, and a run on
+one rank has the bits of float32 buffers.  The sum over ranks travels in bf16 and is rounded to bf16.  Where this
+package adds (ranks of one host, reduce-scatters elsewhere, always with `ordered`), it adds in float32 in rank order and
+rounds once.  In other `fast` sums the backend rounds.  Over the copies of hybrid sharding the sum is rounded a second
+time.  A sum of micro-batches would lose more with each of them, so it raises.  Norm, clipping and update are computed
+in float32 from the buffer, and so are the full tensors of `full_gradients`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> Precision:
-        """What a config asks for. Gradients are summed in float32 or better, unless it names their dtype."""
+        """The dtypes of a config. Gradients are summed in float32 or better, unless it names their dtype."""
         split = config.master_dtype == "split"
         master = torch.float32 if split else DTYPES[config.master_dtype]
         gradient = wide_as(master) if config.gradient == "auto" else DTYPES[config.gradient]
@@ -54,14 +54,14 @@ class Precision:
 
     @property
     def master_copy_bits(self) -> int:
-        """Of each parameter, for master weights beside those the model multiplies with."""
+        """Bits for each parameter of master weights beside those the model multiplies with."""
         if self.split:
             return 17
         return 8 * self.master.itemsize if self.master != self.compute else 0
 
 
 def wide_as(master: torch.dtype) -> torch.dtype:
-    """What updates of such masters are computed in, and states kept in: float32 or better."""
+    """The dtype of updates and states for such masters: float32 or better."""
     return torch.promote_types(master, torch.float32)
 
 
@@ -117,7 +117,7 @@ FIRST_SCALE, LEAST_SCALE, LARGEST_SCALE = 2.0**16, 1.0, 2.0**24
 
 @dataclass(frozen=True)
 class LossScale:
-    """What backward is seeded with, for a mean loss. `scale` is 1 for every dtype but fp16."""
+    """The seed of backward for a mean loss. `scale` is 1 for every dtype but fp16."""
 
     scale: float
     is_dynamic: bool

@@ -1,16 +1,16 @@
-"""Random numbers that do not know the mesh: keys, dropout streams, and initial values replayed from a recording.
+"""Draws random numbers that do not depend on the mesh: dropout masks, and initial values replayed from a recording.
 
 Note: counters, not states.
-Every random number of a run is a pure function of (key, counter) through Philox-4x32-10.  The key says what is drawn
-(seed and name), the counter which element of it.
+Every random number of a run is a pure function of (key, counter) through Philox-4x32-10.  The key names the stream
+(seed and name), the counter the element.
 - Initial values: key = (seed, parameter name, ordinal of the draw), counter = global element index.
 - Dropout: key = (seed, module name, index of the call within one forward pass), counter = (step, index of the sample
   in the step's global batch, position, feature); never a rank or a micro-batch.
-So weights and masks are the same on every mesh and for every number of micro-batches, there is no generator state to
+So weights and masks are the same on every mesh and for every number of micro-batches.  There is no generator state to
 save, and recomputation draws the same mask again.
 
-A module built by a callable is built with its parameters on the meta device: the in-place initialisers that run on
-them are recorded as data (`InitOp`) and replayed for the elements that a rank keeps, so no rank holds more than that.
+A callable builds its module with parameters on the meta device.  The in-place initialisers that run on them are
+recorded as data (`InitOp`) and replayed for the elements that a rank holds, so no rank allocates more than those.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def key(seed: int, *parts: str | int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a forward pass the counters stand."""
+    """A position of the counters in a forward pass."""
 
     step: int
     sample: Tensor
@@ -54,7 +54,7 @@ class Place:
 
 
 class DropoutStreams:
-    """Hands each dropout module the counters of the rows it is about to see.
+    """Gives each dropout module the counters of its next rows.
 
     The engine calls `begin` before each forward pass with the step and the global place of the rows; a module then asks
     for `rows(name)`.  A module that runs twice in one pass gets two calls, hence two masks.
@@ -72,7 +72,7 @@ class DropoutStreams:
         self._calls.clear()
 
     def place(self) -> Place:
-        """For `go_to`: what a part of the pass must find again to draw the same masks a second time."""
+        """The position that `go_to` restores, so that a part of the pass draws the same masks a second time."""
         return Place(self._step, self._sample, self._position, dict(self._calls))
 
     def go_to(self, place: Place) -> None:
@@ -139,7 +139,7 @@ class Recipe:
 
 
 class InitialiserError(ValueError):
-    """A parameter was made by something that cannot be replayed shard by shard; names parameter and operation."""
+    """A parameter comes from an operation that cannot be replayed by shards; the text names both."""
 
 
 # aten in-place operation -> (name in a recipe, its arguments with their defaults); all are elementwise
@@ -167,7 +167,7 @@ _OUT_OF_PLACE: dict[Any, str] = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul",
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows the values of storages from factory to registered parameter."""
+    """Records the operations on storages from factory to registered parameter."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -303,7 +303,7 @@ class _Undrawn(TorchDispatchMode):
 
 
 def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
-    """What `builder` makes, parameters and buffers on meta: names and shapes, no values."""
+    """Builds a module with parameters and buffers on meta: names and shapes, no values."""
     with torch.device("meta"), _Undrawn():  # type: ignore[no-untyped-call]
         return builder()
 

@@ -1,4 +1,4 @@
-"""What a run shows: memory meters, shape rules, timelines and the log of steps.
+"""Logs steps, measures memory, draws timelines and computes shapes on the meta device.
 
 May import: schedule.  Read first: `run_log`.
 """

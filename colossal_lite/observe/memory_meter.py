@@ -1,10 +1,10 @@
-"""What tensors a stretch of code holds: live bytes now, and at the most.
+"""Measures the bytes of live tensors while code runs: now, and at the peak.
 
 Note: storages, not tensors.
-Views share their bytes, so storages are counted, once each, from the operation that makes them until they are freed.
-The meter sees whatever goes through torch's dispatcher while it is active, so it works on meta tensors, which hold no
-bytes: that is how a run that is not here is measured.  What is alive at the end of a forward pass is what autograd
-keeps for backward, recomputation included.  What a kernel takes and gives back within one operation it cannot see.
+Views share their bytes, so each storage counts once, from the operation that makes it until it is freed.  The meter
+sees every operation of torch's dispatcher while it is active.  So it also works on meta tensors, which hold no bytes:
+the planner measures a run without its devices that way.  The storages alive at the end of a forward pass are those
+that autograd saves for backward, recomputation included.  Workspace inside one operation is invisible to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made while this was active and are still alive. Operations run by `run`."""
+    """Counts bytes of storages made while this is active and still alive. Operations run by `run`."""
 
     def __init__(self, run: Callable[[Any, Any, Any], Any] = _plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,8 +65,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """What the allocator of a GPU has given at the most while this was active, over `base_bytes`: workspaces and what
-    kernels take within one operation included. Its peak counts anew from each beginning."""
+    """Measures the peak of a GPU's allocator over `base_bytes` while this is active. Workspaces inside operations are
+    included. The peak is reset at each beginning."""
 
     def __init__(self, device: torch.device, base_bytes: int, allocator: Any = torch.cuda) -> None:
         """`allocator`: what has torch.cuda's statistics."""
@@ -108,11 +108,11 @@ class StepMeter(LiveBytes):
         self._highest: tuple[MemoryMoment, ...] = ()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts a step."""
         self._highest, self._moments = self.moments, []
 
     def moment(self, name: str) -> None:
-        """A moment of the step has ended."""
+        """Ends a moment of the step."""
         self._moments.append(MemoryMoment(name, self.now_bytes, self.window()))
 
     @property

@@ -1,9 +1,9 @@
-"""What a rank holds over the moments of a step, by kind and tier, measured beside what was foretold: a value, drawn.
+"""Draws the memory of a rank over the moments of a step, by kind and tier, beside the plan's forecast.
 
 Note: moments.
-Model state is allocated once, so its levels are flat; what a step holds beside it is what a meter saw alive at the end
-of each moment (`activations`) and at the most within it (`temporaries`, on top).  The highest column is the peak of the
-report.  Forecasts are of the worst moment, as `plan` states them.
+Model state is allocated once, so its levels are flat.  `activations` are the bytes alive at the end of a moment, and
+`temporaries` the rest of the peak within it.  The highest column is the peak of the report.  Forecasts are those of
+`plan`, for the worst moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Level:
     tier: str
     measured_bytes: tuple[int, ...]
     forecast_bytes: int | None
-    """None where nobody could foretell it."""
+    """None without a forecast."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MemoryTimeline:
         return max(self.totals_bytes(tier), default=0)
 
     def forecast_bytes(self, tier: str) -> int | None:
-        """The peak by the plan; None where a part of it is not foretold."""
+        """The peak by the plan; None where a part of it has no forecast."""
         of_tier = [level.forecast_bytes for level in self.levels if level.tier == tier]
         return None if None in of_tier else sum(held for held in of_tier if held is not None)
 

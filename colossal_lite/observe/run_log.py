@@ -1,12 +1,11 @@
-"""What a run shows of itself: rows for machines, a line for people, a timeline of where time went.
+"""Logs the steps of a run: rows of JSON in files, a progress line, a timeline.
 
-Note: observe
-    *Two kinds of numbers.* `metrics.jsonl` and `evaluation.jsonl` hold what seed, configuration and data
-    determine: the same command twice gives the same bytes. Times, rates and memory differ from run to run and
-    stand in `timing.jsonl`. Every row is flushed as it is written, so a killed run keeps all the rows it
-    earned. A number that is not finite is null, because JSON has no other word for it.
-    *Nothing is sampled.* Times are taken where the loop stands, memory once a step; no thread runs.
-    *Who shows.* One rank; on the others the same calls do nothing.
+Note: two kinds of numbers.
+`metrics.jsonl` and `evaluation.jsonl` hold what seed, configuration and data determine: the same command twice gives
+the same bytes.  Times, rates and memory differ from run to run and go to `timing.jsonl`.  Every row is flushed as it
+is written, so a killed run keeps its rows.  A number that is not finite is null, because JSON has no other word.
+Nothing is sampled: time is read at the calls, memory once a step, and no thread runs.  One rank logs. On the others
+the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ REDRAW_NS = 250_000_000
 
 
 class LogStep(Protocol):
-    """What a step tells of itself (the engine's StepResult)."""
+    """The fields of a step that are logged (the engine's StepResult has them)."""
 
     @property
     def step(self) -> int: ...
@@ -140,7 +139,7 @@ class LogStep(Protocol):
 
 @dataclass(frozen=True)
 class Scale:
-    """What makes the numbers of a run comparable with others."""
+    """Constants of a run by which its numbers compare with those of other runs."""
 
     bytes_per_token: float = 1.0
     """of the text; 1 for a vocabulary of bytes"""
@@ -157,7 +156,7 @@ class Scale:
 
 
 def progress_line(row: StepRow, timing: TimingRow, total_steps: int, scale: Scale) -> str:
-    """One step for people."""
+    """Formats one step as a line."""
     beside = f" ({scale.yardsticks})" if scale.yardsticks else ""
     parts = [
         f"step {row.step:>{len(str(total_steps))}}/{total_steps}",
@@ -175,12 +174,11 @@ def progress_line(row: StepRow, timing: TimingRow, total_steps: int, scale: Scal
 
 
 class RunLog:
-    """Shows one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
+    """Logs one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
 
-    On a terminal, a line that moves; elsewhere a line for the first step and every `every` steps. The rows go
-    to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made, and the timeline to
-    trace.json at the end. With `folder` None nothing is written and nothing shown: so it is on all ranks but
-    one.
+    A terminal shows a progress bar. Elsewhere a line is printed for the first step and every `every` steps. The rows
+    go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to trace.json
+    at the end. With `folder` None nothing is written or printed, as on all ranks but one.
     """
 
     def __init__(
@@ -262,12 +260,12 @@ class RunLog:
         self._lap_ns = self._clock()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the moving one."""
+        """Prints a line above the progress bar."""
         if self._folder is not None:
             self._console.print(text, markup=False)
 
     def lap(self) -> None:
-        """The time since the last step counts for no step: the run was saved."""
+        """Leaves the time since the last step out of the timing: the run was saved."""
         self._lap_ns = self._clock()
 
     def _timing(self, step: int, tokens: float, seconds: float) -> TimingRow:
@@ -289,10 +287,10 @@ class RunLog:
 
 
 class RankLog:
-    """What one rank says, in a file of its own: `with RankLog(folder, rank):` appends to `folder/rank-00003.log`.
+    """Writes the log of one rank to its own file: `with RankLog(folder, rank):` appends to `folder/rank-00003.log`.
 
-    Lines of Python's logging from INFO on, warnings, and the traceback of an error that leaves the block, each with
-    its time. What is printed stays where it was.
+    The file gets lines of Python's logging from INFO on, warnings, and the traceback of an error that leaves the
+    block, each with its time. Printed text is not captured.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -1,12 +1,11 @@
-"""What forms an operation on meta tensors gives: by a rule, or asked of torch; once, and remembered.
+"""Caches the result shapes of operations on meta tensors: computed once, by a rule of ours or by torch.
 
-Note: a form is shape, strides and dtype.
-On the meta device an operation only works out the forms of what it gives.  Torch does much of that in Python, which
-takes 1 to 6 ms for a norm, its backward or a GELU, and loads its compiler: so a transformer's operations have rules of
-their own (memory/rules.py), and torch is asked for the others.  A run without tensors does the same operations again in
-every block, with arguments of the same forms.  What is remembered gives empty tensors of its own: so only operations
-are remembered whose schema says that nothing they take is changed or given back, and which kept to it when they were
-asked.  Cost: 20 us an operation.
+Note: shape here means shape, strides and dtype (`TensorMeta`).
+On the meta device an operation only computes the shapes of its results.  Torch does much of that in Python: 1 to 6 ms
+for a norm, its backward or a GELU, and it loads its compiler.  So the operations of a transformer have rules of their
+own (`shape_rules`), and torch computes the others.  A dry run repeats the same operations in every block, with
+arguments of the same shapes.  A cached result is a new empty tensor.  So an operation is cached only if its schema
+changes and returns none of its arguments, and if torch's first result kept to that.  Cost: 20 us an operation.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.d
 
 
 class ShapeCache(TorchDispatchMode):
-    """Within it, or by its `run`, operations on meta tensors whose forms have been seen are not asked again."""
+    """Within it, or by its `run`, operations on meta tensors take their result shapes from the cache."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given: dict[Hashable, ResultMeta | None] = {}
-        """By operation and forms of its arguments; None: what cannot be remembered."""
+        """By operation and shapes of its arguments; None: the result cannot be cached."""
         self._is_pure: dict[Any, bool] = {}
 
     @classmethod
@@ -40,7 +39,7 @@ class ShapeCache(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func(*args, **kwargs)`, or something of the same forms."""
+        """`func(*args, **kwargs)`, or empty tensors of the same shapes."""
         written = _written(func, args, kwargs)
         if written is not None:
             return written

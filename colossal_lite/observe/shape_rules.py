@@ -1,10 +1,10 @@
-"""The forms that the operations of transformers give, worked out here: by shapes, strides and dtypes of what they take.
+"""Computes the result shapes of a transformer's operations from the shapes, strides and dtypes of their arguments.
 
-Note: what torch answers, without what it loads.
-Torch has most of these rules in Python, over its compiler's symbolic shapes, and loads 145 MB of code for the first of
-them: into a training process that is planned to the byte.  A rule here covers the plain case of one operation and gives
-None for any other, and for what is wrong: then torch is asked, and says what is wrong.  Each rule is compared with
-torch's own answer in tests, over drawn arguments and in whole runs of our models without tensors.
+Note: torch's answers without torch's imports.
+Torch has most of these rules in Python, over its compiler's symbolic shapes.  The first of them loads 145 MB of code,
+into a training process whose memory is planned to the byte.  A rule here covers the plain case of one operation.  For
+any other case it returns None, and torch computes the shape or raises.  Tests compare each rule with torch, over drawn
+arguments and in dry runs of our models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TensorMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 ResultMeta = tuple[TensorMeta | None, ...]
 """What an operation gives; None: nothing there."""
 Rule = Callable[..., ResultMeta | None]
-"""From the arguments of an operation to what it gives; None where that is for torch to say."""
+"""From the arguments of an operation to its result shapes; None where torch computes them."""
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """The dtype that 16 bits are computed in."""

@@ -1,4 +1,4 @@
-"""Part of what was observe."""
+"""Writes the numbers of a run to TensorBoard or to wandb, offline."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-# ------------------------------------------------------------------------------------------------ further places
-
 
 class Sink(Protocol):
-    """Somewhere else that numbers go."""
+    """A place besides the run's own files that receives its numbers."""
 
     def write(self, group: str, step: int, values: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -59,7 +57,7 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard":
 
 
 def run_sinks(names: Sequence[str], folder: Path | None, facts: Mapping[str, Any]) -> tuple[Sink, ...]:
-    """The named sinks of a run; none where `folder` is None. `facts` describe the run.
+    """Makes the named sinks of a run; none if `folder` is None. `facts` describe the run.
 
     Raises ValueError for an unknown name, and for one whose package is not installed.
     """

@@ -1,4 +1,4 @@
-"""Part of what was observe."""
+"""Records spans of time and memory marks of one rank, and exports them as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ import torch
 
 
 def memory_bytes(device: torch.device) -> int:
-    """CUDA: the most that torch has allocated so far; else the resident memory of this process now."""
+    """CUDA: the peak that torch has allocated so far. CPU: the resident memory of this process now."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
-# --------------------------------------------------------------------------------------------------- timeline
-
-
 @dataclass(frozen=True)
 class LogSpan:
-    """Something that took time."""
+    """A named stretch of time on one track."""
 
     name: str
     track: str
@@ -37,7 +34,7 @@ class LogSpan:
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """Memory at one moment."""
+    """Memory in use at one time."""
 
     name: str
     at_ns: int

@@ -42,12 +42,6 @@ def crossing_of(chunk: Chunk) -> Crossing:
     return Crossing(tuple(down), up)
 
 
-def bytes_of_update(crossing: Crossing, weights_bytes: int, gradient_bytes: int) -> tuple[int, int]:
-    """Up and down in a step for a chunk whose shard has so many bytes."""
-    sizes = {ChunkPart.GRADIENT: gradient_bytes, ChunkPart.WEIGHTS: weights_bytes}
-    return weights_bytes * crossing.up, sum(sizes[part] for part in crossing.down)
-
-
 def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:
     """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
     coming = {i: gradients[i] for i, c in crossings.items() if ChunkPart.GRADIENT in c.down}

@@ -59,10 +59,6 @@ class Layers:
         """(sum, count) over the valid labels [B, T] of this rank's data, from the logits that its module gives."""
         return self.made.strategy.cross_entropy(self.made.ops, logits, labels)
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits [B, T, V] over the full vocabulary, alike on all ranks of the tensor axis."""
-        return self.made.strategy.whole_vocabulary(logits)
-
 
 def parallelize(
     module: nn.Module,

@@ -68,17 +68,19 @@ class PartitionFacts(Protocol):
 FLOPS_PER_BYTE = 10.0
 """What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s where the
 gradient of a table was made and added at 3.6 GB/s; a GPU has more, and takes more tokens at once."""
+ELEMENT_BYTES = 4
+"""Of an activation, and of an entry of a table."""
+STATE_BYTES = 16.0
+"""Of each parameter with its gradient and optimizer states."""
 
 
-def lookup_costs(
-    tokens: float, numel: float, width: float, *, element_bytes: int = 4
-) -> tuple[float, float, float]:
+def lookup_costs(tokens: float, numel: float, width: float) -> tuple[float, float, float]:
     """F, I and W of `tokens` lookups in a table of `numel` elements with rows of `width`, in FLOPs by the bytes moved.
 
     F reads rows and writes them; there is no I; W reads what came and adds it to its rows, and makes and adds a
     gradient of the whole table, which for a large vocabulary is the most of it.
     """
-    rows, table = tokens * width * element_bytes, numel * element_bytes
+    rows, table = tokens * width * ELEMENT_BYTES, numel * ELEMENT_BYTES
     return FLOPS_PER_BYTE * 2 * rows, 0.0, FLOPS_PER_BYTE * (3 * rows + 4 * table)
 
 
@@ -86,15 +88,12 @@ def transformer_units(
     facts: PartitionFacts,
     tokens: int,
     *,
-    element_bytes: int = 4,
-    state_bytes: float = 16.0,
     gated: bool = False,
 ) -> tuple[Unit, ...]:
     """Embedding, two halves a block, and head of a transformer; costs in FLOPs (reference: arXiv
     2205.05198).
 
-    tokens: of one micro-batch; element_bytes: of an activation; state_bytes: for each parameter with its
-    gradient and optimizer states; gated: the MLP has three matrices. Attention has no weights, so its scores
+    tokens: of one micro-batch; gated: the MLP has three matrices. Attention has no weights, so its scores
     cost in F and twice that in I; a lookup costs what it moves (`lookup_costs`).
     """
     width, kv_width = facts.width, facts.width * facts.kv_heads // facts.heads
@@ -102,22 +101,22 @@ def transformer_units(
 
     def unit(name: str, weights: int, scores: float, saved: float, biases: int) -> Unit:
         linear = 2.0 * tokens * weights
-        states = (weights + biases) * state_bytes
+        states = (weights + biases) * STATE_BYTES
         return Unit(name, linear + scores, linear + 2 * scores, linear, states, saved)
 
     scores = 4.0 * tokens * facts.sequence * width
-    attention_saved = tokens * (4 * width + 2 * kv_width) * element_bytes + facts.heads * tokens * 4
-    mlp_saved = tokens * (2 * width + mlp_matrices * facts.ffn) * element_bytes
+    attention_saved = tokens * (4 * width + 2 * kv_width) * ELEMENT_BYTES + facts.heads * tokens * 4
+    mlp_saved = tokens * (2 * width + mlp_matrices * facts.ffn) * ELEMENT_BYTES
     table = facts.vocabulary * width
-    lookup = lookup_costs(tokens, table, width, element_bytes=element_bytes)
-    units = [Unit("embedding", *lookup, (table + facts.sequence * width) * state_bytes, 0.0)]
+    lookup = lookup_costs(tokens, table, width)
+    units = [Unit("embedding", *lookup, (table + facts.sequence * width) * STATE_BYTES, 0.0)]
     for i in range(facts.layers):
         attention = 2 * width * width + 2 * width * kv_width
         units.append(unit(f"{i}.attention", attention, scores, attention_saved, 4 * width + 2 * kv_width))
         units.append(
             unit(f"{i}.mlp", mlp_matrices * width * facts.ffn, 0.0, mlp_saved, 3 * width + facts.ffn)
         )
-    units.append(unit("head", table, 0.0, tokens * (2 * width + facts.vocabulary) * element_bytes, 2 * width))
+    units.append(unit("head", table, 0.0, tokens * (2 * width + facts.vocabulary) * ELEMENT_BYTES, 2 * width))
     return tuple(units)
 
 

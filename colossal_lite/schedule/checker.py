@@ -7,7 +7,7 @@ its `RankWalk` (schedule/rank_walk.py).  `check` raises one PlanError with every
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -48,7 +48,6 @@ class Reading(PlanNodes):
         plan: Plan,
         shapes: Mapping[int, Shape] | None = None,
         memory: Memory | None = None,
-        describe: Callable[[int, Action], object] | None = None,
     ) -> None:
         super().__init__(plan, shapes)
         self.messages = any(action.kind in MESSAGES for action in self.actions)
@@ -68,7 +67,7 @@ class Reading(PlanNodes):
         self._cover()
         for node in range(len(self.actions)):
             self._follow(node)
-        self._match(describe)
+        self._match()
         memory = memory or Memory.of(plan)
         walks = [RankWalk(self, rank, memory) for rank in range(len(plan))]
         self._meet()
@@ -188,7 +187,7 @@ class Reading(PlanNodes):
         elif action.kind in SENDS:
             self._after(node, ActionKind.F if action.kind is ActionKind.SEND_F else ActionKind.I)
 
-    def _match(self, describe: Callable[[int, Action], object] | None) -> None:
+    def _match(self) -> None:
         """The k-th message sent from one rank to another must be the k-th that the other receives from it."""
         sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         received: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -214,11 +213,6 @@ class Reading(PlanNodes):
                 else:
                     self.sender[receive] = send
                     self.needs[receive].append(send)
-                    ends = describe and [
-                        describe(self.places[n][0], self.actions[n]) for n in (send, receive)
-                    ]
-                    if ends and ends[0] != ends[1]:
-                        self.fault(f"sends {ends[0]} where {ends[1]} is expected", send, receive)
         for receives in received.values():
             for node in receives:
                 self.fault("has no partner", node)
@@ -305,18 +299,16 @@ def check(
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
     cap: int | None = None,
-    describe: Callable[[int, Action], object] | None = None,
     strict: bool = False,
 ) -> Footprint:
     """Proves that a plan does all of its work once and in order, pairs its messages, cannot block, uses nothing
     before it is there, and fits its memory.
 
-    shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks, tiers and
-    budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold. describe: (rank,
-    SEND or RECV) -> shape and dtype, compared at both ends. strict: a RECV blocks as a SEND does. Raises PlanError
-    with everything that is wrong and the lists drawn.
+    shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks,
+    tiers and budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold.
+    strict: a RECV blocks as a SEND does. Raises PlanError with everything that is wrong and the lists drawn.
     """
-    reading = Reading(plan, shapes, memory, describe)
+    reading = Reading(plan, shapes, memory)
     for rank, live in enumerate(reading.footprint.live):
         if cap is not None and live > cap:
             reading.fault(f"rank {rank} holds {live} activations where {cap} are allowed")

@@ -120,7 +120,6 @@ def run_of(
     *,
     ahead: int,
     below: int | None = None,
-    on_disk: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
@@ -131,7 +130,7 @@ def run_of(
     """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     actions: list[Action] = []
@@ -148,7 +147,7 @@ def run_of(
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )
-    memory = memory_of(num_chunks, ahead=ahead, below=below, on_disk=on_disk, on_host=on_host)
+    memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
     gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})

@@ -167,9 +167,6 @@ class Action:
         )
 
 
-_TORCH_ONLY = re.compile(r"\(([^)]*)\)OVERLAP_F_B|(\d+)REDUCE_GRAD")
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step: for each rank (of the pipeline axis, or each device) its list of actions."""
@@ -192,25 +189,6 @@ class Plan:
     def parse(cls, text: str) -> Plan:
         """The plan that prints as `text`: a line for each rank. Raises ValueError at the first bad word."""
         return cls(tuple(tuple(map(Action.parse, line.split())) for line in text.split("\n")))
-
-    def csv(self) -> str:
-        """In the action grammar of torch.distributed.pipelining. Raises ValueError at what it cannot say."""
-        for action in (action for actions in self.ranks for action in actions):
-            plain = (action.task, action.slice, action.chunk, action.resource)
-            if plain != (0, None, None, RESOURCES[action.kind]) or RESOURCES[action.kind] in (H2D, D2H):
-                raise ValueError(f"{action}: torch's grammar has no tasks, slices, chunks and tiers")
-        return re.sub(r"(\d)REDUCE\b", r"\1REDUCE_GRAD", "\n".join(",".join(map(str, a)) for a in self.ranks))
-
-    @classmethod
-    def from_csv(cls, text: str) -> Plan:
-        """Reads torch's grammar; empty cells (bubbles) are left out, an overlapped pair becomes two
-        actions."""
-
-        def plain(cell: re.Match[str]) -> str:
-            return cell[1].replace(";", ",") if cell[1] is not None else f"{cell[2]}REDUCE"
-
-        rows = [_TORCH_ONLY.sub(plain, line).split(",") for line in text.strip("\n").split("\n")]
-        return cls(tuple(tuple(Action.parse(c.strip()) for c in row if c.strip()) for row in rows))
 
     def placement(self, task: int = 0) -> dict[int, int]:
         """Rank of each stage of a task, by where its forward runs."""

@@ -135,10 +135,10 @@ class ScheduleTimeline:
                 busy[span.rank] += span.end_s - span.start_s
         return tuple(self.makespan_s - seconds for seconds in busy)
 
-    def idle_share(self, resource: str = COMPUTE) -> float:
-        """Idle part of a resource over all ranks; of `compute` this is the bubble."""
+    def idle_share(self) -> float:
+        """The bubble: idle part of `compute` over all ranks."""
         whole = self.makespan_s * self.ranks
-        return sum(self.idle_s(resource)) / whole if whole else 0.0
+        return sum(self.idle_s(COMPUTE)) / whole if whole else 0.0
 
     def live(self) -> tuple[int, ...]:
         """Most activations (of one F each) that each rank holds, from its F to the last of I, W and B."""

@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh, and which part of a tensor it holds; integers only.
+"""Maps ranks to mesh coordinates and to the parts of tensors that they hold; integers only.
 
 May import: nothing of ours.  Read first: `mesh_layout`.
 """

@@ -1,15 +1,15 @@
-"""Which box of which tensor a rank holds, writes and reads: checkpoint planning as pure functions of ints.
+"""Computes the boxes of tensors that a rank holds, writes and reads in a checkpoint; integers only.
 
 Note: boxes.
-A box is [start, stop) per dimension of the *global*, unpadded tensor.  What a rank holds of a parameter is an interval
-of its flattened local tensor (all of it, or what ZeRO leaves it), and every interval is a few boxes, so boxes are the
-only thing a checkpoint knows: any mesh writes them, any other reads the boxes that meet its own.  A fragment pairs a
-box with its place in the local tensor; its elements have the local tensor's strides.
+A box is [start, stop) per dimension of the *global*, unpadded tensor.  A rank holds an interval of the flattened local
+tensor of a parameter: all of it, or its ZeRO shard.  Every interval is a few boxes, so a checkpoint stores boxes only:
+any mesh writes them, any other reads the boxes that meet its own.  A fragment pairs a box with its offset in the local
+tensor; its elements have the local tensor's strides.
 
-Invariants (property-tested): over all ranks of a mesh the written boxes are disjoint and cover every tensor; the held
-boxes of one rank are disjoint and cover its interval less padding.  Of ranks that hold the same elements the one with
-coordinate 0 on every axis that replicates them writes; a block of a fused dimension may be replicated where its
-neighbours are sharded (keys of grouped heads), so blocks are judged one by one.
+Invariants (property-tested): over all ranks of a mesh the written boxes are disjoint and cover every tensor.  The held
+boxes of one rank are disjoint and cover its interval less padding.  Of ranks that hold the same elements, the one with
+coordinate 0 on every replicating axis writes.  A block of a fused dimension may be replicated beside sharded ones (keys
+of grouped heads), so each block is decided alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def extent(box: Box) -> tuple[int, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None if that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

@@ -1,11 +1,11 @@
-"""Where a rank stands: ranks of the world as coordinates on named axes.
+"""Maps ranks of the world to coordinates on named axes, and axes to groups.
 
 Note: the mesh.
 The world is a row-major grid over `pipeline, data, sequence, tensor`, slowest to fastest in rank order, so that the
 axis that moves most bytes per second lies between neighbours.  An axis may be cut into sub-axes, again slowest to
 fastest; a sub-axis is named after its parent (`tensor.row`, `sequence.ulysses`).  A set of axes spans one group per
-choice of the remaining coordinates, and those groups partition the world.  No code computes a rank by arithmetic on
-ranks: it asks a layout for coordinates and groups.  Everything here is integers; nothing here costs a message.
+choice of the remaining coordinates, and those groups partition the world.  No other code computes with rank numbers:
+it asks a layout for coordinates and groups.  All values are integers, and no message is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor: the single description of every parameter's shard.
+"""Describes the shard of a tensor that one rank holds; every parameter has one such description.
 
 Note: ShardSpec.
 A dimension is a concatenation of blocks, a block a product of named factors, as in an einops pattern: a fused QKV
@@ -7,10 +7,10 @@ rule cuts every interleaving, and each rank gets whole heads.  Placement is give
 (the first of two axes on one factor is the outer one), and separately for the value and for its gradient: a norm under
 sequence sharding has a replicated value and a partial gradient.  An axis that is not named replicates.
 
-From it alone come initial values, the axes a gradient is summed over, who counts in the norm, what a checkpoint
-slice is called, and what a parity test gathers.  Invariants (property-tested): over the ranks that differ on sharding
-axes the pieces are disjoint and cover the tensor; `join` inverts `cut`; padding is in no piece.  Pure: ints, and
-indexing of whatever array type is handed in.
+Initial values, the axes of a gradient's sum, the ranks that count in the norm, the slices of a checkpoint and the
+tensors that a parity test gathers all follow from it.  Invariants (property-tested): over the ranks that differ on
+sharding axes the pieces are disjoint and cover the tensor; `join` inverts `cut`; padding is in no piece.  Only
+integers, and indexing of any array type.
 """
 
 from __future__ import annotations
@@ -171,11 +171,6 @@ class ShardSpec:
         """Axes that cut the value."""
         return tuple(axis for axis, placement in self.value if placement.kind == "shard")
 
-    def is_owner(self, layout: MeshLayout, coords: Mapping[str, int]) -> bool:
-        """Whether this rank's copy is the one that counts: coordinate 0 on every axis that replicates the value."""
-        sharded = {axis for axis, placement in self.value if placement.kind == "shard"}
-        return all(coords[leaf.name] == 0 for leaf in layout.leaves if leaf.name not in sharded)
-
     def cut(self, full: Any, out: Any, layout: MeshLayout, coords: Mapping[str, int]) -> None:
         """Write this rank's pieces of `full` (global shape) into `out` (local shape); padding is left untouched."""
         for local, start in self._slices(layout, coords):
@@ -228,7 +223,7 @@ class ShardSpec:
 
 
 def dims_of(shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Plain dimensions, one factor each, named `d0`, `d1`, ...: what a tensor that nobody shards looks like."""
+    """Plain dimensions, one factor each, named `d0`, `d1`, ...: the dimensions of a tensor without shards."""
     return tuple(((Factor(f"d{i}", size),),) for i, size in enumerate(shape))
 
 

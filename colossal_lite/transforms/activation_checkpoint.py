@@ -7,6 +7,7 @@ Note: what is saved.  B batch, T tokens, D width, H heads, G key heads, K head w
   section 5, has no point where attention saves no T x T matrix.)  A product whose terms are summed over tensor ranks is
   saved after the sum (`save_for_recompute`), so it has the size of the residual stream and the sum does not run again.
   Neither does the gather before a column-wise linear, unless several share one.
+  It saves 4 D + (D + 2 G K) + F elements for each token (2 F with a gate), and H log-sums of attention in float32.
 Outside the blocks (embeddings, head, logits) nothing changes.
 
 The second forward gives the same bits as the first.  It reads the same weights, and dropout counts its calls from where
@@ -18,7 +19,7 @@ more; `selective` the elementwise part, plus some microseconds of Python for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -29,7 +30,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.numerics.random import DropoutStreams, Place
 from colossal_lite.transforms.saved_results import SavedResults
 
@@ -158,14 +158,3 @@ class _RecomputeContext:
     ) -> bool | None:
         self._streams.go_to(self._now)
         return self._inner.__exit__(kind, error, trace)
-
-
-def kept_numel(facts: ModelFacts, mode: Literal["selective", "full"], *, gated: bool) -> Mapping[str, int]:
-    """Elements that one block keeps for each token: `activation` in the compute dtype, `statistic` in the dtype of
-    attention's log-sums, float32 or better. `gated`: the feed-forward layer has a gate beside its up projection."""
-    if mode == "full":
-        return {"activation": facts.width, "statistic": 0}
-    qkv = facts.width + 2 * facts.kv_heads * (facts.width // facts.heads)
-    up = facts.ffn * (2 if gated else 1)
-    block_input, attended, projected, down = (facts.width,) * 4
-    return {"activation": block_input + qkv + attended + projected + up + down, "statistic": facts.heads}

@@ -27,9 +27,9 @@ V = TypeVar("V")
 TOKENS = 8  # of the ids that are sent through: as few as positions, masks and windows allow
 
 
-def order_of_use(module: nn.Module, tokens: int = TOKENS) -> tuple[str, ...] | None:
+def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
     """Names of the parameters of a module that is wholly on the meta device, by their first use in a forward of ids
-    [1, tokens]; those that it does not use are left out. None where it cannot be run so, or need not be."""
+    [1, TOKENS]; those that it does not use are left out. None where it cannot be run so, or need not be."""
     if type(module) is GPT:
         return None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -42,7 +42,7 @@ def order_of_use(module: nn.Module, tokens: int = TOKENS) -> tuple[str, ...] | N
     was_training = module.training
     try:
         with torch.no_grad(), torch.device("meta"):
-            module.eval()(torch.zeros(1, tokens, dtype=torch.int64))
+            module.eval()(torch.zeros(1, TOKENS, dtype=torch.int64))
     except Exception:  # a model's own code, which need not know ids or tensors without values
         return None
     finally:

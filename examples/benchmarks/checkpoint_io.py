@@ -1,13 +1,13 @@
-"""A checkpoint of 1 GB saved and loaded, beside a plain program that writes and reads the same bytes in the same run.
+"""Times the save and load of a checkpoint of 1 GB, beside a plain program that writes and reads the same bytes.
 
     python examples/benchmarks/checkpoint_io.py [DIRECTORY]
 
-`save` is a whole `engine.save`: written, synced, read back and compared, renamed.  Beside it stands one file of as many
-bytes, written in pieces of 16 MiB from memory, synced and renamed over the one before.  `load` is a whole
-`engine.load`, every byte checked; beside it the same file, read into memory that is there already: once with the
-operating system's cache dropped (what the disk gives), once from the cache (what memory gives).  A row's rate is the
-median over rounds, its share the median over rounds of our rate to the plain one of the same round.  Extra memory is
-the peak of resident memory over what was held before, which may be one shard (1 GiB) at the most.
+`save` is a full `engine.save`: written, synced, read back and compared, renamed.  The plain program writes one file of
+as many bytes in pieces of 16 MiB from memory, syncs it and renames it over the last one.  `load` is a full
+`engine.load`, every byte checked.  The plain program reads the same file into allocated memory: once with the operating
+system's cache dropped (speed of the disk), once from the cache (speed of memory).  A row's rate is the median over
+rounds, its share the median over rounds of our rate to the plain one of the same round.  Extra memory is the peak of
+resident memory over the level before; the limit is one shard (1 GiB).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The AdamW op on a CPU beside torch's fused AdamW, on one flat buffer.
+"""Times the AdamW op on a CPU beside torch's fused AdamW, on one flat buffer.
 
     PYTHONPATH=. python examples/benchmarks/cpu_optimizer.py                 # 50 million elements, 2 threads
 
-First it is shown that cutting the buffer changes no bit.  Then all sides take a step in turn, round after round, forth
-and back, so that a drift of the machine meets all alike.  Two ratios of the peer's time to ours: of the best times,
-which is what the kernels can do, and the median over rounds, which is what the machine made of it.
+First it checks that cutting the buffer changes no bit.  Then all sides take a step in turn, round after round, forth
+and back, so that a drift of the machine affects all alike.  Two ratios of the peer's time to ours are printed: of the
+best times (the speed of the kernels) and the median over rounds (the speed on this machine).
 
     float32            torch's fused AdamW, and the op: the same bytes
     bf16 in and out    the gradient arrives in bf16 and the weights leave in bf16: torch's fused AdamW between two casts

@@ -1,4 +1,4 @@
-"""Our step beside the peers' step, in one process, in turn: what the engine costs, and what each mode gains on a CPU.
+"""Times our step and the peers' steps in turn, in one process on a CPU: overhead of the engine, gain of each mode.
 
     python examples/benchmarks/cpu_peers.py                     # both tables
     python examples/benchmarks/cpu_peers.py --world 2 --only "one rank" "data" "tensor"

@@ -1,4 +1,4 @@
-"""Every kernel beside its peers on one GPU, as a share of what this GPU can move or multiply.
+"""Times every kernel beside its peers on one GPU, as a share of the measured bandwidth or matrix rate.
 
     PYTHONPATH=. python examples/benchmarks/gpu_kernels.py --out kernels.json       (at most 8 minutes)
     PYTHONPATH=. python examples/benchmarks/gpu_kernels.py --dry-run                (any machine: tiny sizes)

@@ -1,4 +1,4 @@
-"""Training with state beside the GPU: every placement of ours, beside FSDP2's and DeepSpeed's offload.
+"""Times training with state outside the GPU: each of our placements, FSDP2's and DeepSpeed's offload.
 
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --out offload.json      (1.3 B and 6.7 B; within 9 minutes)
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --tiny                  (any machine: a tiny model)

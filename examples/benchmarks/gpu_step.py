@@ -1,4 +1,4 @@
-"""A whole training step on one GPU: the op table, beside torch eager, torch.compile and the engine.
+"""Times a full training step on one GPU: the op table, torch eager, torch.compile and the engine.
 
     PYTHONPATH=. python examples/benchmarks/gpu_step.py --out step.json        (124 M and 1.3 B; some 8 minutes)
     PYTHONPATH=. python examples/benchmarks/gpu_step.py --dry-run              (any machine: a tiny model)

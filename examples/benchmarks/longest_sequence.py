@@ -1,9 +1,9 @@
-"""What cutting a sequence buys: memory of a rank, and the longest sequence under a cap, against the number of ranks.
+"""Computes the memory of a rank and the longest sequence under a cap, for each sequence mode and number of ranks.
 
     python examples/benchmarks/longest_sequence.py                          # as planned, for 1 to 64 ranks
     python examples/benchmarks/longest_sequence.py --measure 1 2            # and a real step beside it, on that many
 
-The cap is emulated: it is held against the peak that `plan` foretells for one rank, of tensors, and nothing is
+The cap is emulated: it is compared with the peak of tensors that `plan` forecasts for one rank.  Nothing is
 allocated.  `--measure` runs a step of the longest sequence of each mode on real ranks (gloo, one thread each) and
 counts the bytes of live tensors at its worst moment.  `1d`: tensor parallelism with activations cut along the sequence.
 The model: Llama family, 4 layers, width 256, 8 heads, vocabulary 1024, one sequence, float32, AdamW, ZeRO-1.

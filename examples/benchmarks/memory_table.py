@@ -1,10 +1,10 @@
-"""What each mode leaves on a rank: weights and activations of one small GPT, measured beside plan and formula.
+"""Measures weights and activations on a rank for each mode, for one small GPT, beside plan and formula.
 
     python examples/benchmarks/memory_table.py                # a table in markdown
     python examples/benchmarks/memory_table.py --only 2d ring
 
-Each row is a real run (gloo, one thread a rank): the weights that its first rank holds, and what a metered step finds
-alive when its forward ends, logits included, beside what `plan` says of the same step.  A share is over the row of one
+Each row is a real run (gloo, one thread a rank): the weights of its first rank, and the bytes alive at the end of a
+metered forward, logits included, beside the forecast of `plan` for the same step.  A share is over the row of one
 rank; the formula's (reference: 2205.05198, 2104.05343, 2105.14500, 2105.14450, 2311.09431, 2309.14509) is that of what
 is cut: weights of norms and biases, which 1d keeps whole and a grid cuts once, and the ids are on top.
 The model: GPT-2 family, 4 layers, width 128, 8 heads, vocabulary 1024, 8 samples of 128 tokens, float32, SGD.

@@ -1,13 +1,13 @@
-"""Optimizer state beyond an emulated link: how long a real step waits for it, beside what the simulator says.
+"""Measures how long a real step waits for optimizer state behind an emulated link, beside the simulator's forecast.
 
     python examples/benchmarks/offload_link.py                 # links that computing hides, and one that it cannot
     python examples/benchmarks/offload_link.py --records 2.5 8 # seconds of a record's copy, in units
 
 Each layer waits until a deadline instead of computing: 2 units for its forward and 4 for its backward, so that few
 cores are an undisturbed device; all else is the engine's own step, with AdamW's moments on the host
-(`memory.placement="host"`, `memory.link_bandwidth`), which visit the device for their update and go back.  A record is
-the state of one layer; its copy takes so many units each way, both ways at once.  Without gates (updates at once) the
-link has nothing but the updates to hide behind: that is the last column, by the simulator.
+(`memory.placement="host"`, `memory.link_bandwidth`), which are copied to the device for their update and back.  A
+record is the state of one layer; its copy takes so many units each way, both ways at once.  Without gates (updates at
+once) only the updates hide the link: that is the last column, by the simulator.
 """
 
 from __future__ import annotations

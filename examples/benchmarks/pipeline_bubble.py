@@ -1,12 +1,12 @@
-"""Schedules with emulated costs: what a real run of the pipeline takes, beside what the simulator says.
+"""Measures a real run of the pipeline with emulated costs, for each schedule, beside the simulator's forecast.
 
     python examples/benchmarks/pipeline_bubble.py                     # 4 ranks, 8 micro-batches, 5 schedules
     python examples/benchmarks/pipeline_bubble.py --only zb-v --svg zb-v.svg
 
 Each layer waits until a deadline instead of computing, 100 ms for each of its forward, input gradient and weight
 gradient, so that any number of ranks runs undisturbed on few cores; all else is the engine's own step: messages over
-gloo, receives posted ahead, weight gradients put off.  A rank has two layers, on one stage or on two.  The makespan is
-from the first start to the last end of compute over all ranks; the bubble is what of it the ranks do not compute.
+gloo, receives posted ahead, weight gradients deferred.  A rank has two layers, on one stage or on two.  The makespan is
+from the first start to the last end of compute over all ranks; the bubble is the share in which ranks are idle.
 """
 
 from __future__ import annotations

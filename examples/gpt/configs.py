@@ -1,4 +1,4 @@
-"""Runs to choose from with `--config NAME`: functions of the number of steps that return dicts.
+"""Defines the runs of `--config NAME`: functions of the number of steps that return dicts.
 
     model            keyword arguments of `cl.models.GPTConfig`
     steps            optimizer steps

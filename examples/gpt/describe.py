@@ -1,4 +1,4 @@
-"""Around the loop: what a run reads, what it says of itself, and how it is evaluated."""
+"""Reads the text of a run, describes the run in run.json, and evaluates it on held-out text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpus import Corpus, TokenWindows, read_corpus, yardsticks
 from generate import TOKENIZER
+from tokens import is_token_folder, read_token_corpus
 
 import colossal_lite as cl
-from colossal_lite.data.corpus import Corpus, TokenWindows, read_corpus, yardsticks
-from colossal_lite.data.tokens import is_token_folder, read_token_corpus
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.observe.flops import device_peak_flops, model_flops_per_token
 from colossal_lite.observe.run_log import Scale
@@ -31,10 +31,10 @@ def read(data: Path | None) -> Corpus:
 def describe(
     context: cl.Context, corpus: Corpus, recipe: dict[str, Any], data: Path | None, folder: Path
 ) -> Scale:
-    """Print what is about to run, keep it in run.json, and return what its numbers are measured against."""
+    """Print the run, write run.json, and return the constants that its numbers are compared with."""
     config = cl.models.GPTConfig(**recipe["model"])
     marks = yardsticks(corpus.held_out) if corpus.unit == "bytes" else None
-    model = on_meta(partial(cl.models.GPT, config))  # the whole, of which this rank may hold a part
+    model = on_meta(partial(cl.models.GPT, config))  # the full model, of which this rank may hold a shard
     num_params = sum(p.numel() for p in model.parameters())
     held_out = f"held-out text: {marks}" if marks else f"{corpus.bytes_per_token:.2f} bytes of text a token"
     print(f"{context!r}\n{corpus}\n{held_out}\nGPT with {num_params:,} parameters", flush=True)
@@ -49,7 +49,7 @@ def describe(
     }
     folder.mkdir(parents=True, exist_ok=True)
     if data is not None and (data / TOKENIZER).is_file():
-        shutil.copy(data / TOKENIZER, folder / TOKENIZER)  # so that what the run leaves can be read alone
+        shutil.copy(data / TOKENIZER, folder / TOKENIZER)  # so that the folder of the run needs no other
     (folder / "run.json").write_text(json.dumps(facts, indent=2))
     matmul_params = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     peak = device_peak_flops(context.device, context.config.precision.dtype)

@@ -1,4 +1,4 @@
-"""Text from a model that train.py left: `python examples/gpt/generate.py runs/small --prompt "class "`."""
+"""Generates text with the model of a finished run: `python examples/gpt/generate.py runs/small --prompt "class "`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A text to tokens, with a byte-pair tokenizer made from it: `python examples/gpt/prepare.py tokens --vocabulary 4096`.
+"""Converts a text to tokens, with a byte-pair tokenizer trained on it.
 
-Leaves train.bin and val.bin, in nanoGPT's form, and tokenizer.json; then `train.py --data tokens --vocabulary 4096`.
+    python examples/gpt/prepare.py tokens --vocabulary 4096
+
+Writes train.bin and val.bin, in nanoGPT's form, and tokenizer.json; then `train.py --data tokens --vocabulary 4096`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import tyro
+from corpus import read_corpus
 from generate import TOKENIZER
-
-from colossal_lite.data.corpus import read_corpus
-from colossal_lite.data.tokens import PARTS, train_bpe, write_tokens
+from tokens import PARTS, train_bpe, write_tokens
 
 PIECE_BYTES = 2**20
 

@@ -1,4 +1,4 @@
-"""Train a GPT on text, with python, torchrun or srun, on any number of ranks, with the same numbers:
+"""Trains a GPT on text, with python, torchrun or srun, on any number of ranks, with the same numbers:
 
 torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --config small --optimizer.lr 1e-3
 """

@@ -1,10 +1,10 @@
-"""One model, trained with its state on the device, on the host, on disk and within a budget: the same losses each time.
+"""Trains one model with its state on the device, on the host, on disk and within a budget: the same losses each time.
 
     python examples/offload/train.py
     torchrun --standalone --nproc-per-node 2 examples/offload/train.py --budget 20MiB
 
-On a CPU the device is emulated: an arena of memory with a link to the rest.  Printed are the losses, what the device
-held at the most and what crossed the links; `OUT/NAME.svg` draws what a step held, moment by moment.
+On a CPU the device is emulated: an arena of memory with a link to the rest.  Printed are the losses, the peak of the
+device and the bytes over the links; `OUT/NAME.svg` draws the memory of a step, moment by moment.
 """
 
 from __future__ import annotations

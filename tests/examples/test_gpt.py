@@ -20,23 +20,17 @@ import torch
 from safetensors.torch import load_file
 
 from colossal_lite.config.config import Config
-from colossal_lite.data.corpus import read_corpus
-from colossal_lite.data.tokens import read_token_corpus
 from colossal_lite.models import GPT, GPTConfig
+from tests.shared.gpt_example import FOLDER, ROOT, gpt_example
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "gpt"
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(3000))
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+def example() -> Iterator[Callable[[str], ModuleType]]:
     """Imports the example's modules as its own folder sees them, and forgets them afterwards."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield lambda name: __import__(name)
-    for name in {"train", "generate", "configs", "describe", "prepare"} - before:
-        sys.modules.pop(name, None)
+    with gpt_example() as example:
+        yield example
 
 
 Train = Callable[..., int]
@@ -90,13 +84,15 @@ def test_the_same_command_twice_gives_the_same_metrics(train: Train, text: Path,
     assert rows(outs[0] / "evaluation.jsonl")[0]["step"] == 4
 
 
-def test_evaluation_is_the_mean_over_all_held_out_windows(train: Train, text: Path, tmp_path: Path) -> None:
+def test_evaluation_is_the_mean_over_all_held_out_windows(
+    example: Callable[[str], ModuleType], train: Train, text: Path, tmp_path: Path
+) -> None:
     """35 windows in batches of 3: the ragged last batch weighs what it holds."""
     assert train(*few_steps(text, tmp_path)) == 0
     model_config = GPTConfig(**json.loads((tmp_path / "run.json").read_text())["model"])
     model = GPT(model_config)
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    _, held_out = read_corpus(text).windows(model_config.sequence, 3)
+    _, held_out = example("corpus").read_corpus(text).windows(model_config.sequence, 3)
     assert len(held_out) % 3 and len(held_out) < 48
     inputs, labels = (
         torch.stack(part) for part in zip(*(held_out[i] for i in range(len(held_out))), strict=True)
@@ -138,7 +134,7 @@ def test_text_becomes_tokens_that_train_and_read_as_text(
     said = capsys.readouterr().err
     assert "its ids go up to 299, and the model has 256; legal: --vocabulary 300 or more" in said
     assert train(*few, "--vocabulary", 300) == 0
-    corpus = read_token_corpus(tokens)
+    corpus = example("tokens").read_token_corpus(tokens)
     assert corpus.vocabulary == 300 and corpus.bytes_per_token > 1.5
     step = rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert step["bits_per_byte"] == pytest.approx(step["loss"] / math.log(2) / corpus.bytes_per_token)

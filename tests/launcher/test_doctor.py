@@ -36,11 +36,9 @@ def raises(*args: Any, **more: Any) -> NoReturn:
 def test_a_report_has_every_group_and_no_fault_where_the_tests_run() -> None:
     rows = report({"OMP_NUM_THREADS": "1"})
     groups = list(dict.fromkeys(row.group for row in rows))
-    assert groups == ["versions", "devices", "kernels", "data", "host", "limits", "environment"]
+    assert groups == ["versions", "devices", "kernels", "host", "limits", "environment"]
     assert not [row for row in rows if row.status == "fault"]
     assert find(rows, "versions", "torch").value == torch.__version__
-    corpus = find(rows, "data", "default corpus").value
-    assert re.search(r"standard library of Python .*: \d+ files, [\d,]{7,} bytes", corpus)
 
 
 def test_the_versions_asked_for_are_those_of_the_package() -> None:
@@ -102,7 +100,6 @@ def test_a_kernel_that_falls_back_on_a_device_is_a_note(monkeypatch: pytest.Monk
     [
         ("devices", torch, "get_num_threads"),
         ("kernels", kernels, "select"),
-        ("data", doctor, "read_corpus"),
         ("host", psutil, "virtual_memory"),
         ("versions", doctor.platform, "platform"),
     ],
@@ -113,7 +110,7 @@ def test_a_probe_that_breaks_is_a_row_and_the_others_still_speak(
     monkeypatch.setattr(target, name, raises)
     rows = report()
     assert find(rows, group, "probe") == DoctorRow(group, "probe", "failed", "fault", "OSError: broken")
-    assert {"versions", "devices", "kernels", "data", "host", "limits"} <= {row.group for row in rows}
+    assert {"versions", "devices", "kernels", "host", "limits"} <= {row.group for row in rows}
 
 
 def test_rows_before_the_break_are_kept() -> None:
@@ -124,17 +121,10 @@ def test_rows_before_the_break_are_kept() -> None:
     assert [row.name for row in doctor.attempt("g", probe)] == ["first", "probe"]
 
 
-def test_absent_corpus_and_absent_shared_memory_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_corpus() -> NoReturn:
-        raise ValueError("data: nothing there")
-
-    monkeypatch.setattr(doctor, "read_corpus", no_corpus)
+def test_absent_shared_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda self: str(self) != "/dev/shm")
     monkeypatch.delattr(os, "memfd_create")
     rows = report()
-    assert find(rows, "data", "default corpus") == DoctorRow(
-        "data", "default corpus", "absent", "note", "data: nothing there"
-    )
     assert (find(rows, "host", "/dev/shm").value, find(rows, "host", "/dev/shm").status) == ("absent", "note")
     assert find(rows, "host", "memfd").status == "note"
 

@@ -84,7 +84,7 @@ def test_blocks_are_whole_pages_and_cover_the_file_once_in_order(block_pages: in
     assert [block.offset for block in blocks] == [0, *ends[:-1]] and ends[-1] == layout.file_bytes
     assert all(block.offset % PAGE_BYTES == 0 and block.stop % PAGE_BYTES == 0 for block in blocks)
     assert all(layout.padded_bytes(i) - layout.sizes_bytes[i] in range(PAGE_BYTES) for i in range(5))
-    assert layout.largest_bytes == 25 * PAGE_BYTES and FileLayout(()).file_bytes == 0
+    assert max(map(layout.padded_bytes, range(5))) == 25 * PAGE_BYTES and FileLayout(()).file_bytes == 0
 
 
 # ---- direct and buffered ----

@@ -37,7 +37,6 @@ from colossal_lite.offload.placement import (
     spilled,
     visiting_bytes,
 )
-from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.step_moments import (
     ACCUMULATING,
@@ -48,6 +47,7 @@ from colossal_lite.schedule.step_moments import (
     moments_of_step,
 )
 from colossal_lite.zero.state_pieces import gradients_of
+from tests.shared.link_bound import Phase, Use, link_bound
 
 RANDOM = range(20)
 

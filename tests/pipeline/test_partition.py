@@ -127,24 +127,24 @@ def test_two_stages_of_a_rank_share_its_memory() -> None:
 def test_a_transformer_is_counted_as_its_formulas_say() -> None:
     facts, tokens = Facts(), 512
     h, s, a, f = facts.width, facts.sequence, facts.heads, facts.ffn
-    parts = transformer_units(facts, tokens, element_bytes=2, state_bytes=1)
+    parts = transformer_units(facts, tokens)
     assert [u.name for u in parts[:3]] == ["embedding", "0.attention", "0.mlp"] and parts[-1].name == "head"
     attention, mlp = parts[1], parts[2]
-    assert f == 4 * h and attention.states_bytes + mlp.states_bytes == 12 * h * h + 13 * h
+    assert f == 4 * h and attention.states_bytes + mlp.states_bytes == 16 * (12 * h * h + 13 * h)
     assert attention.forward + mlp.forward == 24 * tokens * h * h + 4 * tokens * s * h
     assert attention.input + mlp.input == 24 * tokens * h * h + 8 * tokens * s * h
     assert attention.weight + mlp.weight == 24 * tokens * h * h
-    assert attention.saved_bytes + mlp.saved_bytes == 32 * tokens * h + 4 * a * tokens
+    assert attention.saved_bytes + mlp.saved_bytes == 2 * 32 * tokens * h + 4 * a * tokens
     assert parts[-1].cost == 6 * tokens * facts.vocabulary * h
-    rows_bytes, table_bytes = 2 * tokens * h, 2 * facts.vocabulary * h
+    rows_bytes, table_bytes = 4 * tokens * h, 4 * facts.vocabulary * h
     assert parts[0].forward == 2 * rows_bytes * FLOPS_PER_BYTE and parts[0].input == 0
     assert parts[0].weight == (3 * rows_bytes + 4 * table_bytes) * FLOPS_PER_BYTE
 
 
 def test_grouped_heads_and_a_gated_mlp_are_counted() -> None:
-    plain, grouped = (transformer_units(Facts(kv_heads=k), 8, state_bytes=1) for k in (8, 2))
+    plain, grouped = (transformer_units(Facts(kv_heads=k), 8) for k in (8, 2))
     h = Facts().width
-    assert plain[1].states_bytes - grouped[1].states_bytes == 2 * (h * h * 3 // 4) + 2 * h * 3 // 4
+    assert plain[1].states_bytes - grouped[1].states_bytes == 16 * (2 * (h * h * 3 // 4) + 2 * h * 3 // 4)
     gated = transformer_units(Facts(), 8, gated=True)
     assert gated[2].weight == 1.5 * plain[2].weight
 

@@ -111,7 +111,7 @@ def test_a_fetch_one_ahead_hides_under_compute() -> None:
     assert simulate(spilled(ahead=False), cost).makespan_s == 16
     hidden = simulate(spilled(ahead=True), cost)
     assert hidden.makespan_s == 10
-    assert hidden.idle_s(COMPUTE) == (2,) and hidden.idle_share(H2D) == pytest.approx(0.2)
+    assert hidden.idle_s(COMPUTE) == (2,) and hidden.idle_s(H2D) == pytest.approx((2,))
 
 
 def test_a_fetch_waits_for_the_eviction_that_makes_room() -> None:

@@ -18,7 +18,6 @@ from colossal_lite.transforms.activation_checkpoint import (
     CheckpointedBlock,
     apply_activation_checkpoint,
     blocks_of,
-    kept_numel,
     remove_activation_checkpoint,
 )
 from tests.shared.parity import FAMILIES, SIZES, Case, assert_parity
@@ -209,6 +208,17 @@ def facts(family: str) -> tuple[ModelFacts, bool]:
     sizes = dict(kv_heads=config.key_heads, ffn=config.ffn_width, tied=True)
     names = ("layers", "heads", "width", "vocabulary", "sequence")
     return ModelFacts(**sizes, **{n: getattr(config, n) for n in names}), config.activation == "swiglu"
+
+
+def kept_numel(facts: ModelFacts, mode: str, *, gated: bool) -> dict[str, int]:
+    """Elements that one block keeps for each token: `activation` in the compute dtype, `statistic` in the dtype of
+    attention's log-sums, float32 or better. `gated`: the feed-forward layer has a gate beside its up projection."""
+    if mode == "full":
+        return {"activation": facts.width, "statistic": 0}
+    qkv = facts.width + 2 * facts.kv_heads * (facts.width // facts.heads)
+    up = facts.ffn * (2 if gated else 1)
+    block_input, attended, projected, down = (facts.width,) * 4
+    return {"activation": block_input + qkv + attended + projected + up + down, "statistic": facts.heads}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,6 @@ from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.offload.pieces import Name, StateKind
 from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk, visiting_bytes
-from colossal_lite.offload.traffic_bound import Phase, Use, link_bound
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
 from colossal_lite.zero import state_pieces
@@ -32,6 +31,7 @@ from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_optimizer_states import slow
 from tests.shared.covering import covering_array, name_of
+from tests.shared.link_bound import Phase, Use, link_bound
 from tests.shared.parity import Case, Step, start, steps_of
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_zero import (

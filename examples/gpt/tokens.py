@@ -1,10 +1,10 @@
-"""Token files, packed documents and a tokenizer of one's own text.
+"""Reads and writes token files, packs documents into windows, trains a byte-pair tokenizer.
 
-Note: a token file is nanoGPT's: raw little-endian uint16 or uint32, nothing else, mapped and never read whole.
-`write_tokens` leaves NAME.json beside it (dtype, count, vocabulary); without that, the dtype is said by whoever reads.
-Packing puts documents end to end; a token sees its own document only (`attention_mask` is the number of the document in
-its window, from 1), its position counts from the start of that document in the window, and the last token of a
-document, whose successor belongs to another, is not scored.
+Note: a token file has nanoGPT's form: raw little-endian uint16 or uint32, nothing else.  It is mapped, never read
+whole.  `write_tokens` leaves NAME.json beside it (dtype, count, vocabulary).  Without that file the reader states the
+dtype.  Packing puts documents end to end.  A token attends to its own document only: `attention_mask` is the number
+of the document in its window, from 1.  Its position counts from the start of that document in the window.  The last
+token of a document has no successor in it, so it is not scored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from corpus import Corpus, TokenWindows, data_error
 from torch import Tensor
 
 from colossal_lite.data.batch_checks import BATCH_KEYS, IGNORED
-from colossal_lite.data.corpus import Corpus, TokenWindows
 
 TokenDtype = Literal["uint16", "uint32"]
 PARTS = ("train.bin", "val.bin")
@@ -32,9 +32,9 @@ HASH_BYTES = 16 * 2**20
 def write_tokens(
     path: str | Path, tokens: npt.ArrayLike, vocabulary: int, *, text_bytes: int | None = None
 ) -> None:
-    """Write ids below `vocabulary` as a token file, in the narrowest dtype. It appears when it is whole.
+    """Write ids below `vocabulary` as a token file, in the narrowest dtype. The file appears when it is complete.
 
-    `text_bytes`: the length of the text that they stand for, so that losses can be told per byte."""
+    `text_bytes`: length of the text that the ids encode, from which losses per byte follow."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"tokens: shape {ids.shape}, {ids.dtype}; legal: one dim of integers")
@@ -50,22 +50,21 @@ def write_tokens(
 
 
 def read_tokens(path: str | Path, dtype: TokenDtype | None = None) -> npt.NDArray[Any]:
-    """The ids of a token file, mapped. `dtype`: as its sidecar says, else uint16. Raises ValueError if it is none."""
+    """The ids of a token file, mapped. `dtype`: as its sidecar says, else uint16. Raises ConfigError if it is none."""
     target, stated = Path(path), dict[str, Any]()
     try:
         size = target.stat().st_size
         if _sidecar(target).exists():
             stated = json.loads(_sidecar(target).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: is no token file: {error}") from error
+        raise data_error(str(path), f"is no token file: {error}", "raw ids") from error
     kind = dtype or stated.get("dtype", "uint16")
     if kind not in ("uint16", "uint32") or stated.get("dtype", kind) != kind:
-        raise ValueError(
-            f"{path}: dtype {kind!r}, stated {stated.get('dtype')!r}; legal: 'uint16', 'uint32', as stated"
-        )
+        rule = f"dtype {kind!r}, stated {stated.get('dtype')!r}"
+        raise data_error(str(path), rule, "'uint16', 'uint32', as stated")
     width = np.dtype(kind).itemsize
     if size == 0 or size % width or stated.get("count", size // width) != size // width:
-        raise ValueError(f"{path}: {size} bytes; legal: {stated.get('count', 'some')} ids of {width} bytes")
+        raise data_error(str(path), f"{size} bytes", f"{stated.get('count', 'some')} ids of {width} bytes")
     return np.memmap(target, dtype=f"<u{width}", mode="r")
 
 
@@ -81,7 +80,7 @@ def is_token_folder(path: str | Path | None) -> bool:
 def read_token_corpus(folder: str | Path) -> Corpus:
     """The corpus of a folder with train.bin and val.bin, mapped. Both are read once, for their hash.
 
-    What their sidecars say of vocabulary and text is taken over. Raises ValueError if a file is none of tokens.
+    Vocabulary and length of the text come from their sidecars. Raises ConfigError if one is no token file.
     """
     paths = [Path(folder) / name for name in PARTS]
     train, held_out = (read_tokens(path) for path in paths)

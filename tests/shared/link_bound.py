@@ -1,13 +1,13 @@
-"""The least that a step moves over the link between host and device, whoever decides what the device keeps.
+"""Computes the least bytes that a step moves between host and device, under any placement policy.
 
-Note: prices of room.
-A step is a cycle of phases, and across the boundary between two of them the device keeps at most its capacity.  Let
-room across each boundary have a price.  Then every byte may be looked at alone: it is kept across the boundaries where
-that is cheapest for it, room paid and bytes over the link counted.  What all bytes pay so, less the price of all the
-room that there is, is no more than what any policy moves (weak duality of linear programs), whatever the prices: the
-most over some prices is the bound.  It holds for Belady's rule (farthest next use first; 10.1147/sj.52.0078) with
-writing back, where that rule itself is not the best.  Cost: len(PRICES) ** phases, times the ways in which pieces are
-used.
+Note: prices of device memory.
+A step is a cycle of phases.  Across the boundary between two phases the device holds at most its capacity.  With a
+price for device memory at each phase, the best choice for a byte does not depend on the others.  A byte is then on the
+device across the boundaries where that is cheapest for it: price plus bytes over the link.  Sum what all bytes pay, and
+subtract the price of the whole capacity.  By weak duality of linear programs that is at most what any policy moves,
+whatever the prices.  The maximum over some prices is the bound.  It holds for Belady's rule (farthest next use first;
+10.1147/sj.52.0078) with writing back, where that rule itself is not the best.
+Cost: len(PRICES) ** phases, times the number of ways in which pieces are used.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def patterns_of(phases: Sequence[Phase]) -> Mapping[Pattern, int]:
 
 
 ABSENT, COPY, NEWER, PART = range(4)
-"""What the device has of a byte: nothing, what the host has too, what only it has, or what is to be added to what only
-the host has."""
+"""The state of a byte on the device: absent, a copy of the host's, newer than the host's, or a part that is to be added
+to the host's."""
 
 
 def _least(pattern: Pattern, prices: Sequence[int]) -> int:

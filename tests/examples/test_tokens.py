@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from colossal_lite.data.batch_checks import check_batch
 from colossal_lite.data.dataloader import dataloader
-from colossal_lite.data.tokens import PackedDocuments, collate_rows, read_tokens, train_bpe, write_tokens
 from colossal_lite.models import GPT, GPTConfig
+from tests.shared.gpt_example import gpt_example
+
+with gpt_example() as example:
+    tokens = example("tokens")
+PackedDocuments, collate_rows = tokens.PackedDocuments, tokens.collate_rows
+read_tokens, train_bpe, write_tokens = tokens.read_tokens, tokens.train_bpe, tokens.write_tokens
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(300, "uint16"), (1 << 16, "uint16"), (70_000, "uint32")])

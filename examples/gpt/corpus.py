@@ -1,4 +1,8 @@
-"""Part of what was data."""
+"""Reads a text as bytes: a training part and a held-out part, cut into windows of tokens.
+
+The default text is the source of Python's own standard library, so nothing is downloaded.  Patch releases of Python
+differ, so the SHA-256 of the text is printed and kept with the run.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +85,14 @@ class Corpus:
         """Raises ConfigError where a model of `vocabulary` ids cannot read it."""
         if self.vocabulary is not None and self.vocabulary > vocabulary:
             rule = f"its ids go up to {self.vocabulary - 1}, and the model has {vocabulary}"
-            raise _data_error(self.name, rule, f"--vocabulary {self.vocabulary} or more")
+            raise data_error(self.name, rule, f"--vocabulary {self.vocabulary} or more")
 
     def assert_same(self, world: Communicator) -> None:
         """Raises ConfigError, on every rank alike, where ranks have read different texts."""
         found = world.gather_json(self.sha256)
         if odd := [rank for rank, sha256 in enumerate(found) if sha256 != found[0]]:
             rule = f"ranks {odd} read another text than rank 0"
-            raise _data_error(self.name, rule, "the same text, or the same Python, on every node")
+            raise data_error(self.name, rule, "the same text, or the same Python, on every node")
 
     def windows(self, sequence: int, global_batch: int) -> tuple[TokenWindows, TokenWindows]:
         """(train, held-out) windows; ConfigError unless there is one global batch and one window held out."""
@@ -99,7 +103,7 @@ class Corpus:
             legal = (
                 f"a global_batch (now {global_batch}) and a sequence (now {sequence}) that fit, or more text"
             )
-            raise _data_error(self.name, rule, legal)
+            raise data_error(self.name, rule, legal)
         return TokenWindows(self.train, sequence, "train"), TokenWindows(self.held_out, sequence, "held_out")
 
 
@@ -124,18 +128,18 @@ def read_corpus(source: str | Path | None = None) -> Corpus:
     else:
         root, name = Path(source), str(source)
         if not root.exists():
-            raise _data_error(name, "is not there", TEXT)
+            raise data_error(name, "is not there", TEXT)
         paths = [root] if root.is_file() else _walk(root, _is_shown, _is_shown)
     try:
         texts = [path.read_bytes() for path in paths]
     except OSError as error:
-        raise _data_error(name, f"cannot read {error.filename}: {error.strerror}", TEXT) from error
+        raise data_error(name, f"cannot read {error.filename}: {error.strerror}", TEXT) from error
     if root.is_dir():
         texts = [text for text in texts if b"\0" not in text[:8192]]
     found = sum(map(len, texts))
     if found < HELD_OUT_EVERY:
         rule = f"{found} bytes found in {len(texts)} text files, {HELD_OUT_EVERY} or more needed"
-        raise _data_error(name, rule, TEXT)
+        raise data_error(name, rule, TEXT)
     sha256 = hashlib.sha256()
     for text in texts:
         sha256.update(text)
@@ -143,7 +147,7 @@ def read_corpus(source: str | Path | None = None) -> Corpus:
     return Corpus(name, train, held_out, sha256.hexdigest(), len(texts))
 
 
-def _data_error(source: str, rule: str, legal: str) -> ConfigError:
+def data_error(source: str, rule: str, legal: str) -> ConfigError:
     """What text there is depends on the machine alone, so all ranks of a node find the same."""
     return ConfigError([Problem("data", source, rule, legal)])
 
