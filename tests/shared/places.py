@@ -70,14 +70,18 @@ class Finder:
                     modules.append(module)
         return found
 
-    def find(self, name: str) -> Any:
-        """The class or function itself. Raises PlaceError unless exactly one module defines the name."""
+    def module_of(self, name: str) -> str:
+        """The one module that defines a class or function. Raises PlaceError for none, or for more than one."""
         modules = self.modules_of.get(name, [])
         if len(modules) > 1:
             raise PlaceError(f"{name} is ambiguous: {', '.join(modules)} define it. Give each its own name.")
         if not modules:
             raise PlaceError(f"no module defines {name} at its top level{_near(name, self.modules_of)}")
-        return vars(importlib.import_module(modules[0]))[name]
+        return modules[0]
+
+    def find(self, name: str) -> Any:
+        """The class or function itself."""
+        return vars(importlib.import_module(self.module_of(name)))[name]
 
     def place(self, name: str) -> Place:
         """Where "Class.method" or "function" is bound. Raises PlaceError, which names near matches."""
