@@ -118,8 +118,8 @@ def _in_two_parts(original: Any, self: Any, ops: Any, group: Any, *tensors: Any,
         original(self, ops, group, weight[part], gradient[part], pieces, **more)
 
 
-def _adam_decays_as_adamw(original: Any, group: Any, compute: Any) -> Any:
-    return original(replace(group, type="adamw"), compute)
+def _adam_decays_as_adamw(original: Any, group: Any, *compute: Any) -> Any:
+    return original(replace(group, type="adamw"), *compute)
 
 
 def _schedule_a_step_late(original: Any, config: Any, step: int) -> float:
