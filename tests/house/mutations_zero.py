@@ -101,7 +101,7 @@ def _dropped_while_used(original: Any, needs: Any, prefetch: int, reshard: bool)
 def _used_before_it_came(original: Any, self: Any, needs: Any) -> None:
     for index in needs:
         chunk = self._chunks[index]
-        chunk._value = torch.full_like(chunk.value, 0.1)
+        chunk._value = torch.full_like(chunk.full_weight, 0.1)
     original(self, needs)
 
 

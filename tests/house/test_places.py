@@ -143,8 +143,9 @@ def test_methods_of_each_kind_are_patched(rooms: Rooms) -> None:
         ("Weights.accept", "Weights has no accept; it is a method of Chunk"),
         ("Chunk", "is a class: name one of its methods"),
         ("factor.step", "factor is no class"),
-        ("helper", f"helper is ambiguous: {PACKAGE}.one, {PACKAGE}.two define it"),
-        ("Twin.run", f"Twin is ambiguous: {PACKAGE}.one, {PACKAGE}.two define it"),
+        ("helper", f"helper is ambiguous: {PACKAGE}.one, {PACKAGE}.two define it: say whose"),
+        ("factor:nothing", "the module of factor knows no nothing"),
+        ("Twin.run", f"Twin is ambiguous: {PACKAGE}.one, {PACKAGE}.two define it: say whose"),
         ("Chunk.size", "Chunk.size is not called"),
         ("nothing_like_it", "no module defines nothing_like_it at its top level$"),
     ],
@@ -156,6 +157,14 @@ def test_a_name_that_stands_for_nothing_or_for_two_is_refused(rooms: Rooms, name
     finder = rooms.finder()
     with pytest.raises(PlaceError, match=words), finder.patched(name, lambda original, *args: None):
         pass
+
+
+def test_a_doubled_name_is_told_by_who_uses_it(rooms: Rooms) -> None:
+    rooms.write("one", "def _half(x):\n    return x / 2\ndef first(x):\n    return _half(x)\n")
+    rooms.write("two", "def _half(x):\n    return x // 2\ndef second(x):\n    return _half(x)\n")
+    finder = rooms.finder()
+    with finder.patched("second:_half", lambda original, x: -original(x)):
+        assert (finder.find("first")(3), finder.find("second")(3)) == (1.5, -1)
 
 
 def test_the_product_is_read_with_its_kernels_and_its_launcher() -> None:

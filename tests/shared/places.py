@@ -1,6 +1,7 @@
 """Finds classes and functions of the product by name alone, and patches them wherever they are used.
 
 Note. A planted fault names its place, "Chunk.accept" or "learning_rate_factor", and no file: it survives a move.
+A name that two modules define is refused; then "finish_gradients:_sum" is the one that finish_gradients calls.
 The files are scanned once per process for names at their top level (40 ms), and only the file that defines a name
 is imported.  A method is patched in its class.  A function is patched in its own module and in every loaded module
 that took it by `from x import f`.  A module that is loaded during the patch is set right at its end.  A reference
@@ -74,14 +75,18 @@ class Finder:
         """The one module that defines a class or function. Raises PlaceError for none, or for more than one."""
         modules = self.modules_of.get(name, [])
         if len(modules) > 1:
-            raise PlaceError(f"{name} is ambiguous: {', '.join(modules)} define it. Give each its own name.")
+            raise PlaceError(f"{name} is ambiguous: {', '.join(modules)} define it: say whose, user:{name}")
         if not modules:
             raise PlaceError(f"no module defines {name} at its top level{_near(name, self.modules_of)}")
         return modules[0]
 
     def find(self, name: str) -> Any:
-        """The class or function itself."""
-        return vars(importlib.import_module(self.module_of(name)))[name]
+        """The class or function itself; "user:name" is what the module of `user` means by `name`."""
+        user, _, own = name.rpartition(":")
+        module = importlib.import_module(self.module_of(user or own))
+        if own not in vars(module):
+            raise PlaceError(f"the module of {user} knows no {own}{_near(own, vars(module))}")
+        return vars(module)[own]
 
     def place(self, name: str) -> Place:
         """Where "Class.method" or "function" is bound. Raises PlaceError, which names near matches."""
