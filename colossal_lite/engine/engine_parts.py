@@ -20,8 +20,8 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.host_store import TaskRecords
 from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.parallelize import Parallelized

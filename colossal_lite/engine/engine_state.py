@@ -28,7 +28,7 @@ from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import spoilt
 from colossal_lite.memory.disk_file import DiskError
-from colossal_lite.memory.host_store import ParkedState
+from colossal_lite.memory.task_records import ParkedState
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
 

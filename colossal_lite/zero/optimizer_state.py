@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.host_store import OPTIMIZER, WEIGHTS, TaskRecords
+from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.optimizers import Rule
 from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates

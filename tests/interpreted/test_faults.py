@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from colossal_lite.kernels import select
 from colossal_lite.kernels.launch import jit, launch, load, tl
 from tests.shared.interpreter import SANITIZER, sanitized
 from tests.shared.kernel_cases import cases, check
+from tests.shared.places import Finder
 
 OPS = select("triton", "cpu", strict=True)
 CASES = {case.name: case for case in cases()}
@@ -71,57 +76,91 @@ WHOLE, LAST = "attend edge of a whole tile", "attend edge of the last tile"
 LOSS = "cross_entropy 5 x 11, smoothing 0.1, z-loss 0.01"
 FAULTS = [
     # a mask that is off by one
-    ("attention_triton", "(distance >= 0)", "(distance > 0)", "attend causal"),
-    ("attention_triton", "(distance < window)", "(distance <= window)", "attend window"),
-    ("attention_triton", "tl.maximum(first + 1, 0) // KEYS", "tl.maximum(first + 2, 0) // KEYS", WHOLE),
-    ("attention_triton", "end, tl.maximum(first + QUERIES, 0)", "end, tl.maximum(first + QUERIES - 1, 0)", LAST),
-    ("attention_triton", "tl.maximum(begin - lag, 0) //", "tl.maximum(begin - lag + QUERIES, 0) //", "attend causal"),
-    ("attention_triton", "(of_query == of_key)", "(of_query >= of_key)", "attend documents"),
-    ("norm", "out -= tl.sum(g, axis=0) / features", "out -= 0.0", "layer_norm 37"),
-    ("norm", "centred = tl.where(inside, value - centre, 0.0)", "centred = value - centre", "layer_norm 37"),
-    ("cross_entropy", "here = (label >= 0) & (label < columns)\n    at", "here = label > 0\n    at", LOSS),
+    ("_visible", "distance >= 0", "distance > 0", "attend causal"),
+    ("_visible", "distance < window", "distance <= window", "attend window"),
+    ("_range_of_keys", "first + 1", "first + 2", WHOLE),
+    ("_range_of_keys", "tl.maximum(first + QUERIES, 0)", "tl.maximum(first + QUERIES - 1, 0)", LAST),
+    ("_range_of_queries", "tl.maximum(begin - lag, 0)", "tl.maximum(begin - lag + QUERIES, 0)", "attend causal"),
+    ("_visible", "of_query == of_key", "of_query >= of_key", "attend documents"),
+    ("_norm_backward", "tl.sum(g, axis=0) / features", "0.0", "layer_norm 37"),
+    ("_norm_forward", "tl.where(inside, value - centre, 0.0)", "value - centre", "layer_norm 37"),
+    ("_partial_kernel", "(label >= 0) & (label < columns)", "label > 0", LOSS),
     # a scale that is missing
-    ("attention_triton", "dk_tile * natural_scale", "dk_tile", "attend causal"),
-    ("attention_triton", "dq_tile * natural_scale", "dq_tile", "attend causal"),
-    ("attention_triton", "total * shrink[:, None]", "total", "attend causal over tiles"),
-    ("attention_triton", "total -= tl.load(dlse + at", "total += tl.load(dlse + at", "attend causal"),
-    ("dropout", "value.to(tl.float32) * scale", "value.to(tl.float32)", "dropout 37"),
-    ("cross_entropy", "1.0 + 2.0 * z_loss", "1.0 + z_loss", LOSS),
-    ("optimizer_triton", "/ (tl.sqrt(v) * correction2 + eps)", "/ (tl.sqrt(v) + eps)", "adamw 1024 by a number"),
-    ("activation", "slope = phi + h * tl.exp", "slope = phi + tl.exp", "gelu exact bias 37"),
+    ("_attend_keys_kernel", "dk_tile * natural_scale", "dk_tile", "attend causal"),
+    ("_attend_queries_kernel", "dq_tile * natural_scale", "dq_tile", "attend causal"),
+    ("_forward_tile", "total * shrink[:, None]", "total", "attend causal over tiles"),
+    ("_delta_kernel", "tl.load(dlse + at, mask=i < queries, other=0.0)",
+     "-tl.load(dlse + at, mask=i < queries, other=0.0)", "attend causal"),
+    ("_dropout_kernel", "value.to(tl.float32) * scale", "value.to(tl.float32)", "dropout 37"),
+    ("_gradient_kernel", "2.0 * z_loss", "z_loss", LOSS),
+    ("_adamw_rule", "tl.sqrt(v) * correction2", "tl.sqrt(v)", "adamw 1024 by a number"),
+    ("_gelu_parts", "h * tl.exp(-0.5 * h * h)", "tl.exp(-0.5 * h * h)", "gelu exact bias 37"),
     # a race, or a place outside
-    ("norm", "dweight + program.to(tl.int64) * features", "dweight", "rms_norm 37"),
-    ("embedding", "if (v != before) &", "if (v == v) &", "embedding_grad_"),
-    ("flat", "tl.store(sums + first + program", "tl.store(sums + first", "square_sum"),
-    ("rotary", "(h < heads) & (i < half)", "(h <= heads) & (i < half)", "rotary 5 x 6"),
-    ("activation", "inside = (r < rows) & (c < features)\n    g", "inside = c < features\n    g", "swiglu 37"),
+    ("_norm_backward", "dweight + program.to(tl.int64) * features", "dweight", "rms_norm 37"),
+    ("_embedding_kernel", "v != before", "v == v", "embedding_grad_"),
+    ("_square_kernel", "sums + first + program", "sums + first", "square_sum"),
+    ("_rotary_kernel", "h < heads", "h <= heads", "rotary 5 x 6"),
+    ("_swiglu_forward", "(r < rows) & (c < features)", "c < features", "swiglu 37"),
 ]  # fmt: skip
+"""A function by its name in whatever file, an expression that stands in it once, the fault, and the case."""
 
 
-def planted(file: str, old: str, new: str, folder: Path) -> ModuleType:
-    """The kernels of one file with one fault, beside the right ones; those of x_triton.py come with a copy of x.py."""
-    source = source_of(file)
-    assert old in source, f"{file}.py has no {old!r} any more"
-    module = loaded(f"planted_{file}", source.replace(old, new), folder)
-    if file.endswith("_triton"):
-        caller, imported = file.removesuffix("_triton"), f"from . import {file} as"
-        source = source_of(caller)
-        assert imported in source, f"{caller}.py does not call {file}.py any more"
-        module = loaded(
-            f"planted_{caller}", source.replace(imported, f"from . import planted_{file} as"), folder
-        )
+def mutated(source: str, function: str, old: str, new: str) -> str:
+    """The source with one expression of a function replaced, however it is laid out. Fails unless it is there once."""
+    (body,) = (
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == function
+    )
+    wanted = ast.dump(ast.parse(old, mode="eval").body)
+    found = [n for n in ast.walk(body) if isinstance(n, ast.expr) and ast.dump(n) == wanted]
+    assert len(found) == 1, f"{function} has {old!r} {len(found)} times, not once"
+    (node,) = found
+    lines = source.encode().splitlines(keepends=True)
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+    raw = source.encode()
+    return (raw[:begin] + f"({new})".encode() + raw[end:]).decode()
+
+
+def planted(function: str, old: str, new: str, folder: Path) -> dict[str, Callable[..., Any]]:
+    """Triton paths by op, of the file with the fault and of copies of the files that take their kernels from it."""
+    finder = kernel_files()
+    faulty = finder.module_of(function)
+    sources = {faulty: mutated(finder.files[faulty].read_text(), function, old, new)}
+    table: dict[str, Callable[..., Any]] = {}
+    with ExitStack() as stack:
+        for name in (faulty, *callers_of(faulty)):
+            stem = name.rpartition(".")[2]
+            module = loaded(f"planted_{stem}", sources.get(name) or finder.files[name].read_text(), folder)
+            stack.enter_context(patch.dict(sys.modules, {name: module}))
+            stack.enter_context(patch.object(kernels, stem, module))
+            table |= {op: path.run for op, path in getattr(module, "TRITON", {}).items()}
     load()
-    return module
+    return table
 
 
-def source_of(file: str) -> str:
-    return Path(kernels.__file__).with_name(f"{file}.py").read_text()
+def kernel_files() -> Finder:
+    package = kernels.__name__
+    return Finder({package: Path(kernels.__file__).parent})
+
+
+def callers_of(module: str) -> list[str]:
+    """The files with a table of Triton paths that import a file of kernels, or such a file."""
+    found = [module]
+    for caller in found:
+        stem = re.escape(caller.rpartition(".")[2])
+        imports = re.compile(rf"^from (?:\. import {stem}|\.{stem} import)\b", re.MULTILINE)
+        for name, path in kernel_files().files.items():
+            text = path.read_text()
+            if name not in found and imports.search(text) and re.search("^TRITON = ", text, re.MULTILINE):
+                found.append(name)
+    return found[1:]
 
 
 def loaded(name: str, source: str, folder: Path) -> ModuleType:
     path = folder / f"{name}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"colossal_lite.kernels.{name}", path)
+    spec = importlib.util.spec_from_file_location(f"{kernels.__name__}.{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -129,9 +168,28 @@ def loaded(name: str, source: str, folder: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("file", "old", "new", "name"), FAULTS, ids=lambda x: str(x)[:40])
-def test_a_planted_fault_is_caught(file: str, old: str, new: str, name: str, tmp_path: Path) -> None:
-    table: dict[str, Any] = {op: path.run for op, path in planted(file, old, new, tmp_path).TRITON.items()}
-    faulty = replace(OPS, **table)
+@pytest.mark.parametrize(("function", "old", "new", "name"), FAULTS, ids=lambda x: str(x)[:40])
+def test_a_planted_fault_is_caught(function: str, old: str, new: str, name: str, tmp_path: Path) -> None:
+    table: dict[str, Any] = planted(function, old, new, tmp_path)
+    assert table, f"no op's Triton path leads to {function}"
     with pytest.raises(AssertionError), sanitized():
-        check(CASES[name], faulty, torch.float32)
+        check(CASES[name], replace(OPS, **table), torch.float32)
+
+
+OF_EACH_FILE = {kernel_files().module_of(fault[0]): fault for fault in FAULTS}
+
+
+@pytest.mark.parametrize("file", OF_EACH_FILE)
+def test_what_is_caught_is_the_fault_and_not_the_copy_of_its_file(file: str, tmp_path: Path) -> None:
+    function, old, _, name = OF_EACH_FILE[file]
+    table: dict[str, Any] = planted(function, old, old, tmp_path)
+    with sanitized():
+        check(CASES[name], replace(OPS, **table), torch.float32)
+
+
+@pytest.mark.parametrize("old", ["b", "a + c"])
+def test_an_expression_that_is_not_there_once_is_refused(old: str) -> None:
+    source = "def one(a, b):\n    return b * (a +\n        b)\n\ndef two(a, c):\n    return a + c\n"
+    with pytest.raises(AssertionError, match="times, not once"):
+        mutated(source, "one", old, "a")
+    assert mutated(source, "one", "a + b", "a - b").startswith("def one(a, b):\n    return b * ((a - b))\n")

@@ -32,6 +32,7 @@ from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero import build_chunks as build
+from tests.shared.places import patched
 
 # ---- I1: every element of a parameter is in one shard of one chunk, and what lies between adds to no norm ----
 
@@ -165,23 +166,18 @@ def _without_the_first(original: Any, numels: Mapping[str, int], *more: Any, **o
     return original({name: numel for name, numel in list(numels.items())[1:]}, *more, **options)
 
 
-FAULTS_I1: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "two ranks own one shard": (ChunkSpec, "shard", _of_the_next_rank),
-    "gaps are not cleared": (Chunk, "_gaps", lambda original, self: iter(())),
-    "a parameter is in no chunk": (build, "pack_chunks", _without_the_first),
+FAULTS_I1: dict[str, tuple[str, Callable[..., Any]]] = {
+    "two ranks own one shard": ("ChunkSpec.shard", _of_the_next_rank),
+    "gaps are not cleared": ("Chunk._gaps", lambda original, self: iter(())),
+    "a parameter is in no chunk": ("pack_chunks", _without_the_first),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS_I1)
 def test_i1_goes_red_where(fault: str) -> None:
-    owner, name, change = FAULTS_I1[fault]
-    original = getattr(owner, name)
     module = Model([Drawn((9, 257), False, True), Drawn((31,), True, False), Drawn((3, 5), False, False)])
     assert_each_element_has_one_owner(module, Cut(2, 2))
-    with (
-        patch.object(owner, name, lambda *args, **more: change(original, *args, **more)),
-        pytest.raises(AssertionError),
-    ):
+    with patched(*FAULTS_I1[fault]), pytest.raises(AssertionError):
         assert_each_element_has_one_owner(module, Cut(2, 2))
 
 
@@ -341,7 +337,7 @@ def test_i5_no_record_is_read_before_it_has_come_however_long_copies_take(
     assert_newest_versions(5, 1, below, tmp_path, lambda _: draw.choice((0.0, 0.0, 0.001, 0.004)))
 
 
-def _not_taken_back(original: Any, self: optimizer_states.OffloadedOptimizerStates, index: int) -> None:
+def _not_taken_back(original: Any, self: Any, index: int) -> None:
     """The hole of a plan that empties a slot only when another record needs it."""
     if index < len(self._records) - 1:
         original(self, index)
@@ -361,25 +357,23 @@ def _refilled_before_it_is_empty(
     return original(self, *copied, **more)
 
 
-FAULTS_TIERS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+FAULTS_TIERS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "the last record is not taken back": (
         "",
-        optimizer_states.OffloadedOptimizerStates,
-        "evict",
+        "OffloadedOptimizerStates.evict",
         _not_taken_back,
     ),
-    "a record is read before it has come": ("h2d", Transfer, "wait", _not_awaited),
-    "a slot is refilled before it is empty": ("d2h", Link, "copy", _refilled_before_it_is_empty),
+    "a record is read before it has come": ("h2d", "Transfer.wait", _not_awaited),
+    "a slot is refilled before it is empty": ("d2h", "Link.copy", _refilled_before_it_is_empty),
 }
 """And the link that is slow."""
 
 
 @pytest.mark.parametrize("fault", FAULTS_TIERS)
 def test_i4_and_i5_go_red_where(fault: str, tmp_path: Path) -> None:
-    slow, owner, name, change = FAULTS_TIERS[fault]
-    original = getattr(owner, name)
+    slow, name, change = FAULTS_TIERS[fault]
     with (
-        patch.object(owner, name, lambda *args, **more: change(original, *args, **more)),
+        patched(name, change),
         pytest.raises(AssertionError, match="chunk"),
     ):
         assert_newest_versions(6, 1, None, tmp_path, lambda link: 0.01 * (link == slow))

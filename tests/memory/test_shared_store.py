@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
-from colossal_lite.memory.link import Link, Transfer
-from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, StoreError, TaskRecords
-from colossal_lite.offload.state_storage import HostStorage
+from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, StoreError
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.offload.test_optimizer_states import ADAMW, on_disk
 from tests.shared.parity import Case, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, WorldError, run_world
 from tests.zero.test_deferred_updates import assert_same
 from tests.zero.test_zero import SMALL, VOCABULARY
@@ -39,14 +37,15 @@ CASE = Case(
 )  # fmt: skip
 
 
-def _told_at_once(self: Link, target: Tensor, source: Tensor, *, then: Any = None, **more: Any) -> Transfer:
+def _told_at_once(
+    original: Any, self: Any, target: Tensor, source: Tensor, *, then: Any = None, **more: Any
+) -> Any:  # fmt: skip
     if then is not None:
         self._thread.submit(time.sleep, 0.15)
         then()
-    return COPY(self, target, source, **more)
+    return original(self, target, source, **more)
 
 
-COPY = Link.copy
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "host": (1, HOST),
     "host, ZeRO-1, bf16": (2, HOST | dict(zero=dict(stage=1), precision="bf16")),
@@ -63,7 +62,7 @@ State = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Tensor]]]
 def trained(env: RankEnv, case: Case, stops: tuple[int, ...], fault: str = "") -> State:
     """Losses of a run whose engine is closed before the steps of `stops`, its context before the last of them, and its
     state at the end."""
-    with patch.object(*FAULTS[fault]) if fault else nullcontext():
+    with patched(*FAULTS[fault]) if fault else nullcontext():
         return _trained(env, case, stops)
 
 
@@ -109,12 +108,12 @@ def test_an_engine_that_takes_up_a_task_goes_on_with_the_bits_of_one_engine(
     assert_same(run_world(trained, case.world_size, case, (1, 3)), expected)
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a record that was left is filled anew": (TaskRecords, "is_new", lambda self, chunk, kind: True),
-    "step counts are not taken up": (ChunkOptimizer, "set_updates", lambda self, updates: None),
-    "weights are not left": (ChunkOptimizer, "park", lambda self, version: None),
-    "an update that is owed is not told": (HostStorage, "defer", lambda self: None),
-    "a record is whole when its bytes set out": (Link, "copy", _told_at_once),
+FAULTS: dict[str, tuple[str, Any]] = {
+    "a record that was left is filled anew": ("TaskRecords.is_new", lambda original, self, chunk, kind: True),
+    "step counts are not taken up": ("ChunkOptimizer.set_updates", lambda original, self, updates: None),
+    "weights are not left": ("ChunkOptimizer.park", lambda original, self, version: None),
+    "an update that is owed is not told": ("HostStorage.defer", lambda original, self: None),
+    "a record is whole when its bytes set out": ("Link.copy", _told_at_once),
 }
 
 
@@ -141,7 +140,7 @@ def records_of(engine: Engine) -> dict[int, Tensor]:
 
 def watched(env: RankEnv, case: Case, fault: str = "") -> None:
     """Each rank reads the records of the other, in the other's memory."""
-    with patch.object(*FAULTS[fault]) if fault else nullcontext():
+    with patched(*FAULTS[fault]) if fault else nullcontext():
         _watched(env, case)
 
 

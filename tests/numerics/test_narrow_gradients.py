@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed import shared_memory_collectives
-from colossal_lite.memory import gradient_squares
 from colossal_lite.models import GPTConfig
-from colossal_lite.numerics.optimizers import AdamW, Group
 from colossal_lite.planner.planner import plan
 from tests.numerics.test_split_master import CASE, OPTIMIZERS, WHOLE_TENSORS, tied_bits
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, assert_no_further, ledger, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_zero import assert_same_bits, bits
 
@@ -118,30 +115,30 @@ def test_a_sum_over_ranks_is_that_of_float32_rounded_once(world_size: int, zero:
         assert torch.equal(ours[name], value.bfloat16().float()), name
 
 
-def rounding_each_time(terms: list[Tensor], target: Tensor) -> None:
+def rounding_each_time(original: Any, terms: list[Tensor], target: Tensor) -> None:
     total = terms[0].clone()
     for term in terms[1:]:
         total.add_(term)
     target.copy_(total)
 
 
-def norms_in_their_own_dtype(rows: Tensor) -> Tensor:
+def norms_in_their_own_dtype(original: Any, rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1).float()
 
 
-def never_joins(self: AdamW, group: Group) -> bool:
+def never_joins(original: Any, self: Any, group: Any) -> bool:
     return False
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "sums over ranks are rounded each time": (shared_memory_collectives, "add_wide", rounding_each_time),
-    "norms are rounded": (gradient_squares, "_norms", norms_in_their_own_dtype),
-    "decay joins a gradient that is not widened": (AdamW, "joins", never_joins),
+FAULTS: dict[str, tuple[str, Any]] = {
+    "sums over ranks are rounded each time": ("add_wide", rounding_each_time),
+    "norms are rounded": ("_norms", norms_in_their_own_dtype),
+    "decay joins a gradient that is not widened": ("AdamW.joins", never_joins),
 }
 
 
 def faulty(env: RankEnv, case: Case, name: str) -> Any:
-    with patch.object(*FAULTS[name]):
+    with patched(*FAULTS[name]):
         return bits(env, case)
 
 

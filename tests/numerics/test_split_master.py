@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,14 +15,13 @@ from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite.config.config import Config
-from colossal_lite.kernels import optimizer as kernels_optimizer
-from colossal_lite.kernels import split
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner.planner import plan
 from tests.shared.covering import covering_array, name_of
 from tests.shared.kernel_cases import masters_with_ties
 from tests.shared.parity import Case, start, steps_of
+from tests.shared.places import patched, replaced
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import _extent, auto, placement_of
 from tests.zero.test_zero import SMALL, VOCABULARY, assert_same_bits, assert_same_state, loads, saves
@@ -129,31 +129,28 @@ def test_a_checkpoint_of_split_masters_is_one_of_float32_masters_and_back(away: 
             assert_same_state(loaded, saved)
 
 
-def _without_ties(master: Tensor, high: Tensor, residual: Tensor, ties: Tensor) -> None:
-    split.split_(master, high, residual, ties)
+def _without_ties(original: Any, master: Tensor, high: Tensor, residual: Tensor, ties: Tensor) -> None:
+    original(master, high, residual, ties)
     ties.zero_()
 
 
-def _first_residual(chunk: Chunk, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-    high, residual, ties = HALVES(chunk, local)
+def _first_residual(original: Any, chunk: Any, local: slice) -> tuple[Tensor, Tensor, Tensor]:
+    high, residual, ties = original(chunk, local)
     assert chunk.residual is not None
     return high, chunk.residual[: len(residual)], ties
 
 
-HALVES = Chunk.halves
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "ties are forgotten": (kernels_optimizer, "split_", _without_ties),
-    "a residual from the chunk's beginning": (Chunk, "halves", _first_residual),
-    "upper halves that rest on the host do not come": (
-        Chunk,
-        "updates_weights",
-        property(lambda chunk: False),
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "ties are forgotten": lambda: patched("split_", _without_ties),
+    "a residual from the chunk's beginning": lambda: patched("Chunk.halves", _first_residual),
+    "upper halves that rest on the host do not come": lambda: replaced(
+        "Chunk.updates_weights", property(lambda chunk: False)
     ),
 }
 
 
 def faulty(env: RankEnv, case: Case, name: str) -> Any:
-    with patch.object(*FAULTS[name]):
+    with FAULTS[name]():
         return tied_bits(env, case)
 
 

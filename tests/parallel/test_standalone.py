@@ -6,7 +6,6 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.models import GPT
-from colossal_lite.parallel import standalone
-from colossal_lite.sharding.shard_spec import ShardSpec
 from tests.shared.parity import Case, relative_error
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["cut", "whole"])
@@ -49,15 +47,15 @@ def _first_gradient_halved(original: Any, parameters: list[nn.Parameter], *rest:
     parameters[0].grad.mul_(0.5)
 
 
-# Owner, name of the function, and what takes its place, given the original.
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "gradients not summed": (standalone, "_sum", lambda original, *rest: None),
-    "a gradient averaged": (standalone, "_sum", _first_gradient_halved),
+# Name of the function, and what takes its place, given the original.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "gradients not summed": ("finish_gradients:_sum", lambda original, *rest: None),
+    "a gradient averaged": ("finish_gradients:_sum", _first_gradient_halved),
     "summed over data only": (
-        ShardSpec, "sync_axes", lambda original, *given: tuple(a for a in original(*given) if a != "tensor")
+        "ShardSpec.sync_axes", lambda original, *given: tuple(a for a in original(*given) if a != "tensor")
     ),
     "a neighbour's values": (
-        standalone, "cut_values",
+        "cut_values",
         lambda original, spec, layout, coords, fetch: original(
             spec, layout, {**coords, "tensor": 1 - coords["tensor"]}, fetch
         ),
@@ -66,11 +64,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 def planted(fault: str) -> AbstractContextManager[Any]:
-    if not fault:
-        return nullcontext()
-    owner, name, change = FAULTS[fault]
-    original = getattr(owner, name)
-    return patch.object(owner, name, lambda *given: change(original, *given))
+    return patched(*FAULTS[fault]) if fault else nullcontext()
 
 
 def own_loop(env: RankEnv, case: Case, fault: str = "") -> dict[str, Any]:

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine.update_timing import Updates
-from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner.planner import plan
-from colossal_lite.zero.backward_updates import UpdatesInBackward
-from colossal_lite.zero.forward_hooks import ForwardGates
 from tests.engine.test_engine import Branches, batch_of
 from tests.numerics.test_split_master import CASE, OPTIMIZERS
 from tests.planner.test_planner import assert_predicted, held, planned
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, run_world
 
 SCHEDULE = dict(type="cosine", warmup_steps=1, total_steps=9)
@@ -177,41 +174,40 @@ def test_a_loop_of_ones_own_updates_in_backward_too(stage: int, counts: bool) ->
 # ---- planted faults ----
 
 
-def all_at_once(self: UpdatesInBackward, chunk: Chunk) -> None:
+def all_at_once(original: Any, self: Any, chunk: Any) -> None:
     """Nobody waits for what other ranks say."""
     chunk.keep_squares()
     assert self._deferred is not None
     self._deferred.until(self._place[chunk.spec.id])
 
 
-def by_own_tokens(self: Updates, told: Tensor, factor: float) -> None:
+def by_own_tokens(original: Any, self: Any, told: Tensor, factor: float) -> None:
     with patch.object(type(self._mesh.world), "all_reduce", lambda comm, tensor: tensor):
-        BEGIN(self, told, factor)
+        original(self, told, factor)
 
 
-def never_fetched(self: ForwardGates, chunk: Chunk, *, changed: bool) -> None:
+def never_fetched(original: Any, self: Any, chunk: Any, *, changed: bool) -> None:
     return
 
 
-def before_the_sum(self: Chunk) -> None:
+def before_the_sum(original: Any, self: Any) -> None:
     """The gradient of this rank alone."""
     assert self.accumulating is not None
     kept = self.accumulating.clone()
-    FINISH(self)
+    original(self)
     self.gradient.copy_(kept[slice(*self.owned)])
 
 
-BEGIN, FINISH = Updates.begin, Chunk.finish_reduce
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "an update does not wait for what other ranks have used": (UpdatesInBackward, "summed", all_at_once),
-    "an update divides by the tokens of its rank": (Updates, "begin", by_own_tokens),
-    "new weights are not fetched": (ForwardGates, "updated", never_fetched),
-    "an update takes a gradient that is not summed": (Chunk, "finish_reduce", before_the_sum),
+FAULTS: dict[str, tuple[str, Any]] = {
+    "an update does not wait for what other ranks have used": ("UpdatesInBackward.summed", all_at_once),
+    "an update divides by the tokens of its rank": ("Updates.begin", by_own_tokens),
+    "new weights are not fetched": ("ForwardGates.updated", never_fetched),
+    "an update takes a gradient that is not summed": ("Chunk.finish_reduce", before_the_sum),
 }
 
 
 def faulty(env: RankEnv, name: str, stage: int, case: Case) -> Any:
-    with patch.object(*FAULTS[name]):
+    with patched(*FAULTS[name]):
         return branching(env, stage, "backward") if "wait" in name else trained(env, case)
 
 

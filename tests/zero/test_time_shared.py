@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
-from colossal_lite.engine.update_timing import Updates
-from colossal_lite.memory.chunk import Chunk
-from colossal_lite.zero.gradient_hooks import GradientHooks
 from tests.shared.parity import Case, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, WorldError, run_world
 from tests.zero.test_memory_budget import DEEP, _extent, auto, config_of
 
@@ -170,29 +167,29 @@ EVENTS = dict(
 )  # fmt: skip
 
 
-def _forget_first_sums(self: Chunk, have: Any = Chunk.have_sums) -> None:
+def _forget_first_sums(original: Any, self: Any) -> None:
     is_coming = self._coming is not None
-    have(self)
+    original(self)
     if is_coming:
         self.gradient.zero_()
 
 
-def _never_whole(self: Chunk, *, is_whole: bool, take: Any = Chunk.take_weights) -> None:
-    take(self, is_whole=True)
+def _never_whole(original: Any, self: Any, *, is_whole: bool) -> None:
+    original(self, is_whole=True)
 
 
-def _always_free(self: GradientHooks, *, begin: Any = GradientHooks.begin, **how: Any) -> None:
-    begin(self, **{**how, "frees": True})
+def _always_free(original: Any, self: Any, **how: Any) -> None:
+    original(self, **{**how, "frees": True})
 
 
 READ = "the weights .* are read between the last backward of a step and their update"
-FAULTS: dict[str, tuple[tuple[Any, str, Any], str, int, str | None]] = {
-    "weights are not made anew": ((Updates, "remake", lambda self: None), "forgotten", 1, READ),
-    "what no update writes is not made": ((Chunk, "take_weights", _never_whole), "forgotten", 1, None),
-    "sums before the last are forgotten": ((Chunk, "have_sums", _forget_first_sums), "nothing", 2, None),
-    "weights leave in every backward": ((GradientHooks, "begin", _always_free), "nothing", 2, READ),
+FAULTS: dict[str, tuple[tuple[str, Any], str, int, str | None]] = {
+    "weights are not made anew": (("Updates.remake", lambda original, self: None), "forgotten", 1, READ),
+    "what no update writes is not made": (("Chunk.take_weights", _never_whole), "forgotten", 1, None),
+    "sums before the last are forgotten": (("Chunk.have_sums", _forget_first_sums), "nothing", 2, None),
+    "weights leave in every backward": (("GradientHooks.begin", _always_free), "nothing", 2, READ),
     "weights never leave before the updates": (
-        (Chunk, "give_weights", lambda self: None), "nothing", 1, "comes to a place that is taken",
+        ("Chunk.give_weights", lambda original, self: None), "nothing", 1, "comes to a place that is taken",
     ),
 }  # fmt: skip
 """What is planted, the event and the micro-batches that show it, and what is raised; None: other bits."""
@@ -213,7 +210,7 @@ def story(
 ) -> tuple[list[float], State, tuple[int, int, int]]:
     """A step, what comes then, two more, within a `share` of what lies between the least and all; and of how many
     chunks weights, gradients and last sums share memory."""
-    with patch.object(*FAULTS[fault][0]) if fault else nullcontext():
+    with patched(*FAULTS[fault][0]) if fault else nullcontext():
         memory = dict[str, Any]() if share is None else budget_of(env, case, share)
         full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
         store = cl.HostStore()
