@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import attention_triton as _kernels
+import colossal_lite.kernels.attention_triton as _kernels
+
 from .launch import DENSE, Takes, TritonOp
 from .mask import CAUSAL, FULL, Mask, Offsets
 

@@ -18,18 +18,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import activation as _activation
-from . import attention as _attention
-from . import cross_entropy as _cross_entropy
-from . import dropout as _dropout
-from . import embedding as _embedding
-from . import flat as _flat
-from . import launch as _launch
-from . import linear_cross_entropy as _linear_cross_entropy
-from . import norm as _norm
-from . import optimizer as _optimizer
-from . import philox as _philox
-from . import rotary as _rotary
+import colossal_lite.kernels.activation as _activation
+import colossal_lite.kernels.attention as _attention
+import colossal_lite.kernels.cross_entropy as _cross_entropy
+import colossal_lite.kernels.dropout as _dropout
+import colossal_lite.kernels.embedding as _embedding
+import colossal_lite.kernels.flat as _flat
+import colossal_lite.kernels.launch as _launch
+import colossal_lite.kernels.linear_cross_entropy as _linear_cross_entropy
+import colossal_lite.kernels.norm as _norm
+import colossal_lite.kernels.optimizer as _optimizer
+import colossal_lite.kernels.philox as _philox
+import colossal_lite.kernels.rotary as _rotary
+
 from .philox import Rows
 
 Choice = Literal["auto", "torch", "triton"]

@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import optimizer_triton as _kernels
+import colossal_lite.kernels.optimizer_triton as _kernels
+
 from .launch import FLAT, SCALAR, Takes, TritonOp
 from .philox import Draws, round_by
 from .split import PIECE, check_halves, join, split_
