@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -83,6 +84,51 @@ COMBINATIONS: dict[str, Case] = {
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_gradient_is_the_serial_one(name: str) -> None:
     assert_parity(COMBINATIONS[name])
+
+
+ALONE = Case(layers=2, steps=3, tied=False, tensor=2, config=zero3() | dict(memory=dict(placement="host")))
+"""Weights that a rank keeps alone (cut by tensor ranks, no data ranks), beside norms that the ranks share."""
+OFF_DEVICE: dict[str, Case] = {
+    "our GPT": ALONE,
+    "updated on the host": replace(
+        ALONE, config=zero3() | dict(memory=dict(placement="host", update_on="host"))
+    ),
+    "inputs kept": replace(ALONE, regather_inputs=False),
+    "no prefetch, clipped": replace(
+        ALONE, config=zero3(prefetch=0) | FULL | dict(memory=dict(placement="host"))
+    ),
+    "static": replace(
+        ALONE, config=zero3() | dict(memory=dict(placement="static", host_fraction=dict(optimizer=0.7)))
+    ),
+    "on disk": replace(ALONE, config=zero3() | dict(memory=dict(placement="disk"))),
+    "2d": replace(ALONE, world_size=4, tensor=4, mode="2d"),
+    "hf-gpt2": replace(ALONE, family="hf-gpt2", tied=True),
+    "hf-llama": replace(ALONE, family="hf-llama"),
+}
+
+
+def losses_of(env: RankEnv, case: Case) -> list[tuple[float, bool]]:
+    """Of each step, and whether it was skipped. Nothing is read between steps: that would run deferred updates."""
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        cut, found = context.local_batch(case.global_batch), []
+        for number in range(case.steps):
+            inputs, labels = case.batch(number)
+            result = engine.train_step((inputs[cut], labels[cut]))
+            found.append((float(result.loss), result.skipped))
+        engine.close()
+        return found
+
+
+@pytest.mark.parametrize("name", OFF_DEVICE)
+def test_a_weight_that_no_rank_shares_is_updated_before_it_is_read(name: str, tmp_path: Path) -> None:
+    """Its module has no gather to wait for, and its update may be deferred to the next forward."""
+    case = OFF_DEVICE[name]
+    memory = dict(case.config["memory"])
+    memory |= dict(disk_dir=str(tmp_path)) if memory["placement"] == "disk" else {}
+    away = run_world(losses_of, case.world_size, replace(case, config=case.config | dict(memory=memory)))
+    there = run_world(losses_of, case.world_size, replace(case, config=case.config | dict(memory={})))
+    assert away == there and not any(skipped for _, skipped in away[0])
 
 
 MORE = COMBINATIONS | {"GPT-2 of Hugging Face": Case(family="hf-gpt2", steps=2, config=zero3())}
