@@ -50,9 +50,9 @@ DEEP = Case(layers=3, vocabulary=VOCABULARY, chunk_bytes=SMALL // 2, steps=2, ra
 
 def config_of(
     stage: int, *, precision: Any = "fp32", prefetch: int = 1, accumulation: int = 1, clip: bool = False,
-    reduction: str = "ordered", reshard: bool = True, **more: Any,
+    sum_order: str = "ordered", reshard: bool = True, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    zero = dict(stage=stage, reduction=reduction)
+    zero = dict(stage=stage, sum_order=sum_order)
     if stage == 3:
         zero |= dict(prefetch=prefetch, reshard_after_forward=reshard)
     clipping = dict(clip_grad_norm=0.05) if clip else {}
