@@ -37,11 +37,11 @@ from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import DiskStorage, HostStorage
 from colossal_lite.parallel import (
     grid_layers,
-    parallelize,
     ring_attention,
     sequence_parallel,
     tensor_1d,
     tensor_1d_layers,
+    tensor_grid,
 )
 from colossal_lite.parallel.grid_layers import OperandAxis
 from colossal_lite.parallel.ring_attention import Gather, Ring
@@ -427,7 +427,7 @@ FAULTS_2D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
     "depth not summed": (DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "counters of another row's samples": (GRID, Tensor2D, "local_part", _samples_of_another_row),
     "norm over own features": (GRID, Communicator, "all_reduce", _norm_over_own_features),
-    "mask of other features": (GRID, parallelize, "features_of", _features_from_zero),
+    "mask of other features": (GRID, tensor_grid, "features_of", _features_from_zero),
 }
 
 
@@ -468,7 +468,7 @@ FAULTS_3D: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
         "heads_to_tokens",
         _features_in_another_order,
     ),
-    "3d, mask of other features": (CUBE, parallelize, "features_of", _features_from_zero),
+    "3d, mask of other features": (CUBE, tensor_grid, "features_of", _features_from_zero),
     "3d, loss told by every rank": (CUBE, Engine, "_agree", _loss_of_every_rank),
 }
 
@@ -1134,7 +1134,7 @@ FAULTS_PIPED_CUTS: dict[str, tuple[Case, Any, str, Callable[..., Any]]] = {
         "deliver",
         _terms_put_off_not_summed,
     ),
-    "piped grid, mask of other features": (PIPED_GRID, parallelize, "features_of", _features_from_zero),
+    "piped grid, mask of other features": (PIPED_GRID, tensor_grid, "features_of", _features_from_zero),
     "piped sheets, biases in no step": (PIPED_DEEP, grid_layers, "add_bias", _biases_in_no_step),
     "piped sheets, depth not summed": (PIPED_DEEP, ShardSpec, "sync_axes", _depth_not_summed),
     "piped ring, positions from zero": (PIPED_RING, SequenceParallel, "local_part", _positions_from_zero),
