@@ -22,6 +22,7 @@ from colossal_lite.parallel import tensor_1d
 
 
 def swap_layers(module, mesh, roles, sequence_parallel, regather_inputs):
+    print("toy layers")
     return tensor_1d.swap_layers(module, mesh, roles, False, False)
 
 
@@ -85,6 +86,7 @@ def test_a_new_mode_is_one_file_and_one_line(tmp_path: Path) -> None:
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
         )
         assert done.returncode == 0, done.stderr
+        assert "toy layers" in done.stdout  # of the ranks, or of the comparison's plan
         found.append(json.loads(out.read_text()))
     one, two = found
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-12) and len(set(two["losses"])) == 3
