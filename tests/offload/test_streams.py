@@ -7,15 +7,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from colossal_lite.memory.arena import Arena, ArenaAllocator, Key
-from colossal_lite.memory.copy_streams import StreamExecutor, ThreadExecutor
-from colossal_lite.memory.link import Link, Transfer
 from tests.shared.parity import Case, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.streams import Recorder, races
 
@@ -85,7 +82,7 @@ def ran(env: RankEnv, case: Case, fault: str = "") -> tuple[list[float], list[st
     """Losses of steps with reads between them, and the races of their streams; none without a device to stream to."""
     recorder = Recorder()
     streams = case.full_config.get("memory") is not None
-    planted = patch.object(*FAULTS[fault][1:]) if fault else nullcontext()
+    planted = patched(*FAULTS[fault][1:]) if fault else nullcontext()
     with env.launch(case.full_config) as context, recorder.active() if streams else nullcontext(), planted:
         engine = start(case, context)
         losses = [float(engine.train_step(case.batch(number)).loss) for number in range(case.steps)]
@@ -118,51 +115,53 @@ def test_the_streams_of_steps_have_no_race_and_their_losses_are_those_of_the_dev
 # ---- what is forgotten shows ----
 
 
-def _only_thread_waits(self: Transfer) -> None:
+def _only_thread_waits(original: Any, self: Any) -> None:
     self.handed()
 
 
-def _after_nothing(self: Link, work: Any, size_bytes: int, *, after: Any = (), **more: Any) -> Transfer:
+def _after_nothing(
+    original: Any, self: Any, work: Any, size_bytes: int, *, after: Any = (), **more: Any
+) -> Any:
     for transfer in after:
         transfer.handed()
-    return RUN(self, work, size_bytes, **more)
+    return original(self, work, size_bytes, **more)
 
 
-def _copied_at_once(self: Link, target: Any, source: Any, *, after: Any = (), **more: Any) -> Transfer:
+def _copied_at_once(
+    original: Any, self: Any, target: Any, source: Any, *, after: Any = (), **more: Any
+) -> Any:
     for transfer in after:
         transfer.request.future.exception()
-    return COPY(self, target, source, **more)
+    return original(self, target, source, **more)
 
 
-def _at_once(self: ThreadExecutor, work: Callable[[], object], *more: Any) -> None:
+def _at_once(original: Any, self: Any, work: Callable[[], object], *more: Any) -> None:
     work()
 
 
-def _after_its_own_kind(self: Arena, key: Key) -> Any:
+def _after_its_own_kind(original: Any, self: Any, key: Any) -> Any:
     others = {other: self._left.pop(other) for other in [*self._left] if other[0] != key[0]}
-    found = TAKE(self, key)
+    found = original(self, key)
     self._left |= others
     return found
 
 
-COPY = Link.copy
-RUN, GIVE, TAKE = Link.run, ArenaAllocator.give, Arena.take
-FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "a copy does not come after what was computed": ("host", StreamExecutor, "now", lambda self: None),
-    "the computing does not wait for a copy": ("host", Transfer, "wait", _only_thread_waits),
-    "a copy does not come after another": ("host", Link, "run", _after_nothing),
-    "the host does not wait for a copy": ("host", Transfer, "finish", _only_thread_waits),
+FAULTS: dict[str, tuple[str, str, Any]] = {
+    "a copy does not come after what was computed": ("host", "StreamExecutor.now", lambda original, self: None),
+    "the computing does not wait for a copy": ("host", "Transfer.wait", _only_thread_waits),
+    "a copy does not come after another": ("host", "Link.run", _after_nothing),
+    "the host does not wait for a copy": ("host", "Transfer.finish", _only_thread_waits),
     "a buffer is handed back as if nobody used it": (
-        "half of each", ArenaAllocator, "give", lambda self, number, *last: GIVE(self, number)
+        "half of each", "ArenaAllocator.give", lambda original, self, number, *last: original(self, number)
     ),
-    "a place does not wait for whom of another kind had it": ("all of each", Arena, "take", _after_its_own_kind),
+    "a place does not wait for whom of another kind had it": ("all of each", "Arena.take", _after_its_own_kind),
     "gradients do not wait for what had their place": (
-        "half of each", ArenaAllocator, "take_now", lambda self, number: self.take(number)[0]
+        "half of each", "ArenaAllocator.take_now", lambda original, self, number: self.take(number)[0]
     ),
-    "a thread does not wait for a stream": ("disk", ThreadExecutor, "run", _at_once),
-    "a sum is added before it has landed": ("half of each", ThreadExecutor, "run", _at_once),
-    "an update on the host does not wait for its gradient": ("host, updated there", ThreadExecutor, "run", _at_once),
-    "weights go up before their update": ("host, updated there", Link, "copy", _copied_at_once),
+    "a thread does not wait for a stream": ("disk", "ThreadExecutor.run", _at_once),
+    "a sum is added before it has landed": ("half of each", "ThreadExecutor.run", _at_once),
+    "an update on the host does not wait for its gradient": ("host, updated there", "ThreadExecutor.run", _at_once),
+    "weights go up before their update": ("host, updated there", "Link.copy", _copied_at_once),
 }  # fmt: skip
 
 

@@ -20,18 +20,17 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
-from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.planner import dry_run, planner
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero import build_chunks as packing
 from colossal_lite.zero import parameter_order as order
 from colossal_lite.zero.deferred_updates import DeferredUpdates
-from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.parameter_order import order_of_use
 from tests.offload.test_optimizer_states import ADAMW, on_disk
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, start
+from tests.shared.places import patched
 from tests.shared.pool import RankEnv, WorldError, run_world
 from tests.zero.test_zero import SMALL, VOCABULARY, assert_same_state
 
@@ -45,7 +44,7 @@ Told = tuple[list[float], dict[str, torch.Tensor], dict[str, dict[str, torch.Ten
 
 def told(env: RankEnv, case: Case, between: str = "nothing", fault: str = "") -> Told:
     """Losses of a run whose state is read at its end only, if nothing is asked for `between`, and that state."""
-    planted = patch.object(*FAULTS[fault]()) if fault else nullcontext()
+    planted = patched(*FAULTS[fault]) if fault else nullcontext()
     with env.launch(case.full_config) as context, planted:
         engine = start(case, context)
         cut, losses = context.local_batch(case.global_batch), []
@@ -317,49 +316,31 @@ def test_our_gpt_is_defined_in_the_order_of_its_use() -> None:
 # ---- planted faults ----
 
 
-def _back_when_it_has_set_out() -> tuple[Any, str, Any]:
-    original = OffloadedOptimizerStates._take_back
-
-    def take_back(self: OffloadedOptimizerStates, index: int, target: Any, *after: Any, **more: Any) -> Any:
-        self.down._thread.submit(time.sleep, 0.02)
-        original(self, index, target, *after, **more)
-        return self.up.run(int, 0)
-
-    return OffloadedOptimizerStates, "_take_back", take_back
+def _back_when_it_has_set_out(
+    original: Any, self: Any, index: int, target: Any, *after: Any, **more: Any
+) -> Any:
+    self.down._thread.submit(time.sleep, 0.02)
+    original(self, index, target, *after, **more)
+    return self.up.run(int, 0)
 
 
-def _not_paid() -> tuple[Any, str, Any]:
-    original = ForwardGates._run_deferred_until
-    return ForwardGates, "_run_deferred_until", lambda self, place: original(self, 0)
+def _forgotten(original: Any, self: Any) -> None:
+    self._next = max(self._next, len(self._actions))
+    original(self)
 
 
-def _forgotten() -> tuple[Any, str, Any]:
-    original = DeferredUpdates.finish
-
-    def finish(self: DeferredUpdates) -> None:
-        self._next = max(self._next, len(self._actions))
-        original(self)
-
-    return DeferredUpdates, "finish", finish
+def _late_by_one(original: Any, self: Any, needed: Any, module: Any, args: Any) -> None:
+    if self._deferred is None:
+        original(self, needed, module, args)
+    for chunk in needed:
+        chunk._show()  # the weights as they were
 
 
-def _late_by_one() -> tuple[Any, str, Any]:
-    original = ForwardGates._enter
-
-    def enter(self: ForwardGates, needed: Any, module: Any, args: Any) -> None:
-        if self._deferred is None:
-            original(self, needed, module, args)
-        for chunk in needed:
-            chunk._show()  # the weights as they were
-
-    return ForwardGates, "_enter", enter
-
-
-FAULTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
-    "fetched before it is back": _back_when_it_has_set_out,
-    "not paid": _not_paid,
-    "forgotten": _forgotten,
-    "read before the update": _late_by_one,
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "fetched before it is back": ("OffloadedOptimizerStates._take_back", _back_when_it_has_set_out),
+    "not paid": ("ForwardGates._run_deferred_until", lambda original, self, place: original(self, 0)),
+    "forgotten": ("DeferredUpdates.finish", _forgotten),
+    "read before the update": ("ForwardGates._enter", _late_by_one),
 }
 
 
