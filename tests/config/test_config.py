@@ -107,7 +107,7 @@ valid = section(
     parallel=section(
         data=st.just("auto") | st.integers(1, 64), pipeline=pipeline, tensor=tensor, sequence=sequence
     ),
-    zero=section(stage=st.integers(0, 3), reduction=st.sampled_from(["fast", "ordered"])),
+    zero=section(stage=st.integers(0, 3), sum_order=st.sampled_from(["fast", "ordered"])),
     memory=section(
         placement=st.sampled_from(["device", "host", "auto"]), device_budget=budget, disk_dir=st.text()
     ),

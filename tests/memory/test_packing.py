@@ -102,7 +102,7 @@ def packed_of(size: str, ranks: int, stage: int, reduction: str, **parallel: Any
     numels, specs, blocks = model_of(size)
     config = Config.load(
         dict(
-            zero=dict(stage=stage, reduction=reduction),
+            zero=dict(stage=stage, sum_order=reduction),
             precision="bf16",
             parallel=parallel or dict(data=ranks),
             optimizer=dict(type="adamw", weight_decay=0.1, groups=NO_DECAY),

@@ -35,7 +35,7 @@ def narrow(case: Case, **config: Any) -> Case:
 ROWS = covering_array(
     dict(
         stage=[0, 1, 2, 3],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         optimizer=list(OPTIMIZERS),
         master=["auto", "split", "none"],
         moments=["auto", "bf16"],
@@ -59,7 +59,7 @@ def test_p10_on_one_rank_narrow_gradients_train_to_the_bits_of_float32_ones(
     optimizer = OPTIMIZERS[row["optimizer"]]
     optimizer |= dict(moments=row["moments"]) if row["moments"] != "auto" else {}
     config = dict(
-        zero=dict(stage=row["stage"], sum_order=row["reduction"]), optimizer=optimizer,
+        zero=dict(stage=row["stage"], sum_order=row["sum_order"]), optimizer=optimizer,
         clip_grad_norm=0.05, precision=dict(dtype="bf16", master=row["master"]),
     )  # fmt: skip
     wide = replace(CASE, world_size=1, config=config | dict(memory=memory))

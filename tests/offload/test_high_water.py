@@ -44,7 +44,7 @@ ROWS = covering_array(
         chunks=["many", "two", "one"],
         prefetch=[0, 1, 2],
         accumulation=[1, 2],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         reshard=[True, False],
         backend=["auto", "gloo"],
     ),
@@ -159,7 +159,7 @@ TIME_SHARED = covering_array(
         chunks=["many", "two"],
         prefetch=[0, 1, 2],
         accumulation=[1, 2, 3],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         reshard=[True, False],
         backend=["auto", "gloo"],
     )
@@ -185,7 +185,7 @@ IN_BACKWARD = covering_array(
         placement=["device", "host", "disk"],
         chunks=["many", "one"],
         precision=["fp32", dict(dtype="bf16", master="split", gradient="bf16")],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         backend=["auto", "gloo"],
     )
 )

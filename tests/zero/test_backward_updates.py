@@ -72,7 +72,7 @@ ROWS = covering_array(
     dict(
         ranks=[1, 2, 4],
         stage=[0, 1, 2, 3],
-        reduction=["fast", "ordered"],
+        sum_order=["fast", "ordered"],
         optimizer=[name for name in OPTIMIZERS if "lamb" not in name],
         master=["auto", "split", "none"],
         gradient=["auto", "bf16"],
@@ -88,7 +88,7 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(row: dict[str, An
     memory = dict(placement=row["placement"])
     memory |= dict(disk_dir=str(tmp_path)) if row["placement"] == "disk" else {}
     config = dict(
-        zero=dict(stage=row["stage"], sum_order=row["reduction"]), optimizer=OPTIMIZERS[row["optimizer"]],
+        zero=dict(stage=row["stage"], sum_order=row["sum_order"]), optimizer=OPTIMIZERS[row["optimizer"]],
         precision=dict(dtype="bf16", master=row["master"], gradient=row["gradient"]), memory=memory,
         activation_checkpoint=row["checkpoint"], lr_scheduler=SCHEDULE,
     )  # fmt: skip

@@ -383,7 +383,7 @@ OTHERS_I8 = dict(
     accumulation=[1, 2],
     batch=["full", "empty"],
     precision=["fp32", "overflows"],
-    reduction=["fast", "ordered"],
+    sum_order=["fast", "ordered"],
     prefetch=[0, 2],
 )
 ROWS_I8 = covering_array(dict(where=STAGE_AND_MESH) | OTHERS_I8, may_be_empty)
@@ -398,7 +398,7 @@ def assert_one_sequence_of(row: Mapping[str, Any], **more: Any) -> None:
     """An empty batch: fewer samples than data ranks; the last of these has none."""
     (stage, mesh), accumulation = row["where"], row["accumulation"]
     changes = MORE_I8[mesh]
-    zero: dict[str, Any] = dict(stage=stage, sum_order=row["reduction"])
+    zero: dict[str, Any] = dict(stage=stage, sum_order=row["sum_order"])
     zero |= dict(prefetch=row["prefetch"]) if stage == 3 else {}
     zero |= dict(shard_size=2) if "copies" in mesh else {}
     config = dict(
