@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +65,11 @@ class PendingCollective:
         works: Sequence[Any] = (),
         finish: Callable[[], None] = nothing,
         call: int = 0,
-        peer: int | None = None,
+        peers: Sequence[int] = (),
         holds: Sequence[Tensor] = (),
     ):
         self._comm, self._what, self._result, self._call = comm, what, result, call
-        self._peer = peer
+        self._peers = tuple(peers)
         self._works, self._finish, self._holds = tuple(works), finish, tuple(holds)
         self._done = False
 
@@ -80,7 +80,7 @@ class PendingCollective:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise self._comm.failure(self._what, error, self._call, self._peer) from error
+                raise self._comm.failure(self._what, error, self._call, self._peers) from error
             self._finish()
             self._works, self._finish, self._holds = (), nothing, ()  # free what they hold
             self._done = True
@@ -237,7 +237,7 @@ class Communicator:
         assert to != self.coord and tensor.is_contiguous()
         return self._run(
             "send", tensor, tensor, lambda _: self._wire(tensor).send(tensor, to, _message(tensor)),
-            peer=to, about=about, posted=(tensor,),
+            peers=(to,), about=about, posted=(tensor,),
         )  # fmt: skip
 
     def receive_async(self, into: Tensor, source: int, about: str = "") -> PendingCollective:
@@ -245,7 +245,7 @@ class Communicator:
         assert source != self.coord and into.is_contiguous()
         return self._run(
             None, into, into, lambda _: self._wire(into).receive(into, source, _message(into)),
-            what="receive", peer=source, about=about,
+            what="receive", peers=(source,), about=about,
         )  # fmt: skip
 
     def exchange_sum(self, tensor: Tensor, coords: Sequence[int], about: str = "") -> Tensor:
@@ -254,10 +254,11 @@ class Communicator:
         assert self.coord in coords and tensor.is_contiguous()
         others = [coord for coord in coords if coord != self.coord]
         came = {coord: torch.empty_like(tensor) for coord in others}
-        pending = [self.receive_async(came[coord], coord, about) for coord in others]
-        pending += [self.send_async(tensor, coord, about) for coord in others]
-        for each in pending:
-            each.wait()
+        self._run(
+            "send", tensor, tensor,
+            lambda _: self._wire(tensor).exchange(dict.fromkeys(others, tensor), came, _message(tensor)),
+            what="exchange", peers=others, about=about, posted=(tensor,) * len(others),
+        ).wait()  # fmt: skip
         first, *rest = [came.get(coord, tensor) for coord in sorted(coords)]
         total = first.clone()
         for term in rest:
@@ -272,7 +273,8 @@ class Communicator:
             return self._run("send", tensor, tensor.clone(), lambda _: ((), nothing))
         out = torch.empty_like(tensor)
         return self._run(
-            "send", tensor, out, lambda tag: self._wire(tensor).shift(tensor, out, to, source, tag),
+            "send", tensor, out,
+            lambda tag: self._wire(tensor).exchange({to: tensor}, {source: out}, tag, of_all=True),
             posted=(tensor,),
         )  # fmt: skip
 
@@ -301,13 +303,13 @@ class Communicator:
 
     # ---- transport ----
 
-    def failure(self, what: str, error: BaseException, call: int = 0, peer: int | None = None) -> CommError:
-        """The error of a collective that did not end, naming who waited for whom (`peer`: for one)."""
-        waited = self.ranks if peer is None else (self.rank, self.ranks[peer])
-        peers = ", ".join(str(r) for r in waited if r != self.rank)
+    def failure(self, what: str, error: BaseException, call: int = 0, peers: Sequence[int] = ()) -> CommError:
+        """The error of a collective that did not end, naming who waited for whom (`peers`: for some alone)."""
+        waited = (self.rank, *(self.ranks[peer] for peer in peers)) if peers else self.ranks
+        others = ", ".join(str(r) for r in waited if r != self.rank)
         text = (
             f"rank {self.rank}: {what} on axis {self.axis!r} failed (call {call or self._calls} there), waiting for "
-            f"ranks {peers}; timeout {self.timeout_s:g} s. {str(error).splitlines()[0] if str(error) else error!r}"
+            f"ranks {others}; timeout {self.timeout_s:g} s. {str(error).splitlines()[0] if str(error) else error!r}"
         )
         if reason := self._explain() if self._explain else "":
             return CommError(f"{reason}\n{text}")
@@ -326,17 +328,20 @@ class Communicator:
         kept: Sequence[Tensor] = (),
         landed: Callable[[], Sequence[Tensor]] = tuple,
         what: str | None = None,
-        peer: int | None = None,
+        peers: Sequence[int] = (),
         about: str = "",
     ) -> PendingCollective:
-        """Count and start. On a recording communicator that shares memory, `posted` is in shared memory and `kept` is
-        held to the end. Elsewhere `landed` are the parts of others, and all is held to the end."""
+        """Count and start. `peers`: the coordinates that it reaches, if not all; each is counted.
+
+        On a recording communicator that shares memory, `posted` is in shared memory and `kept` is held to the end.
+        Elsewhere `landed` are the parts of others, and all is held to the end.
+        """
         tag = f"{what or counted} of {_kind(payload)}"
         description = tag + (f" ({about})" if about else "")
         if self.size == 1:
             return PendingCollective(self, description, result)
-        if counted:
-            self.ledger.add(counted, self.axis, _bytes(payload))
+        for _ in range(max(1, len(peers)) if counted else 0):
+            self.ledger.add(counted or "", self.axis, _bytes(payload))
         self._calls += 1
         if self._recording:
             if self._shares_memory:
@@ -344,15 +349,15 @@ class Communicator:
             return PendingCollective(
                 self, description, result, holds=kept if self._shares_memory else landed()
             )
-        if peer is None:
+        if not peers:
             self._made.add(f"{description} on axis {self.axis!r}")
         if self._watch:
             self._watch.progress.called(self.axis, description)
         try:
             works, finish = start(tag)
         except RuntimeError as error:
-            raise self.failure(description, error, self._calls, peer) from error
-        return PendingCollective(self, description, result, works, finish, self._calls, peer)
+            raise self.failure(description, error, self._calls, peers) from error
+        return PendingCollective(self, description, result, works, finish, self._calls, peers)
 
     def _wire(self, tensor: Tensor) -> SharedMemoryTransport | TorchTransport:
         """The transport of this tensor."""
@@ -455,10 +460,25 @@ class TorchTransport:
     def receive(self, into: Tensor, source: int, tag: str) -> Started:
         return [dist.irecv(into, src=self._ranks[source], group=self._group)], nothing
 
-    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
-        sent, _ = self.send(tensor, to, tag)
-        came, _ = self.receive(out, source, tag)
-        return [*sent, *came], nothing
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        tag: str,
+        *,
+        of_all: bool = False,
+    ) -> Started:
+        """Send to and receive from several coordinates, as one batch.
+
+        NCCL runs what is not batched in one queue for each group, so a send before a receive on every rank of a ring
+        would wait for ever.
+        """
+        ranks, group = self._ranks, self._group
+        sends = [dist.P2POp(dist.isend, tensor, ranks[to], group) for to, tensor in outgoing.items()]
+        receives = [
+            dist.P2POp(dist.irecv, tensor, ranks[source], group) for source, tensor in incoming.items()
+        ]
+        return dist.batch_isend_irecv([*sends, *receives]), nothing
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Send piece j to coordinate j and receive one from each; the own piece is not moved."""

@@ -139,9 +139,20 @@ class SharedMemoryTransport:
         places[self._coord].copy_(parts[self._coord])
         return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
 
-    def shift(self, tensor: Tensor, out: Tensor, to: int, source: int, tag: str) -> Started:
-        self._post(self._together, tensor.data, [to], tag)
-        return self._begun(*self._filling({source: out.data}, tag))
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        tag: str,
+        *,
+        of_all: bool = False,
+    ) -> Started:
+        """Send to and receive from several coordinates; `of_all`: every rank of the group does."""
+        channel = self._together if of_all else self._pairs
+        for to, tensor in outgoing.items():
+            self._post(channel, tensor.data, [to], tag)
+        places = {source: tensor.data for source, tensor in incoming.items()}
+        return self._begun(*self._filling(places, tag, channel))
 
     def send(self, tensor: Tensor, to: int, tag: str) -> Started:
         return self._post(self._pairs, tensor.data, [to], tag), nothing

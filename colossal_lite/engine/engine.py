@@ -446,13 +446,19 @@ class Engine:
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
-        posts_ahead = self.context.device.type != "cuda"
+        posts_ahead = self._posts_ahead
         plans = {
             each: self._plans.of(len(parts), backward=trains, ahead=each)
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
         self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+
+    @property
+    def _posts_ahead(self) -> bool:
+        """Whether receives are posted before they are needed. NCCL has one queue for each group, where they would stop
+        the sends behind them."""
+        return self.context.device.type != "cuda"
 
     def _pass_over(self) -> None:
         """Take part in the weight gathers of a forward without samples."""

@@ -400,6 +400,14 @@ def test_a_room_says_what_is_inside_what_it_imports_and_what_to_read_first(name:
     assert f"{name}.{sign.first}" in house()
 
 
+def test_readme_lists_the_rooms_as_they_say_of_themselves() -> None:
+    rows = re.findall(
+        r"^\| `(?:colossal_lite/)?(\w+)/` \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    built = [name for name in reversed(ORDER) if f"{name}.__init__" in house()]
+    assert rows == [(name, sign_of(name).inside) for name in built]
+
+
 def test_pure_files_load_no_torch() -> None:
     """What the syntax shows is also true when they run: `config show` and `schedule` start without torch."""
     names = [f"colossal_lite.{name}" for name in sorted(house()) if is_pure(name)]
