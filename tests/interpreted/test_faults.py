@@ -149,7 +149,9 @@ def callers_of(module: str) -> list[str]:
     found = [module]
     for caller in found:
         stem = re.escape(caller.rpartition(".")[2])
-        imports = re.compile(rf"^from (?:\. import {stem}|\.{stem} import)\b", re.MULTILINE)
+        imports = re.compile(
+            rf"^(?:from \.{stem} import|import {kernels.__name__}\.{stem} as)\b", re.MULTILINE
+        )
         for name, path in kernel_files().files.items():
             text = path.read_text()
             if name not in found and imports.search(text) and re.search("^TRITON = ", text, re.MULTILINE):

@@ -1075,7 +1075,7 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
         replace(PAIR, own=_reads), "", ("optimizer: the callable fails", "meta device", "parallel.pipeline=1"),
     ),
     "sharded weights": (
-        replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "under a pipeline"),
+        replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "does not work with a pipeline"),
     ),
     "micro-batches that a grid cannot cut": (
         replace(PAIR, world_size=8, tensor=4, mode="2d", global_batch=9), "",
