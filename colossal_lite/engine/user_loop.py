@@ -36,6 +36,7 @@ class UserLoop:
         self._config, self._mesh = parts.context.config, parts.context.mesh
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
+        self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
@@ -45,6 +46,9 @@ class UserLoop:
         first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
+        self._is_empty = local.inputs.shape[0] == 0
+        if self._is_empty:
+            local = _with_one_row(local)
         self._streams.begin(self._step.number, local.samples, local.token_positions)
         return local
 
@@ -53,7 +57,8 @@ class UserLoop:
         logits = getattr(outputs, "logits", outputs)
         if not isinstance(logits, Tensor):
             return outputs
-        whole = self._strategy.whole_batch(self._strategy.whole_vocabulary(logits))
+        kept = logits[:0] if self._is_empty else logits
+        whole = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
         if logits is outputs:
             return whole
         outputs.logits = whole
@@ -119,6 +124,18 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
+
+
+def _with_one_row(batch: Batch) -> Batch:
+    """A batch of one row of ones in the place of no rows. A model that is not ours may fail on zero samples, and the
+    rank takes part in gathers and sums all the same. The outputs of that row are dropped, so its gradients are zero."""
+
+    def padded(tensor: Tensor) -> Tensor:
+        return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
+
+    kwargs = {name: padded(tensor) for name, tensor in batch.kwargs.items()}
+    args = tuple(padded(tensor) for tensor in batch.args)
+    return Batch(args, kwargs, padded(batch.labels), padded(batch.samples), batch.positions)
 
 
 def _refuse_second_backward(config: Config) -> None:

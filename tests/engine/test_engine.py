@@ -157,6 +157,46 @@ def test_a_users_own_loop_with_counts_is_the_serial_step() -> None:
             assert relative_error(out["state"][name], expected, 1.0) < 1e-10, name
 
 
+def both_loops(env: RankEnv, case: Case) -> dict[str, Tensor]:
+    """How far the weights after two steps of a user's own loop are from those of `train_step`, in all."""
+    found = []
+    for is_own in (False, True):
+        with env.launch(case.full_config) as context:
+            engine = cl.initialize(case.model, context=context)
+            for number in range(2):
+                cut = context.local_batch(case.global_batch)
+                inputs, labels = (part[cut] for part in case.batch(number))
+                if not is_own:
+                    engine.train_step((inputs, labels))
+                    continue
+                outputs = engine(inputs)
+                logits = getattr(outputs, "logits", outputs)
+                assert logits.shape[:2] == inputs.shape
+                count = int((labels != -100).sum())
+                total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                engine.backward(total / max(count, 1), count=count)
+                engine.step()
+            found.append(engine.full_state_dict())
+            engine.close()
+    return {name: relative_error(found[1][name], value, 1.0) for name, value in found[0].items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(world_size=4, global_batch=2),
+        Case(world_size=4, global_batch=2, dropout=0.1, config=dict(zero=dict(stage=3))),
+        Case(world_size=4, global_batch=2, family="hf-gpt2"),
+        Case(world_size=4, global_batch=2, family="hf-llama", tied=False, config=dict(zero=dict(stage=3))),
+        Case(world_size=4, global_batch=1, family="hf-gpt2", tensor=2),
+    ],
+    ids=["our GPT", "sharded, with dropout", "hf-gpt2", "hf-llama, sharded", "hf-gpt2, tensor 2"],
+)
+def test_a_rank_without_samples_takes_part_in_a_users_own_loop(case: Case) -> None:
+    for errors in run_world(both_loops, case.world_size, case):
+        assert max(errors.values()) < 1e-12
+
+
 def test_a_users_own_loop_without_counts_weighs_data_ranks_equally() -> None:
     case = CRITERION_CASE
     model = case.model().double()
