@@ -103,7 +103,7 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self.stop_agreed = False
+        self.stop_agreed = self._is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
@@ -238,6 +238,7 @@ class Engine:
     @noting_faults
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
+        self._refuse_closed("engine(x)")
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
@@ -381,6 +382,7 @@ class Engine:
     def close(self) -> None:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
+        self._is_closed = True
         self._state.checkpoints.settle()
         self._state.regain_weights()
         parked = self._state.park()
@@ -395,7 +397,15 @@ class Engine:
 
     # ---- the phases ----
 
+    def _refuse_closed(self, what: str) -> None:
+        """Raises ValueError after `close`: without its hooks the model would give a loss, and nothing would change."""
+        if self._is_closed:
+            raise ValueError(
+                f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
+            )
+
     def _begin(self, batch: Any) -> tuple[Batch, ...]:
+        self._refuse_closed("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")
         if not self._hooks.is_clear and not self._weights.has_deferred:

@@ -157,6 +157,26 @@ def test_a_users_own_loop_with_counts_is_the_serial_step() -> None:
             assert relative_error(out["state"][name], expected, 1.0) < 1e-10, name
 
 
+def after_close(env: RankEnv) -> list[str]:
+    """What each call says once the engine is closed."""
+    case, said = Case(world_size=1), []
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        engine.train_step(case.batch(0))
+        engine.close()
+        calls = (engine.train_step, engine.forward_backward, lambda batch: engine(batch[0]))
+        for call in calls:
+            with pytest.raises(ValueError) as caught:
+                call(case.batch(1))
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_closed_engine_refuses_to_train() -> None:
+    (said,) = run_world(after_close, 1)
+    assert len(said) == 3 and all("this engine is closed; make a new one" in words for words in said)
+
+
 def both_loops(env: RankEnv, case: Case) -> dict[str, Tensor]:
     """How far the weights after two steps of a user's own loop are from those of `train_step`, in all."""
     found = []
