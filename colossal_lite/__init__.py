@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,6 @@ __version__ = "0.2.0"
 # An editable install is a folder of links, for type checkers. What runs is the tree itself, with its new files.
 _here = Path(__file__).resolve().parent
 __path__[:] = [str(_here)]
-if not (_here / "kernels").is_dir():  # a source tree: kernels/ and launcher/ lie beside this folder
-    __path__.append(str(_here.parent))
 
 _MODULE_OF = {
     "AuxiliaryLoss": "transforms.auxiliary_loss",
@@ -73,7 +72,6 @@ def stands_aside(name: str) -> bool:
     """
     if name.startswith(f"{__name__}."):
         return False
-    from importlib.machinery import ModuleSpec
     from importlib.util import module_from_spec
 
     folder = Path(sys.modules[name].__path__[0]).resolve()
@@ -87,16 +85,23 @@ def stands_aside(name: str) -> bool:
     return True
 
 
-class _OldPaths:
-    """Names the new place of a module of before version 0.2, for one release. Asked last, when nothing is found."""
+class _OtherPlaces:
+    """Asked last, when nothing is found in this folder.
+
+    In a source tree kernels/ and launcher/ lie beside this folder. For one release, a module of before version 0.2
+    is an error that names the new place.
+    """
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name in (f"{__name__}.kernels", f"{__name__}.launcher"):
+            return PathFinder.find_spec(name, [str(_here.parent)])
         if name.startswith(f"{__name__}."):
             from colossal_lite.launcher.old_paths import new_place
 
             if (told := new_place(name)) is not None:
                 raise ImportError(told)
+        return None
 
 
-sys.meta_path.append(_OldPaths)
+sys.meta_path.append(_OtherPlaces)

@@ -320,7 +320,7 @@ def calls_of(env: RankEnv, case: Case, fault: str = "") -> tuple[Calls, int]:
     run = Communicator._run
 
     def told(self: Communicator, counted: str | None, payload: Tensor, *args: Any, **more: Any) -> Any:
-        if self.size > 1 and more.get("peer") is None:
+        if self.size > 1 and not more.get("peers"):
             what = counted or more.get("what") or ""
             calls.setdefault(self.ranks, []).append(
                 (what, self.axis, tuple(payload.shape), str(payload.dtype))
