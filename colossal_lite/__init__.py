@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from colossal_lite.engine.engine import Engine as Engine
     from colossal_lite.engine.engine import StepResult as StepResult
     from colossal_lite.engine.initialize import initialize as initialize
+    from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
     from colossal_lite.memory.host_store import HostStore as HostStore
     from colossal_lite.parallel.standalone import finish_gradients as finish_gradients
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
     "StepResult": "engine.engine",
+    "Stopped": "engine.stopping",
     "finish_gradients": "parallel.standalone",
     "initialize": "engine.initialize",
     "launch": "launcher",

@@ -36,7 +36,8 @@ from colossal_lite.distributed import host_handshake
 from colossal_lite.distributed.communicator import CommError, everyones
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.watchdog import Watchdog
-from colossal_lite.engine.context import Context, FailureBoard, StopSignals
+from colossal_lite.engine.context import Context, FailureBoard
+from colossal_lite.engine.stopping import Stopped, StopSignals
 from colossal_lite.launcher import env
 from colossal_lite.launcher.doctor import DoctorRow
 from colossal_lite.launcher.env import Launch, LaunchError
@@ -89,7 +90,8 @@ def launch(
 
 
 def run(main: Callable[[], object]) -> int:
-    """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be.
+    """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be. `Stopped`
+    passes through with its own code (engine/stopping.py).
 
     A ConfigError, or a ValueError that this package raises, is addressed to the user: its text is printed, without
     a traceback.  Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is
@@ -97,6 +99,10 @@ def run(main: Callable[[], object]) -> int:
     """
     try:
         main()
+    except Stopped as stopped:
+        if stopped.code:
+            get_error_handler().record_exception(stopped.with_traceback(None))
+        raise
     except Exception as error:
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         ours = str(last.f_globals.get("__name__")).startswith("colossal_lite.")
@@ -209,7 +215,7 @@ def _join(
         )
     owned.callback(mesh.destroy)
     # Last: until here a rank may wait long for others, and SIGTERM has to end it.
-    signals = StopSignals()
+    signals = StopSignals(answers=place.rank == 0)
     owned.callback(signals.restore)
     signals.install()
     return Context(config, mesh, device, place.local_rank, store, place.describe(), words, signals, owned)

@@ -74,10 +74,20 @@ class Saving:
     by its `pulse`, it has been at one thing for longer than `timeout_s`."""
 
     def __init__(
-        self, work: Callable[[], Path], pulse: Heartbeat, *, in_thread: bool, rank: int, timeout_s: float
+        self,
+        work: Callable[[], Path],
+        pulse: Heartbeat,
+        *,
+        step: int,
+        in_thread: bool,
+        rank: int,
+        timeout_s: float,
     ) -> None:
+        self.step = step
         self._work, self._pulse, self._rank, self._timeout_s = work, pulse, rank, timeout_s
-        self._path, self._error = Path(), None
+        self._path = Path()
+        self.failure: CheckpointError | None = None
+        """what `wait` has raised"""
         self._thread = (
             threading.Thread(target=self._run, name="checkpoint", daemon=True) if in_thread else None
         )
@@ -87,16 +97,14 @@ class Saving:
         else:
             self._run()
 
-    _error: CheckpointError | None
-
     def _run(self) -> None:
         try:
             self._path = self._work()
         except CheckpointError as error:
-            self._error = error
+            self.failure = error
         except Exception as error:  # in a thread nobody would hear of it; wait() tells it
-            self._error = CheckpointError(f"save: {type(error).__name__}: {error}")
-            self._error.__cause__ = error
+            self.failure = CheckpointError(f"save: {type(error).__name__}: {error}")
+            self.failure.__cause__ = error
 
     @property
     def is_done(self) -> bool:
@@ -107,15 +115,16 @@ class Saving:
             left_s = self._pulse.since_s + self._timeout_s + GRACE_S - time.monotonic()
             if left_s <= 0:
                 self.is_reported = True
-                raise LateError(
+                self.failure = LateError(
                     f"save: rank {self._rank}: its thread has been at {self._pulse.what} for more than "
                     f"{self._timeout_s:g} s (timeout_s): the disk does not answer. No checkpoint of this step is there "
                     f"unless the thread comes to its end; those before it are as they were, and training may go on"
                 )
+                raise self.failure
             self._thread.join(left_s)
-        if self._error is not None:
+        if self.failure is not None:
             self.is_reported = True
-            raise self._error
+            raise self.failure
         return self._path
 
 
@@ -138,6 +147,12 @@ class Checkpointer:
         self._last: Saving | None = None
         self.is_mixed = False
         """a load has failed halfway: what it was to fill is part old, part new"""
+        self.failures = 0
+        """saves that have failed, one after the other"""
+        self.failure: CheckpointError | None = None
+        """the last of them"""
+        self.last_saved: tuple[int, Path] | None = None
+        """step and directory of the last whole save since a load"""
         self._late: LateError | None = None
         """a read of a load has not ended, and may yet write into what that was to fill"""
 
@@ -160,21 +175,34 @@ class Checkpointer:
             part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
         )
         work = SaveJob(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
-        self._last = Saving(
-            work.run, pulse, in_thread=asynchronous, rank=self._rank, timeout_s=self._timeout_s
+        self._last = saving = Saving(
+            work.run,
+            pulse,
+            step=facts.step,
+            in_thread=asynchronous,
+            rank=self._rank,
+            timeout_s=self._timeout_s,
         )
         if not asynchronous:
-            self._last.wait()
-        return self._last
+            try:
+                saving.wait()
+            finally:
+                self.settle()
+        return saving
 
     def settle(self) -> None:
-        """Wait for the save in flight; a failure that was not raised yet becomes a warning."""
-        if self._last is not None and not self._last.is_reported:
+        """Wait for the save in flight, and count how it has ended; a failure that was not raised yet becomes a
+        warning."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        if not last.is_reported:
             try:
-                self._last.wait()
+                self.failures, self.last_saved = 0, (last.step, last.wait())
+                return
             except CheckpointError as error:
                 warnings.warn(f"checkpoint not saved: {error}", stacklevel=3)
-        self._last = None
+        self.failures, self.failure = self.failures + 1, last.failure
 
     def load(
         self,
@@ -194,6 +222,7 @@ class Checkpointer:
         if self._late is not None:
             raise self._late
         self.settle()
+        self.last_saved = None
         parts = [one.part() for one in held]
         paths, skipped = self._candidates(directory) if self._rank == 0 else ([], [])
         while True:

@@ -316,3 +316,5 @@ class CheckpointConfig(Section):
     """Complete checkpoints kept; older ones are deleted."""
     asynchronous: bool = False
     """Write while training goes on."""
+    max_failures: Count = 3
+    """Saves that may fail one after the other: as many end the run, with exit code 4."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from colossal_lite.data.sample_order import Ids, Order
+from colossal_lite.data.worker_signals import leave_signals_to_the_parent
 from colossal_lite.memory.transfers import to_device
 
 Collate = Callable[[list[Any]], Any]
@@ -100,6 +101,7 @@ class Loader:
             num_workers=self._workers,
             timeout=self._timeout_s,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=leave_signals_to_the_parent,
             generator=torch.Generator().manual_seed(self.order.seed % (1 << 63)),
         )
 

@@ -7,22 +7,22 @@ rules for ranks that end early:
   so *before* it closes its connections, and never overwrites another rank's reason.  The collectives of the others then
   fail on a closed connection: they read the reason and raise a `CommError` that begins with it.  A rank whose engine
   raised an error that was caught does the same, unless a later call of the engine succeeded.
-- SIGTERM and SIGUSR1 do not end a rank. They are recorded, and the ranks agree on the step after which all stop.
+- SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank. They are recorded, and the ranks agree on the step after which
+  all stop (engine/stopping.py).  A rank that raises `Stopped` with code 0 has not failed.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut
 from colossal_lite.data.dataloader import dataloader as build_loader
+from colossal_lite.engine.stopping import Stopped, StopSignals
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from colossal_lite.config.config import Config
     from colossal_lite.distributed.mesh import Mesh
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 REASON_CHARS = 500
 
 
@@ -52,6 +50,7 @@ class Context:
     _failure_board: FailureBoard
     _signals: StopSignals
     _owned: ExitStack
+    _endings: list[Callable[[], Stopped | None]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -68,8 +67,13 @@ class Context:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank has received SIGTERM or SIGUSR1. Other ranks may not have."""
+        """Whether this rank has received a stop signal. Other ranks may not have."""
         return self._signals.received is not None
+
+    @property
+    def stop_signal(self) -> str:
+        """The name of the stop signal that this rank has received, or ""."""
+        return self._signals.name
 
     def local_batch(self, global_batch: int) -> slice:
         """This rank's samples of a batch of `global_batch`: split over the data axis as `tensor_split` does.
@@ -122,6 +126,10 @@ class Context:
         """Call `callback` when the context is closed, before anything is freed; the last one added runs first."""
         self._owned.callback(callback)
 
+    def on_finish(self, ask: Callable[[], Stopped | None]) -> None:
+        """Call `ask` when the `with` block has ended without an error and all is closed; what it returns is raised."""
+        self._endings.append(ask)
+
     def close(self) -> None:
         """Destroy groups and restore signal handlers. A second call does nothing."""
         self._owned.close()
@@ -135,6 +143,9 @@ class Context:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
         self.close()
+        if error is None:
+            for stopped in filter(None, (ask() for ask in self._endings)):
+                raise stopped
 
     def __repr__(self) -> str:
         return f"Context({self.mesh!r} on {self.device}, {self.launched})"
@@ -194,38 +205,3 @@ def noting_faults(
         return found
 
     return noting
-
-
-@dataclass
-class StopSignals:
-    """Records stop signals while installed. Only the main thread of a process can install handlers."""
-
-    received: int | None = None
-    _replaced: dict[int, Handler] = field(default_factory=dict)
-    _open: bool = True
-
-    def install(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not None:  # None: not set from Python, so it could not be put back
-                self._replaced[number] = signal.signal(number, self._record)
-
-    def restore(self) -> None:
-        """Restore the old handlers, except where another handler was installed since."""
-        self._open = False
-        for number, handler in self._replaced.items():
-            while (owner := _owner(handler)) and not owner._open:  # contexts may close in any order
-                handler = owner._replaced[number]
-            if signal.getsignal(number) == self._record:
-                signal.signal(number, handler)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        if outer := _owner(self._replaced[number]):  # a context around this one is asked to stop as well
-            outer._record(number, frame)
-
-
-def _owner(handler: Handler) -> StopSignals | None:
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, StopSignals) else None

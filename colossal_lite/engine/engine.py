@@ -7,7 +7,7 @@ batch, however it is split.  Auxiliary losses (transforms/auxiliary_loss.py) are
 of that loss.  A step is skipped if its loss or gradient is not finite, or if it has no valid token.
 
 Cost of data parallelism per step: the collectives of each gradient chunk (zero/state_bytes.py; at stage 0 one
-all-reduce), and one all-reduce of `5 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
+all-reduce), and one all-reduce of `6 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
 the ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.
@@ -43,6 +43,7 @@ from colossal_lite.engine.engine_state import EngineState
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.step_totals import LocalSums, OpenStep, StepTotals, all_reduce_totals
+from colossal_lite.engine.stopping import StopPoint
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
@@ -91,7 +92,7 @@ class Engine:
     3. `StageHooks.conclude`: wait until every chunk is reduced.
     4. `_agree`: one all-reduce of loss, tokens, squares, parameters in use, and the request to stop.
     5. UPDATE of each chunk: at once, beside the next forward, or already in phase 2 (update_timing.py).
-    6. Count the step, and call the callbacks.
+    6. Count the step, and call the callbacks. If a rank has received a stop signal: save and raise `Stopped`.
 
     `EngineState` reads, saves and loads between steps; `EngineReports` reports; `UserLoop` is phase 2 of a loop that
     the user writes."""
@@ -103,7 +104,7 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self.stop_agreed = self._is_closed = False
+        self._is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
@@ -135,6 +136,7 @@ class Engine:
         self._at_end.callback(self._state.checkpoints.settle)
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
+        context.on_finish(self._state.last_save_failed)
         self._state.resume_task()
         built.records.on_flush = self._state.rest
 
@@ -143,10 +145,15 @@ class Engine:
         """Optimizer steps made so far, those before a checkpoint was loaded included."""
         return self._open.number
 
+    @property
+    def samples(self) -> int:
+        """Samples that these steps have used, of all ranks; a load, and a save that states them, set it."""
+        return self._open.samples_before
+
     # ---- a step ----
 
     def train_step(self, batch: Any) -> StepResult:
-        """Run one optimizer step on this rank's part of the global batch."""
+        """Run one optimizer step on this rank's part of the global batch. Raises as `step`."""
         self.forward_backward(batch)
         return self.step()
 
@@ -155,6 +162,7 @@ class Engine:
         """Compute gradients of the global mean loss. Returns that loss: 0-d, equal on every rank."""
         with self._parts.measured():
             parts = self._begin(batch)
+        self._open.samples = sum(part.size for part in parts)
         self._forecast([part.inputs for part in parts])
         with self._parts.measured():
             self.model.train()
@@ -172,7 +180,10 @@ class Engine:
 
         With `optimizer.update_when="backward"` backward has updated them. Then this counts the step, and updates
         chunks for which some rank had no gradient. It raises ValueError if a gradient was not finite: the weights have
-        been updated with it, and a checkpoint has to be loaded."""
+        been updated with it, and a checkpoint has to be loaded.
+
+        Raises `Stopped` after the callbacks, on every rank, if one has received a stop signal. The state is saved then
+        where this engine has saved to, resumed from, or was told to (`save_on_stop`)."""
         if self._open.totals is None:
             self._finish_user_step()
         totals = self._open.totals
@@ -194,6 +205,7 @@ class Engine:
         tokens = (
             int(totals.weight) if self._open.by_count is not False else 0
         )  # unknown if backward got no counts
+        self._open.samples_before += totals.samples
         self._open.clear()
         if deferred is None:
             self._hooks.clear()  # the step was skipped, or has updated in backward
@@ -204,7 +216,6 @@ class Engine:
             self._weights.update(deferred)
         self._open.number += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
-        self.stop_agreed = totals.stop
         result = StepResult(
             self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped,
             self._optimizer.peak_lr * factor,
@@ -213,6 +224,8 @@ class Engine:
             self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
+        if totals.stop:
+            raise self._state.stop()
         return result
 
     @torch.no_grad()
@@ -241,6 +254,7 @@ class Engine:
         self._refuse_closed("engine(x)")
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
+        self._open.samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
         with self._parts.measured(), self._weights.forward():
             outputs = self.model(*local.args, **local.kwargs)
@@ -292,13 +306,14 @@ class Engine:
     # ---- checkpoints ----
 
     def save(
-        self, directory: str | Path, *, samples: int = 0, extra: Mapping[str, Any] | None = None
+        self, directory: str | Path, *, samples: int | None = None, extra: Mapping[str, Any] | None = None
     ) -> Saving:
         """Write a checkpoint `directory/step-NNNNNNNN`, whole or not at all. Collective: every rank calls it.
 
-        `samples`: samples that the run has used (`Loader.samples`); `extra`: the caller's own JSON.  With
-        `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()` then returns or raises.
-        Raises CheckpointError on every rank if it failed twice; training may go on.
+        `samples`: samples that the run has used (`Loader.samples`), None: as this engine has counted them; `extra`:
+        the caller's own JSON.  With `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()`
+        then returns or raises.  Raises CheckpointError on every rank if it failed twice; training may go on.  Raises
+        `Stopped` with exit code 4 if that were `checkpoint.max_failures` saves in a row.
         """
         return self._state.save(Path(directory), samples=samples, extra=extra)
 
@@ -314,6 +329,19 @@ class Engine:
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
         return self._state.resume(Path(directory))
+
+    def save_on_stop(
+        self,
+        directory: str | Path,
+        *,
+        samples: Callable[[], int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
+        Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
+        self._state.stop_point = StopPoint(
+            self.context.is_main, Path(directory), extra or {}, samples, is_given=True
+        )
 
     # ---- reports ----
 
@@ -519,6 +547,7 @@ class Engine:
             self._chunks,
             self._packed,
             stop=self.context.stop_requested,
+            samples=self._open.samples,
         )
 
     @property

@@ -12,6 +12,7 @@ failed.  Both set `checkpoints.is_mixed`; save and the next step are refused unt
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
+from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
 from colossal_lite.engine.context import noting_faults, reason_of
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
 from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import spoilt
 from colossal_lite.memory.disk_file import DiskError
@@ -51,6 +54,7 @@ class EngineState:
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
             timeout_s=context.config.timeout_s, heard=context.first_failure,
         )  # fmt: skip
+        self.stop_point = StopPoint(speaks=context.is_main)
         self._task_resume = TaskResume(
             built.records, built.outlives, built.model, parts.optimizer, mesh.world
         )
@@ -89,19 +93,65 @@ class EngineState:
 
     # ---- checkpoints ----
 
-    def save(self, directory: Path, *, samples: int, extra: Mapping[str, Any] | None) -> Saving:
+    def save(
+        self, directory: Path, *, samples: int | None = None, extra: Mapping[str, Any] | None = None
+    ) -> Saving:
         self._updates.refuse_within("save")
         self.refuse_mixed("save")
+        self.checkpoints.settle()
+        self._end_after_failures()
+        self.stop_point = self.stop_point.after(directory, extra or {})
+        if samples is not None:
+            self._step.samples_before = samples
+        try:
+            return self._save(directory, extra or {})
+        except CheckpointError:
+            self._end_after_failures()
+            raise
+
+    def _save(self, directory: Path, extra: Mapping[str, Any]) -> Saving:
         with suppress(DiskError):  # reading the records raises it again, on every rank
             self.rest()
         config = self._context.config
         facts = RunFacts(
-            self._step.number, samples, config.seed, config.values(), own_config(self._model),
-            self._optimizer.updates(), extra or {}, self._step.loss_scale.state,
+            self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
+            self._optimizer.updates(), extra, self._step.loss_scale.state,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())
             return self.checkpoints.save(directory, held, facts, asynchronous=config.checkpoint.asynchronous)
+
+    def stop(self) -> Stopped:
+        """Save where a stop does, and tell; the error to raise. Collective."""
+        self.checkpoints.settle()
+
+        def save(point: StopPoint) -> Path:
+            assert point.directory is not None
+            if point.samples is not None:
+                self._step.samples_before = point.samples()
+            self.refuse_mixed("save")
+            return self._save(point.directory, point.extra).wait()
+
+        return self.stop_point.stop(
+            self._step.number, self._context.stop_signal, self.checkpoints.last_saved, save
+        )
+
+    def last_save_failed(self) -> Stopped | None:
+        """What ends a run that has finished, and whose last save has failed."""
+        failed = self.checkpoints.failures > 0
+        return self._saves_failed("the run has ended, and its last save failed") if failed else None
+
+    def _end_after_failures(self) -> None:
+        """Raises Stopped if as many saves in a row have failed as may."""
+        if self.checkpoints.failures >= (limit := self._context.config.checkpoint.max_failures):
+            raise self._saves_failed(f"{limit} saves in a row have failed (checkpoint.max_failures)")
+
+    def _saves_failed(self, head: str) -> Stopped:
+        last = self.checkpoints.last_saved
+        text = f"{head}: {self.checkpoints.failure}; last saved: {last[1] if last else 'nothing'}"
+        if self._context.is_main:
+            print(text, file=sys.stderr, flush=True)
+        return Stopped(text, code=SAVES_FAILED, step=self._step.number, checkpoint=last[1] if last else None)
 
     def load(self, directory: Path) -> Loaded:
         loaded = self._load(directory, missing_ok=False)
@@ -133,8 +183,11 @@ class EngineState:
             raise
         if loaded is None:
             self._optimizer.unchanged()
+            self.stop_point = self.stop_point.after(directory, {})
         else:
             self._use_loaded(loaded)
+            folder = directory.parent if directory == loaded.path else directory
+            self.stop_point = self.stop_point.after(folder, loaded.manifest.extra)
         return loaded
 
     def _use_loaded(self, loaded: Loaded) -> None:
@@ -152,7 +205,7 @@ class EngineState:
         self._updates.give_up()
         self._optimizer.set_updates(loaded.manifest.updates)
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
-        self._step.number = loaded.step
+        self._step.number, self._step.samples_before = loaded.step, loaded.samples
 
     # ---- steps that do not end well ----
 
@@ -208,7 +261,7 @@ class EngineState:
             chunk.start_gather()
         self._weights.flush()
         self._step.loss_scale = self._step.loss_scale.at(facts["loss_scale"])
-        self._step.number = facts["steps"]
+        self._step.number, self._step.samples_before = facts["steps"], facts["samples"]
 
     def park(self) -> ParkedState | None:
         """Copy all state to the store. Returns what is not in its records; None where no engine may resume."""
@@ -216,7 +269,9 @@ class EngineState:
             return None
         self.regain_weights()
         self.rest()
-        return self._task_resume.park(self._step.number, self._step.loss_scale.state)
+        return self._task_resume.park(
+            self._step.number, self._step.samples_before, self._step.loss_scale.state
+        )
 
     def release(self, parked: ParkedState | None) -> None:
         """Give the records back; this engine does not use them again."""

@@ -1,8 +1,8 @@
 """Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, which
-parameters were used, and whether to stop.  With `sum_order="ordered"` a square for each block of 1,024 elements stands
-in place of their sum.  Every rank has the same row afterwards, so all decide alike.
+Note: the all-reduce has one row of float64, `6 + parameters` numbers: the sums of loss, tokens, squares and
+samples, which parameters were used, and whether to stop.  With `sum_order="ordered"` a square for each block of 1,024
+elements stands in place of their sum.  Every rank has the same row afterwards, so all decide alike.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class StepTotals:
     weight: float
     squares: float
     stop: bool
+    samples: int
     used: Mapping[int, tuple[bool, ...]]
     """For each chunk of the whole pipeline, by its number: the entries for which some rank has a gradient."""
 
@@ -93,30 +94,36 @@ class OpenStep:
         """In a loop of the user's own, whether `backward` gets counts; None before its first call."""
         self.calls = 0
         """In a loop of the user's own, the calls of `backward`."""
+        self.samples = 0
+        """Samples that this data coordinate has trained on in this step."""
+        self.samples_before = 0
+        """Samples that all steps before it have used, or as a save or a load has stated since."""
 
     def clear(self) -> None:
-        """Drop the sums and totals; number and loss scale stay."""
-        self.totals, self.by_count, self.calls = None, None, 0
+        """Drop the sums and totals; what counts steps and samples, and the loss scale, stay."""
+        self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
 
 
 def all_reduce_totals(
-    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool
+    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool,
+    samples: int,
 ) -> StepTotals:  # fmt: skip
     """One all-reduce over the world of each rank's (loss, weight) `told` [2], its terms of the sum of `squares`, the
-    entries of its `chunks` in use, and its request to `stop`. Collective.
+    entries of its `chunks` in use, its request to `stop`, and its data coordinate's `samples`. Collective.
 
     `packed`: the chunks of the whole pipeline.  Raises as `Mesh.check_together` if collectives differ."""
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
-    flags = [stop, mesh.collectives_differ, *(flag for mine in used for flag in mine)]
+    counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
+    flags = [stop, mesh.collectives_differ, counted, *(flag for mine in used for flag in mine)]
     marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
     row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
     total = row[2 + len(flags) :].sum().item()
-    loss, weight, stops, apart, *counts = row[: 2 + len(flags)].tolist()
+    loss, weight, stops, apart, all_samples, *counts = row[: 2 + len(flags)].tolist()
     mesh.check_together(apart)
     found, start = dict[int, tuple[bool, ...]](), 0
     for spec in packed:
         found[spec.id] = tuple(count > 0 for count in counts[start : start + len(spec.entries)])
         start += len(spec.entries)
-    return StepTotals(loss, weight, total, stops > 0, found)
+    return StepTotals(loss, weight, total, stops > 0, int(all_samples), found)

@@ -68,11 +68,12 @@ class TaskResume:
             buffer.copy_(kept.facts["buffers"][name])
         return kept.facts
 
-    def park(self, steps: int, loss_scale: Any) -> ParkedState:
+    def park(self, steps: int, samples: int, loss_scale: Any) -> ParkedState:
         """Copy all state to the store; it must be at rest. Returns what is not in the records."""
         self._chunked.park(steps)
         facts = {
             "steps": steps,
+            "samples": samples,
             "updates": self._chunked.updates(),
             "loss_scale": loss_scale,
             "buffers": {name: to_host(buffer) for name, buffer in self._model.named_buffers()},

@@ -311,7 +311,9 @@ class RankLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, SystemExit):
+            logging.getLogger("colossal_lite").info("ended: %s", error)
+        elif error is not None:
             logging.getLogger("colossal_lite").error("ended by an error", exc_info=error)
         warnings.showwarning = self._shown
         self._logger.setLevel(self._level)

@@ -41,7 +41,7 @@ class Options:
     out: Path | None = None
     """where metrics, timeline and model go; by default runs/NAME"""
     save_every: int = 100
-    """steps between checkpoints; there is one at the end, and at SIGTERM and SIGUSR1, anyway"""
+    """steps between checkpoints; there is one at the end, and when a signal stops the run, anyway"""
     fresh: bool = False
     """start over: what checkpoints there are is set aside, not deleted"""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -80,6 +80,13 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
     scale = describe(context, corpus, recipe, options.data, folder) if folder else Scale()
     sinks = run_sinks(options.log, folder, facts)
 
+    def after_step(result: cl.StepResult) -> None:  # before a signal stops the run, too
+        log.step(result, engine.ledger.payload_bytes)
+        if result.step % recipe["evaluate_every"] == 0 or result.step == steps:
+            with log.timeline.span("evaluate"):
+                loss = evaluate(engine, context, held_out, global_batch)
+            log.evaluated(result.step, loss)
+
     def save() -> None:
         try:
             engine.save(run_folder / "checkpoints", samples=loader.samples, extra=facts)
@@ -90,27 +97,18 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
     log = RunLog(
         folder, total_steps=steps, scale=scale, device=context.device, resumed_step=engine.steps, also=sinks
     )
+    engine.save_on_stop(run_folder / "checkpoints", samples=lambda: loader.samples, extra=facts)
+    engine.on_step(after_step, reads_weights=False)
     with RankLog(run_folder / "logs", context.rank), log:
         for batch in loader.take(steps - engine.steps):
             with log.timeline.span("step"):
                 result = engine.train_step(batch)
-            log.step(result, engine.ledger.payload_bytes)
-            if result.step % recipe["evaluate_every"] == 0 or result.step == steps:
-                with log.timeline.span("evaluate"):
-                    loss = evaluate(engine, context, held_out, global_batch)
-                log.evaluated(result.step, loss)
-            if engine.stop_agreed or result.step == steps or result.step % options.save_every == 0:
+            if result.step == steps or result.step % options.save_every == 0:
                 with log.timeline.span("save"):
                     save()
-            if engine.stop_agreed:
-                break
     # whole on every rank, whatever the mesh, and read before closing ends what rests on disk
-    weights = engine.full_state_dict() if engine.steps >= steps else {}
+    weights = engine.full_state_dict()
     engine.close()
-    if engine.steps < steps:
-        if context.is_main:
-            print(f"stopped at step {engine.steps} of {steps}; the same command goes on")
-        return
     if folder:
         save_file(weights, folder / "model.safetensors")
         model = cl.models.GPT(model_config)

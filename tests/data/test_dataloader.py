@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -213,6 +215,19 @@ def test_workers_give_the_same_batches_and_leave_the_global_generator_alone() ->
     got = [ids(batch) for batch in worked.take(7)]
     assert torch.equal(torch.get_rng_state(), state)
     assert got == [ids(batch) for batch in plain.take(7)] and worked.samples == plain.samples == 28
+
+
+def test_workers_leave_signals_to_their_parent() -> None:
+    """Launchers and terminals signal the process group of a rank; a dead worker would take its last batch away."""
+    before = set(multiprocessing.active_children())
+    batches = iter(load(40, 3, 1, global_batch=4, seed=3, workers=1))
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    assert worker.pid is not None and os.getpgid(worker.pid) != os.getpgid(0)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert sum(1 for _ in batches) == 9
+    worker.join(30)
 
 
 class Asleep:

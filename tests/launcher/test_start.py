@@ -343,7 +343,7 @@ def test_exit_code_0_is_no_failure_and_others_are() -> None:
 
 def record_signals(env: RankEnv) -> list[bool]:
     seen = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         before = signal.getsignal(number)
         with env.launch() as context:
             seen.append(context.stop_requested)
@@ -355,8 +355,8 @@ def record_signals(env: RankEnv) -> list[bool]:
     return seen
 
 
-def test_sigterm_and_sigusr1_are_recorded_and_end_nothing() -> None:
-    assert run_world(record_signals, 2) == [[False, True] * 2, [False, False] * 2]
+def test_stop_signals_are_recorded_and_end_nothing() -> None:
+    assert run_world(record_signals, 2) == [[False, True] * 4, [False, False] * 4]
 
 
 @pytest.mark.parametrize("outer_closes_first", [True, False])

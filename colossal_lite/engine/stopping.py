@@ -1,0 +1,144 @@
+"""Ends a run early: records signals, saves at the end of the step, says where, and raises `Stopped`.
+
+Note: a signal.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank; one that the process ignores (as under nohup) stays ignored.
+Each rank records what it receives, and the all-reduce of the step's totals carries it.  So all ranks stop after the
+same step, at no cost in messages.  A second SIGINT meets the handler of before the launch: it ends the rank at once.
+Launchers send a signal to children of a rank as well.  From the first one on SIGCHLD has no handler: that of torch's
+DataLoader would raise in the middle of the last step.
+
+Note: exit codes of a script in which these errors are not caught.
+0: finished, or stopped and saved.  1: any other error.  2: refused (`launcher.run`).  3: stopped and not saved.
+4: saves failed: the last one of a run that has finished, or `checkpoint.max_failures` in a row.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from colossal_lite.checkpoint.manifest import CheckpointError
+
+STOPPED, NOT_SAVED, SAVES_FAILED = 0, 3, 4
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Stopped(SystemExit):
+    """The run ends, on every rank alike. `code` is its exit code: 0, 3 or 4 (see the note of this file); `step`: steps
+    made; `checkpoint`: the directory that holds them, None if nothing does."""
+
+    def __init__(self, text: str, *, code: int, step: int, checkpoint: Path | None = None) -> None:
+        super().__init__(code)
+        self.text, self.step, self.checkpoint = text, step, checkpoint
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class StopSignals:
+    """Records stop signals while installed. Only the main thread of a process can install handlers."""
+
+    answers: bool = False
+    """Whether this process tells a terminal that it has understood a SIGINT."""
+    received: int | None = None
+    _replaced: dict[int, Handler] = field(default_factory=dict)
+    _of_children: Handler = None
+    _open: bool = True
+    _pid: int = field(default_factory=os.getpid)
+
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            # None: not set from Python, so it could not be put back
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                self._replaced[number] = signal.signal(number, self._record)
+
+    def restore(self) -> None:
+        """Restore the old handlers, except where another handler was installed since."""
+        self._open = False
+        if self._of_children is not None and signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL:
+            signal.signal(signal.SIGCHLD, self._of_children)
+        for number, handler in self._replaced.items():
+            while (owner := _owner(handler)) and not owner._open:  # contexts may close in any order
+                handler = owner._replaced[number]
+            if signal.getsignal(number) == self._record:
+                signal.signal(number, handler)
+
+    @property
+    def name(self) -> str:
+        """Of the signal that was received last; "" if this rank has received none."""
+        return signal.Signals(self.received).name if self.received is not None else ""
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return self._as_a_child(number)
+        if self.received is None and signal.getsignal(signal.SIGCHLD) is not None:
+            self._of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.received = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._replaced[number])
+            if self.answers and sys.__stderr__ is not None and sys.__stderr__.isatty():
+                os.write(2, b"SIGINT: stops after this step; a second one ends at once\n")
+        if outer := _owner(self._replaced[number]):  # a context around this one is asked to stop as well
+            outer._record(number, frame)
+
+    def _as_a_child(self, number: int) -> None:
+        """In a process forked since, a loader's worker: a terminal's SIGINT is for the parent, others end it."""
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _owner(handler: Handler) -> StopSignals | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None
+
+
+@dataclass(frozen=True)
+class StopPoint:
+    """Where an engine saves when a signal stops it, and what it saves there beside its state."""
+
+    speaks: bool
+    """Whether this rank prints for all."""
+    directory: Path | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    samples: Callable[[], int] | None = None
+    is_given: bool = False
+    """By `save_on_stop`: other saves do not change it."""
+
+    def after(self, directory: Path, extra: Mapping[str, Any]) -> StopPoint:
+        """The point of an engine that has saved to this directory, or resumed from it."""
+        return self if self.is_given else replace(self, directory=directory, extra=extra)
+
+    def stop(
+        self, step: int, who: str, saved: tuple[int, Path] | None, save: Callable[[StopPoint], Path]
+    ) -> Stopped:
+        """Save after `step`, unless that is what was `saved` last, and print the one line; the error to raise."""
+        head = f"stopped by {who or 'a signal to another rank'} after step {step}"
+        path, why = (
+            None,
+            "this engine has no directory; legal: engine.save_on_stop(directory), or a save before",
+        )
+        if saved is not None and (saved[0], saved[1].parent) == (step, self.directory):
+            path = saved[1]
+        elif self.directory is not None:
+            try:
+                path = save(self)
+            except (CheckpointError, ValueError) as error:  # ValueError: the weights are a mix
+                why = str(error)
+        text = f"{head}: NOT SAVED: {why}" if path is None else f"{head}: saved {path}"
+        if self.speaks:
+            print(text, flush=True)
+        return Stopped(text, code=NOT_SAVED if path is None else STOPPED, step=step, checkpoint=path)
