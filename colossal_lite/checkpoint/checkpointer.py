@@ -86,8 +86,8 @@ class Saving:
         self.step = step
         self._work, self._pulse, self._rank, self._timeout_s = work, pulse, rank, timeout_s
         self._path = Path()
-        self.failure: CheckpointError | None = None
-        """what `wait` has raised"""
+        self._error: CheckpointError | None = None
+        self._late: LateError | None = None
         self._thread = (
             threading.Thread(target=self._run, name="checkpoint", daemon=True) if in_thread else None
         )
@@ -101,30 +101,35 @@ class Saving:
         try:
             self._path = self._work()
         except CheckpointError as error:
-            self.failure = error
+            self._error = error
         except Exception as error:  # in a thread nobody would hear of it; wait() tells it
-            self.failure = CheckpointError(f"save: {type(error).__name__}: {error}")
-            self.failure.__cause__ = error
+            self._error = CheckpointError(f"save: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
 
     @property
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why there is no checkpoint. A save that was late may have ended well since."""
+        return self._error if self.is_done else self._late
 
     def wait(self) -> Path:
         while self._thread is not None and not self.is_done:
             left_s = self._pulse.since_s + self._timeout_s + GRACE_S - time.monotonic()
             if left_s <= 0:
                 self.is_reported = True
-                self.failure = LateError(
+                self._late = LateError(
                     f"save: rank {self._rank}: its thread has been at {self._pulse.what} for more than "
                     f"{self._timeout_s:g} s (timeout_s): the disk does not answer. No checkpoint of this step is there "
                     f"unless the thread comes to its end; those before it are as they were, and training may go on"
                 )
-                raise self.failure
+                raise self._late
             self._thread.join(left_s)
-        if self.failure is not None:
+        if self._error is not None:
             self.is_reported = True
-            raise self.failure
+            raise self._error
         return self._path
 
 
@@ -198,11 +203,13 @@ class Checkpointer:
             return
         if not last.is_reported:
             try:
-                self.failures, self.last_saved = 0, (last.step, last.wait())
-                return
+                last.wait()
             except CheckpointError as error:
                 warnings.warn(f"checkpoint not saved: {error}", stacklevel=3)
-        self.failures, self.failure = self.failures + 1, last.failure
+        if last.failure is None:
+            self.failures, self.last_saved = 0, (last.step, last.wait())
+        else:
+            self.failures, self.failure = self.failures + 1, last.failure
 
     def load(
         self,
