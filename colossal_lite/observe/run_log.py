@@ -2,33 +2,34 @@
 
 Note: two kinds of numbers.
 `metrics.jsonl` and `evaluation.jsonl` hold what seed, configuration and data determine: the same command twice gives
-the same bytes.  Times, rates and memory differ from run to run and go to `timing.jsonl`.  Every row is flushed as it
-is written, so a killed run keeps its rows.  A number that is not finite is null, because JSON has no other word.
+the same bytes.  Times, rates and memory differ from run to run and go to `timing.jsonl`.  Every row is written at once,
+so a killed run keeps its rows.  Rows that a full disk does not take are dropped, counted and told.  A number that is
+not finite is null, because JSON has no other word.
 Nothing is sampled: time is read at the calls, memory once a step, and no thread runs.  One rank logs. On the others
 the same calls do nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from colossal_lite.observe.dropped_rows import DroppedRows, JsonLines, RankFile
 from colossal_lite.observe.sinks import Sink
 from colossal_lite.observe.timeline import LogTimeline, memory_bytes
 
@@ -77,40 +78,6 @@ class EvaluationRow:
     step: int
     loss: float
     bits_per_byte: float
-
-
-class JsonLines:
-    """Writes rows to a file, one JSON object a line, each flushed. Of a file that is there, rows up to `keep_step`
-    stay: what a killed run wrote after its last checkpoint is written again."""
-
-    def __init__(self, path: Path, keep_step: int = 0) -> None:
-        kept = list(_rows_up_to(path, keep_step)) if keep_step and path.exists() else []
-        part = path.with_name(f".{path.name}.part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)  # a kill here loses no row
-        self._file: TextIO = path.open("a", encoding="utf-8")
-
-    def write(self, row: Any) -> None:
-        """Append a dataclass or dict."""
-        values: Mapping[str, Any] = row if isinstance(row, Mapping) else asdict(row)
-        self._file.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _rows_up_to(path: Path, step: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                yield line
-        except ValueError:  # cut short by a kill
-            return
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -------------------------------------------------------------------------------------------------------- run
@@ -194,6 +161,7 @@ class RunLog:
         self._every, self._clock = every, clock
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._files: dict[type, JsonLines] = {}
+        self.dropped = DroppedRows(self.say)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)
         self._bar: Progress | None = None
         self._shown_ns = self._lap_ns = 0
@@ -202,12 +170,9 @@ class RunLog:
         self._lap_ns = self._clock()
         if self._folder is None:
             return self
-        self._folder.mkdir(parents=True, exist_ok=True)
         names = {StepRow: "metrics", TimingRow: "timing", EvaluationRow: "evaluation"}
-        self._files = {
-            kind: JsonLines(self._folder / f"{name}.jsonl", self._resumed_step)
-            for kind, name in names.items()
-        }
+        for kind, name in names.items():
+            self.dropped.attempt(partial(self._open, self._folder / f"{name}.jsonl", kind))
         if self._console.is_terminal:
             columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console, auto_refresh=False)
@@ -221,12 +186,26 @@ class RunLog:
         if self._bar:
             self._bar.refresh()
             self._bar.stop()
-        for file in self._files.values():
-            file.close()
-        for sink in self._sinks:
-            sink.close()
+        ends = [*self._files.values(), *self._sinks]
+        for end in ends:
+            self.dropped.attempt(end.close)
         if self._folder:
-            self.timeline.export(self._folder / "trace.json")
+            self.dropped.attempt(partial(self.timeline.export, self._folder / "trace.json"))
+        if self.dropped.count:
+            self.say(self.dropped.summary())
+
+    def _open(self, path: Path, kind: type) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._files[kind] = JsonLines(path, self._resumed_step)
+
+    def _write(self, group: str, row: StepRow | EvaluationRow, timing: TimingRow | None = None) -> None:
+        """Add a row, and its time, to the files and the other places."""
+        for each in filter(None, (row, timing)):
+            if type(each) in self._files:
+                self.dropped.attempt(partial(self._files[type(each)].write, each))
+        values = asdict(row) | (asdict(timing) if timing else {})
+        for sink in self._sinks:
+            self.dropped.attempt(partial(sink.write, group, row.step, values))
 
     def step(self, result: LogStep, sent_bytes: int) -> None:
         """Record and show a step that has just ended."""
@@ -240,10 +219,7 @@ class RunLog:
         step_s = (self._clock() - self._lap_ns) / 1e9
         self._recent.append((row.tokens, step_s))
         timing = self._timing(row.step, row.tokens, step_s)
-        self._files[StepRow].write(row)
-        self._files[TimingRow].write(timing)
-        for sink in self._sinks:
-            sink.write("train", row.step, asdict(row) | asdict(timing))
+        self._write("train", row, timing)
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
         self._show(row, self._timing(row.step, tokens, seconds))
         self._lap_ns = self._clock()
@@ -253,16 +229,17 @@ class RunLog:
         if self._folder is None:
             return
         row = EvaluationRow(step, loss, self._scale.bits_per_byte(loss))
-        self._files[EvaluationRow].write(row)
-        for sink in self._sinks:
-            sink.write("held_out", row.step, asdict(row))
+        self._write("held_out", row)
         self.say(f"step {step}: held-out loss {loss:.4f}, {row.bits_per_byte:.3f} bits/byte")
         self._lap_ns = self._clock()
 
     def say(self, text: str) -> None:
         """Prints a line above the progress bar."""
         if self._folder is not None:
-            self._console.print(text, markup=False)
+            try:
+                self._console.print(text, markup=False)
+            except OSError as error:  # printed text goes to a full disk
+                self.dropped.count, self.dropped.reason = self.dropped.count + 1, str(error)
 
     def lap(self) -> None:
         """Leaves the time since the last step out of the timing: the run was saved."""
@@ -294,8 +271,9 @@ class RankLog:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._handler = logging.FileHandler(folder / f"rank-{rank:05}.log", encoding="utf-8")
+        self._rank = rank
+        self.dropped = DroppedRows(lambda text: print(f"rank {rank}: {text}", file=sys.stderr))
+        self._handler = RankFile(folder / f"rank-{rank:05}.log", self.dropped)
         self._handler.setFormatter(
             logging.Formatter(f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s")
         )
@@ -319,6 +297,8 @@ class RankLog:
         self._logger.setLevel(self._level)
         self._logger.removeHandler(self._handler)
         self._handler.close()
+        if self.dropped.count:
+            print(f"rank {self._rank}: {self.dropped.summary()}", file=sys.stderr)
 
     def _show(self, message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         logging.getLogger("colossal_lite").warning("%s: %s", category.__name__, message)

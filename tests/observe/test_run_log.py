@@ -7,9 +7,11 @@ import io
 import itertools
 import json
 import math
+import resource
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +23,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from colossal_lite.observe.dropped_rows import JsonLines
 from colossal_lite.observe.flops import model_flops_per_token, peak_flops
 from colossal_lite.observe.run_log import (
-    JsonLines,
     RankLog,
     RunLog,
     Scale,
@@ -312,3 +314,43 @@ def test_each_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
         warnings.showwarning("and here", UserWarning, "file", 1)
         warnings.warn("for pytest", stacklevel=1)
     assert "UserWarning: and here" in (tmp_path / "rank-00003.log").read_text()
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may grow beyond `room` bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_full_disk_drops_rows_that_are_counted_and_told_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full:
+        def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    with full_disk(700), RankLog(tmp_path / "logs", 1) as logger:
+        said = run(tmp_path, also=[Full()])
+        for _ in range(100):
+            logger.info("a line of some length that fills the file of this rank")
+    found = rows(tmp_path / "metrics.jsonl")
+    assert 0 < len(found) < 25 and [row["step"] for row in found] == [*range(1, len(found) + 1)]
+    assert "step 25/25" in said and said.count("log: rows are dropped, the run goes on: ") == 1
+    count = int(said.split(" rows were dropped: ")[0].split()[-1])
+    assert count > 25 + 25 - len(found), "rows of the sink, of metrics, of timing"
+    assert "rank 1: log: " in (told := capsys.readouterr().err) and " rows were dropped: " in told
+
+
+def test_a_folder_that_cannot_be_made_drops_rows_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with RankLog(tmp_path / "file" / "logs", 0):
+        said = run(tmp_path / "file")
+    assert "step 25/25" in said and "rows were dropped" in said

@@ -1,0 +1,93 @@
+"""Writes rows of a log to files, and counts what could not be written: a full disk ends no run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class DroppedRows:
+    """Counts the rows that were dropped, with the last reason. `tell` is called once, with the first reason."""
+
+    tell: Callable[[str], object]
+    count: int = 0
+    reason: str = ""
+
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Call `write`; False, counted, if it raised OSError."""
+        try:
+            write()
+        except OSError as error:
+            if not self.count:
+                self.tell(f"log: rows are dropped, the run goes on: {error}")
+            self.count, self.reason = self.count + 1, str(error)
+            return False
+        return True
+
+    def summary(self) -> str:
+        """One line for the end of a run; "" if nothing was dropped."""
+        return f"log: {self.count} rows were dropped: {self.reason}" if self.count else ""
+
+
+class JsonLines:
+    """Writes rows to a file, one JSON object a line, whole or not at all. Of a file that is there, rows up to
+    `keep_step` stay: what a killed run wrote after its last checkpoint is written again. Raises OSError."""
+
+    def __init__(self, path: Path, keep_step: int = 0) -> None:
+        kept = list(_rows_up_to(path, keep_step)) if keep_step and path.exists() else []
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)  # a kill here loses no row
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, row: Any) -> None:
+        """Append a dataclass or dict. Raises OSError; then the file is as it was."""
+        values: Mapping[str, Any] = row if isinstance(row, Mapping) else asdict(row)
+        line = (json.dumps({key: _finite(value) for key, value in values.items()}) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            os.ftruncate(self._file.fileno(), end)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows_up_to(path: Path, step: int) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                yield line
+        except ValueError:  # cut short by a kill
+            return
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RankFile(logging.Handler):
+    """Appends records to a file, opened for each: nothing is held back, and nothing raises when it cannot."""
+
+    def __init__(self, path: Path, dropped: DroppedRows) -> None:
+        super().__init__()
+        self._path, self.dropped = path, dropped
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.dropped.attempt(lambda: self._append(self.format(record) + "\n"))
+
+    def _append(self, text: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
