@@ -55,6 +55,7 @@ from colossal_lite.checkpoint.manifest import (
     reads,
     writes,
 )
+from colossal_lite.checkpoint.owner import FolderClaims, FolderOwnedError
 from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
 from colossal_lite.checkpoint.writer import SaveJob
@@ -152,6 +153,7 @@ class Checkpointer:
         self._last: Saving | None = None
         self.is_mixed = False
         """a load has failed halfway: what it was to fill is part old, part new"""
+        self._claims = FolderClaims()
         self.failures = 0
         """saves that have failed, one after the other"""
         self.failure: CheckpointError | None = None
@@ -179,7 +181,19 @@ class Checkpointer:
         needed = sum(
             part.spec.numel * one.tensor.element_size() for part, one in zip(parts, held, strict=True)
         )
-        work = SaveJob(meeting, directory, plan, held, parts, facts, self._layout, self._keep, needed, pulse)
+        work = SaveJob(
+            meeting,
+            directory,
+            plan,
+            held,
+            parts,
+            facts,
+            self._layout,
+            self._keep,
+            needed,
+            pulse,
+            self._claims,
+        )
         self._last = saving = Saving(
             work.run,
             pulse,
@@ -211,6 +225,11 @@ class Checkpointer:
         else:
             self.failures, self.failure = self.failures + 1, last.failure
 
+    def close(self) -> None:
+        """Wait for the save in flight, and give the folders back."""
+        self.settle()
+        self._claims.close()
+
     def load(
         self,
         directory: Path,
@@ -231,12 +250,17 @@ class Checkpointer:
         self.settle()
         self.last_saved = None
         parts = [one.part() for one in held]
+        refused = self._own(directory) if self._rank == 0 and missing_ok else ""
         paths, skipped = self._candidates(directory) if self._rank == 0 else ([], [])
         while True:
             meeting = self._meet("load")
             if self._rank == 0:
-                meeting.say("choose", self._choose(directory, paths, skipped))
+                meeting.say("choose", self._choose(directory, paths, skipped) | {"refused": refused})
             choice = meeting.hear("choose")
+            if choice["refused"]:
+                raise FolderOwnedError(
+                    f"resume: {choice['refused']}; legal: another folder, or the end of that run first"
+                )
             skipped = choice["skipped"]
             if choice["name"] is None:
                 if missing_ok and not skipped:
@@ -258,6 +282,14 @@ class Checkpointer:
                 self.is_mixed = False
                 return Loaded(path, manifest, changed, tuple(skipped))
             skipped = skipped + faults
+
+    def _own(self, directory: Path) -> str:
+        """Own the folder that a run goes on in; who else does. A folder that cannot be written to has no owner."""
+        is_one = (directory / MANIFEST).exists() or STEP.fullmatch(directory.name) is not None
+        try:
+            return self._claims.claim(directory.parent if is_one else directory)
+        except OSError:
+            return ""
 
     def _candidates(self, directory: Path) -> tuple[list[Path], list[str]]:
         """Paths of checkpoints, the newest first, and the reason if there is none."""

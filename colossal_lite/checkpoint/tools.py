@@ -121,4 +121,7 @@ def import_(folder: Path, target: Path) -> Path:
     ]
     facts = RunFacts(0, 0, 0, {}, asdict(config), {}, {"imported": str(folder)})
     disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=1 << 20, timeout_s=60, heard=str)
-    return disk.save(target, held, facts, asynchronous=False).wait()
+    try:
+        return disk.save(target, held, facts, asynchronous=False).wait()
+    finally:
+        disk.close()

@@ -25,6 +25,7 @@ from colossal_lite.checkpoint.manifest import (
     decode,
     encode,
 )
+from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.memory.transfers import to_host
@@ -49,6 +50,7 @@ class SaveJob:
     keep: int
     needed_bytes: int
     pulse: Heartbeat
+    claims: FolderClaims
 
     def run(self) -> Path:
         """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""
@@ -80,12 +82,15 @@ class SaveJob:
         return end
 
     def _begin(self) -> dict[str, Any]:
-        """Rank 0: remove leftovers of killed runs and make an empty hidden directory."""
-        name = f"{_HIDDEN}step-{self.facts.step:08}-{secrets.token_hex(4)}"
+        """Rank 0: own the folder, remove what this run and dead owners before it left, make an empty hidden
+        directory."""
+        name = f"{_HIDDEN}step-{self.facts.step:08}-{self._mark()}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.glob(f"{_HIDDEN}*"):
-                shutil.rmtree(path)
+            if refused := self.claims.claim(self.directory):
+                return {"name": name, "faults": [refused]}
+            for run in self.claims.leftovers(self.directory):
+                for path in self.directory.glob(f"{_HIDDEN}*-{run}-*"):
+                    shutil.rmtree(path)
             free = shutil.disk_usage(self.directory).free
             if free < self.needed_bytes:
                 need = f"{self.needed_bytes / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free"
@@ -94,6 +99,10 @@ class SaveJob:
         except OSError as error:
             return {"name": name, "faults": [f"{error.filename or self.directory}: {error.strerror}"]}
         return {"name": name, "faults": [], "step": self.facts.step, "samples": self.facts.samples}
+
+    def _mark(self) -> str:
+        """The end of a hidden name: of this run, and new."""
+        return f"{self.claims.run}-{secrets.token_hex(4)}"
 
     def _write(self, path: Path, begin: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's files; its rows of the manifest, or what went wrong."""
@@ -190,7 +199,7 @@ class SaveJob:
         whole = 0
         for path in listed(self.directory):
             if whole >= self.keep:
-                gone = self.directory / f"{_HIDDEN}old-{path.name}-{secrets.token_hex(4)}"
+                gone = self.directory / f"{_HIDDEN}old-{path.name}-{self._mark()}"
                 try:
                     os.rename(path, gone)  # never half there under its own name
                     shutil.rmtree(gone)

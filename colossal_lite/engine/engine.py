@@ -133,7 +133,7 @@ class Engine:
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._at_end.callback(self._state.end)
-        self._at_end.callback(self._state.checkpoints.settle)
+        self._at_end.callback(self._state.checkpoints.close)
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
         context.on_finish(self._state.last_save_failed)
@@ -411,7 +411,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
         self._is_closed = True
-        self._state.checkpoints.settle()
+        self._state.checkpoints.close()
         self._state.regain_weights()
         parked = self._state.park()
         self._hooks.remove()

@@ -83,6 +83,7 @@ class RankFile(logging.Handler):
     def __init__(self, path: Path, dropped: DroppedRows) -> None:
         super().__init__()
         self._path, self.dropped = path, dropped
+        dropped.attempt(lambda: self._append(""))
 
     def emit(self, record: logging.LogRecord) -> None:
         self.dropped.attempt(lambda: self._append(self.format(record) + "\n"))
