@@ -2,8 +2,8 @@
 
 Note: the order of a launch, and ownership.
 Everything that can be refused from numbers alone is refused first: then no store is opened and no group created.  Next
-the ranks meet in the store.  They count themselves, so that a missing rank is named.  They compare configurations, so
-that all refuse if two differ.  Groups are created last.
+the ranks meet in the store.  They count themselves, so that a missing rank is named.  They compare configurations,
+versions and source (launcher/versions.py), so that all refuse if two differ.  Groups are created last.
 
 - *Store.*  Torchrun's agent serves it, or rank 0 does, on the loopback interface if the world is one node.  The server
   lives as long as the process.  Each launch has its own prefix in it.
@@ -41,6 +41,7 @@ from colossal_lite.engine.stopping import Stopped, StopSignals
 from colossal_lite.launcher import env
 from colossal_lite.launcher.doctor import DoctorRow
 from colossal_lite.launcher.env import Launch, LaunchError
+from colossal_lite.launcher.versions import versions
 
 if TYPE_CHECKING:
     from colossal_lite.config.parallel_schema import ModelFacts
@@ -258,8 +259,9 @@ def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
 
 
 def _roll_call(store: dist.Store, place: Launch, config: Config, timeout: timedelta) -> None:
-    """Return when all ranks are here with one configuration. Raises CommError, ConfigError."""
-    settings = json.loads(json.dumps(config.values()))
+    """Return when all ranks are here with one configuration, one set of versions, and the same source of this
+    package. Raises CommError, ConfigError."""
+    settings = json.loads(json.dumps(config.values())) | versions()
     store.set(f"here/{place.rank}", "")
     if place.rank == 0:
         store.set("config", json.dumps(settings))

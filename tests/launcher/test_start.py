@@ -22,8 +22,10 @@ from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.launcher import LaunchError, launch
+from colossal_lite.launcher import start as start_module
 from colossal_lite.launcher.env import Launch
 from colossal_lite.launcher.start import _device
+from colossal_lite.launcher.versions import source_hash
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +278,33 @@ def test_overrides_lie_over_the_config_and_faults_of_both_are_told_together() ->
     with pytest.raises(ConfigError) as caught:
         launch({"sed": 1}, rank=0, world_size=1, overrides=["--zero.stage", "7"])
     assert {problem.path for problem in caught.value.problems} == {"sed", "zero.stage"}
+
+
+def refused_versions(env: RankEnv, what: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        other = start_module.versions() | ({what: "other"} if env.rank == 1 else {})
+        patch.setattr(start_module, "versions", lambda: other)
+        with pytest.raises(ConfigError) as caught:
+            env.launch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["version of torch", "version of python", "source of colossal_lite"])
+def test_a_rank_with_another_version_or_source_is_named_on_every_rank(what: str) -> None:
+    for text in run_world(refused_versions, 3, what):
+        assert f"rank 1 has {what}='other' against '" in text and "on rank 0" in text
+
+
+def test_the_hash_of_the_source_changes_with_any_file_of_any_room(tmp_path: Path) -> None:
+    for name in ("colossal_lite/a.py", "kernels/b.py", "launcher/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    hashes = {source_hash(tmp_path)}
+    for path in sorted(tmp_path.rglob("*.py")):
+        path.write_text("x = 2")
+        hashes.add(source_hash(tmp_path))
+    path.rename(path.with_name("d.py"))
+    assert len(hashes | {source_hash(tmp_path)}) == 5
 
 
 # -------------------------------------------------------------------------------------------- last words
