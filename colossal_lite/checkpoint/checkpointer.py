@@ -20,6 +20,7 @@ Files are safetensors, readable by its own library; nothing is pickled, nothing 
 
 from __future__ import annotations
 
+import difflib
 import threading
 import time
 import warnings
@@ -58,7 +59,7 @@ from colossal_lite.checkpoint.manifest import (
 from colossal_lite.checkpoint.owner import FolderClaims, FolderOwnedError
 from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
-from colossal_lite.checkpoint.writer import SaveJob
+from colossal_lite.checkpoint.writer import LineOfDescent, SaveJob
 from colossal_lite.config.renamed import renamed
 from colossal_lite.distributed.key_value_store import KeyValueStore
 from colossal_lite.memory.transfers import to_host
@@ -153,7 +154,7 @@ class Checkpointer:
         self._last: Saving | None = None
         self.is_mixed = False
         """a load has failed halfway: what it was to fill is part old, part new"""
-        self._claims = FolderClaims()
+        self._claims, self._line = FolderClaims(), LineOfDescent()
         self.failures = 0
         """saves that have failed, one after the other"""
         self.failure: CheckpointError | None = None
@@ -193,6 +194,7 @@ class Checkpointer:
             needed,
             pulse,
             self._claims,
+            self._line,
         )
         self._last = saving = Saving(
             work.run,
@@ -259,11 +261,13 @@ class Checkpointer:
             choice = meeting.hear("choose")
             if choice["refused"]:
                 raise FolderOwnedError(
-                    f"resume: {choice['refused']}; legal: another folder, or the end of that run first"
+                    f"resume: {choice['refused']}; legal: a folder of checkpoints that no running process owns"
                 )
             skipped = choice["skipped"]
             if choice["name"] is None:
                 if missing_ok and not skipped:
+                    if self._rank == 0:
+                        print(_starts_at_0(directory), flush=True)
                     return None
                 raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
             path = directory / choice["name"]
@@ -280,11 +284,14 @@ class Checkpointer:
                     if not _is_stored(one.name, manifest):
                         one.elements(write=True).zero_()
                 self.is_mixed = False
+                self._line.whole(path)
                 return Loaded(path, manifest, changed, tuple(skipped))
             skipped = skipped + faults
 
     def _own(self, directory: Path) -> str:
         """Own the folder that a run goes on in; who else does. A folder that cannot be written to has no owner."""
+        if directory.exists() and not directory.is_dir():
+            return f"{directory} is no folder"
         is_one = (directory / MANIFEST).exists() or STEP.fullmatch(directory.name) is not None
         try:
             return self._claims.claim(directory.parent if is_one else directory)
@@ -379,6 +386,15 @@ class Checkpointer:
         key = f"checkpoint/{self._calls}"
         world = self._layout.world_size
         return SaveRendezvous(self._store, key, what, self._rank, world, self._timeout_s, self._heard)
+
+
+def _starts_at_0(directory: Path) -> str:
+    """What a run is told that finds nothing to go on from; a name like this one may be a slip of the pen."""
+    around = directory.parent.iterdir() if directory.parent.is_dir() else ()
+    names = [path.name for path in around if path.is_dir() and path != directory]
+    near = difflib.get_close_matches(directory.name, names, n=1)
+    beside = f"; beside it is {directory.parent / near[0]}" if near else ""
+    return f"resume: no checkpoint in {directory}, the run starts at step 0{beside}"
 
 
 def _is_stored(name: str, manifest: Manifest) -> bool:

@@ -33,7 +33,9 @@ from colossal_lite.checkpoint.manifest import (
     Slice,
     Stored,
     decode,
+    escaped,
     header,
+    serial_of,
 )
 from colossal_lite.memory.disk_file import Workers
 from colossal_lite.sharding.boxes import extent
@@ -62,12 +64,30 @@ class LateError(CheckpointError):
 
 
 def listed(directory: Path) -> list[Path]:
-    """Checkpoints in a directory, the newest first, whether whole or not. Empty if there is no directory."""
+    """Checkpoints in a directory, the one saved last first, whether whole or not. Empty if there is no directory.
+
+    Those without a readable manifest come before all others, and those without a serial in order of their step."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := STEP.fullmatch(path.name):
-            found.append((int(match[1]), int(match[2] or 1), path))
+            serial = _serial(path)
+            order = 1 << 62 if serial is None else serial
+            found.append((order, int(match[1]), int(match[2] or 1), path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def _serial(path: Path) -> int | None:
+    try:
+        with _opened(path / MANIFEST, "the list of tensors") as source:
+            is_small = os.fstat(source.fileno()).st_size <= LIMIT_BYTES
+            return serial_of(source.read()) if is_small else None
+    except (CheckpointError, OSError):
+        return None
+
+
+def next_serial(directory: Path) -> int:
+    """That of the next save into this directory."""
+    return 1 + max((_serial(path) or 0 for path in listed(directory)), default=0)
 
 
 def inspect(path: Path) -> Manifest:
@@ -113,7 +133,7 @@ def verify(path: Path) -> Iterator[str]:
     try:
         for read, data in stream(path, plan, manifest):
             if isinstance(data, str):
-                yield f"{path / read.slice.file}: tensor {read.name}{box_of(read.slice)}: {data}"
+                yield escaped(f"{path / read.slice.file}: tensor {read.name}{box_of(read.slice)}: {data}")
     except LateError as error:
         yield str(error)
 

@@ -11,16 +11,19 @@ Cost: about 150 bytes a slice, checked in full before a tensor is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as dataclass_of_pydantic
 
+from colossal_lite.checkpoint.manifest_parser import parse
 from colossal_lite.sharding.boxes import Box, Fragment, cut, extent, held, intersect, volume, within, written
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -28,49 +31,63 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 MANIFEST = "manifest.json"
 LIMIT_BYTES = 1 << 30
 """of a manifest; one of 4,096 ranks has a tenth of this"""
-LIMIT_FACTS = 1 << 20
-"""of the text of each fact that is not one a tensor or parameter (`WIDE`)"""
-WIDE = ("tensors", "updates")
+PAIRS_A_BOX = 256
+"""comparisons of slices, for each slice of a tensor"""
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _ENVELOPE = re.compile(rb'\{"crc32":"([0-9a-f]{8})","content":(.*)\}\n', re.DOTALL)
 
+_SERIAL = re.compile(rb'\{"format":1,"serial":([0-9]{1,15}),')
+
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the text names the directory, the file and the tensor."""
+    """A checkpoint could not be written or read; the text names the directory, the file and the tensor. What a
+    terminal would obey in these names is escaped."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(escaped(text))
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 
 
-class Slice(_Part):
+@dataclass_of_pydantic(frozen=True, slots=True, config=STRICT)
+class Slice:
     """One box of a tensor, in bytes [start, stop) of the data of `file`."""
 
-    box: tuple[tuple[Size, Size], ...] = Field(max_length=8)
-    file: str = Field(pattern=r"^shard-\d{5,8}-\d{3,6}\.safetensors$")
+    box: Annotated[tuple[tuple[Size, Size], ...], Field(max_length=8)]
+    file: Annotated[str, Field(pattern=r"^shard-\d{5,8}-\d{3,6}\.safetensors$")]
     start: Size
     stop: Size
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-class Stored(_Part):
+@dataclass_of_pydantic(frozen=True, slots=True, config=STRICT)
+class Stored:
     """A whole tensor: its safetensors dtype, global shape, and slices that are disjoint and cover it."""
 
     dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]
-    shape: tuple[Size, ...] = Field(max_length=8)
+    shape: Annotated[tuple[Size, ...], Field(max_length=8)]
     slices: tuple[Slice, ...]
 
 
-class Manifest(_Part):
-    """Everything a checkpoint says beside its tensors."""
+class _Facts(_Part):
+    """What a checkpoint says beside its tensors."""
 
     format: Literal[1] = 1
+    serial: Size = 0
+    """saves into its folder up to this one, 0: unknown; the newest is the one saved last, whatever its step"""
+    parent: str | None = Field(default=None, max_length=40)
+    """the checkpoint that the run had loaded or saved before it"""
     step: Size
     samples: Size
     """samples of the run's stream that the steps have used"""
@@ -87,6 +104,11 @@ class Manifest(_Part):
     """of fp16, where it follows overflows: the scale, and the finite steps since it last changed"""
     extra: dict[str, Any] = {}
     """facts of the run that is being trained"""
+
+
+class Manifest(_Facts):
+    """Everything that a checkpoint says."""
+
     tensors: dict[str, Stored] = Field(min_length=1)
 
     def by_file(self) -> dict[str, list[tuple[str, Stored, Slice]]]:
@@ -112,32 +134,53 @@ def encode(manifest: Manifest) -> bytes:
     return b'{"crc32":"%08x","content":%s}\n' % (zlib.crc32(content), content)
 
 
+def serial_of(data: bytes) -> int | None:
+    """The serial of a manifest whose checksum is right; None for any other."""
+    match = _ENVELOPE.fullmatch(data)
+    if match is None or zlib.crc32(memoryview(data)[match.start(2) : match.end(2)]) != int(match[1], 16):
+        return None
+    head = _SERIAL.match(data, match.start(2))
+    return int(head[1]) if head else 0
+
+
 def decode(data: bytes, where: str) -> Manifest:
     """The manifest in `data`, checked in itself. Raises CheckpointError naming `where` and what is wrong."""
     match = _ENVELOPE.fullmatch(data)
     if match is None:
         raise CheckpointError(f"{where}: is not a checkpoint manifest, or is cut short")
-    content = data[match.start(2) : match.end(2)]
-    if zlib.crc32(content) != int(match[1], 16):
-        raise CheckpointError(
-            f"{where}: checksum is {zlib.crc32(content):08x}, not {match[1].decode()} as stated"
+    found = zlib.crc32(memoryview(data)[match.start(2) : match.end(2)])
+    if found != int(match[1], 16):
+        raise CheckpointError(f"{where}: checksum is {found:08x}, not {match[1].decode()} as stated")
+    try:
+        facts, updates, tensors = parse(
+            data, match.start(2), match.end(2), slice_of=_SLICE.validate_json, tensor_of=_stored
         )
-    try:
-        parsed = json.loads(content)
-        wide = [key for key in parsed if key not in WIDE and len(str(parsed[key])) > LIMIT_FACTS]
-    except (ValueError, RecursionError, TypeError) as error:
-        raise CheckpointError(f"{where}: its content is not what JSON allows: {str(error)[:200]}") from error
-    if wide:
-        raise CheckpointError(f"{where}: {wide[0][:100]}: {LIMIT_FACTS} characters at most")
-    try:
-        manifest = Manifest.model_validate_json(content)
+        known = dict(_Facts.model_validate_json(facts))
+        manifest = Manifest.model_validate(known | {"updates": updates, "tensors": tensors})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         path = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{where}: {path}: {first['msg']} ({error.error_count()} faults)") from error
-    if faults := list(_faults(manifest)):
-        raise CheckpointError(f"{where}: {faults[0]} ({len(faults)} faults)")
+        raise CheckpointError(f"{where}: {path}: {first['msg']} ({error.error_count()} faults)") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: {str(error)[:300]}") from None
+    fault = next(_faults(manifest), None)
+    if fault is not None:
+        raise CheckpointError(f"{where}: {fault}")
     return manifest
+
+
+_SLICE, _HEAD = TypeAdapter(Slice), TypeAdapter(Stored)
+
+
+def _stored(head: bytes, slices: list[Slice]) -> Stored:
+    """A tensor of its dtype and shape, as JSON, and its slices."""
+    empty = _HEAD.validate_json(b'{%s,"slices":[]}' % head)
+    return replace(empty, slices=tuple(slices))
+
+
+def escaped(text: str) -> str:
+    """The text with every character that a terminal obeys, or does not show, as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def header(rows: list[tuple[str, Stored, Slice]]) -> bytes:
@@ -183,16 +226,42 @@ def _faults(manifest: Manifest) -> Iterator[str]:
                 yield f"{file}: bytes of tensor {name} begin at {part.start}, not at {end}"
 
 
-def _overlaps(boxes: list[Box]) -> bool:
-    """Whether two boxes meet. Sorted by their first dimension, a box meets only neighbours."""
-    order = sorted(boxes)
+def _overlaps(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes meet. Raises ValueError if that would take more than `PAIRS_A_BOX` comparisons a box."""
+    if len(boxes) < 2:
+        return False
+    if not boxes[0]:
+        return True
+    for dim in range(len(boxes[0])):
+        groups: dict[tuple[int, int], list[Box]] = {}
+        for box in boxes:
+            groups.setdefault(box[dim], []).append(box[:dim] + box[dim + 1 :])
+        order = sorted(groups)
+        if all(a[1] <= b[0] for a, b in itertools.pairwise(order)):
+            return any(_overlaps(group) for group in groups.values())
+    return _sweep(boxes, min(range(len(boxes[0])), key=lambda dim: _most_at_once(boxes, dim)))
+
+
+def _sweep(boxes: Sequence[Box], dim: int) -> bool:
+    """`_overlaps`, by comparing each box with those that begin within it in one dimension."""
+    order = sorted(boxes, key=lambda box: box[dim])
+    pairs_left = PAIRS_A_BOX * len(boxes)
     for index, box in enumerate(order):
-        for other in order[index + 1 :]:
-            if box and other[0][0] >= box[0][1]:
+        for later in range(index + 1, len(order)):
+            if (other := order[later])[dim][0] >= box[dim][1]:
                 break
+            pairs_left -= 1
+            if pairs_left < 0:
+                raise ValueError(f"a tensor has {len(boxes)} slices that no dimension tells apart")
             if intersect(box, other) is not None:
                 return True
     return False
+
+
+def _most_at_once(boxes: Sequence[Box], dim: int) -> int:
+    """The most boxes over one place of a dimension."""
+    ends = sorted(end for box in boxes for end in ((box[dim][0], 1), (box[dim][1], -1)))
+    return max(itertools.accumulate(step for _, step in ends))
 
 
 # ---------------------------------------------------------------------------------------------------- planning
@@ -338,7 +407,7 @@ class Change:
     meaning: Meaning
 
     def __str__(self) -> str:
-        return f"{self.meaning}: {self.path} was {self.saved!r}, is {self.now!r}"
+        return f"{self.meaning}: {escaped(self.path)} was {self.saved!r}, is {self.now!r}"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:

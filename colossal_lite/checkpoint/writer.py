@@ -8,13 +8,13 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from colossal_lite.checkpoint.files import inspect, listed, sync_directory, write_file
+from colossal_lite.checkpoint.files import listed, next_serial, sync_directory, write_file
 from colossal_lite.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -36,6 +36,25 @@ ATTEMPTS = 2
 _HIDDEN = ".tmp-"
 
 
+@dataclass
+class LineOfDescent:
+    """The checkpoints of which this run has checked every byte, as it wrote or loaded them, the last one last."""
+
+    checked: dict[Path, None] = field(default_factory=dict)
+
+    def whole(self, path: Path) -> None:
+        """The state of the run is that of `path`."""
+        self.checked.pop(path, None)
+        self.checked[path] = None
+
+    def parent(self, directory: Path) -> str | None:
+        """The name of the last one, with its folder's name if that is another."""
+        last = next(reversed(self.checked), None)
+        if last is None:
+            return None
+        return (last.name if last.parent == directory else f"{last.parent.name}/{last.name}")[-40:]
+
+
 @dataclass(frozen=True)
 class SaveJob:
     """One save on one rank, from first to last word."""
@@ -51,6 +70,7 @@ class SaveJob:
     needed_bytes: int
     pulse: Heartbeat
     claims: FolderClaims
+    line: LineOfDescent
 
     def run(self) -> Path:
         """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""
@@ -117,8 +137,8 @@ class SaveJob:
             for file, rows in self.plan.items():
                 at = path / file
                 for write, crc32 in zip(rows, self._write_one(at, rows), strict=True):
-                    row = write.slice.model_copy(update={"crc32": crc32})
-                    found.setdefault(self.parts[write.part].name, []).append(row.model_dump())
+                    row = replace(write.slice, crc32=crc32)
+                    found.setdefault(self.parts[write.part].name, []).append(asdict(row))
         except OSError as error:
             return {"faults": [f"rank {rank}: {error.filename or at}: {error.strerror}"]}
         except CheckpointError as error:
@@ -151,6 +171,7 @@ class SaveJob:
         if not faults:
             try:
                 name = self._publish(path, rows)
+                self.line.whole(self.directory / name)
                 self._prune()
                 return {"name": name, "faults": []}
             except (OSError, CheckpointError) as error:
@@ -166,6 +187,8 @@ class SaveJob:
         manifest = Manifest.model_validate_json(
             json.dumps(
                 {
+                    "serial": next_serial(self.directory),
+                    "parent": self.line.parent(self.directory),
                     "step": facts.step,
                     "samples": facts.samples,
                     "seed": facts.seed,
@@ -195,7 +218,7 @@ class SaveJob:
         return name
 
     def _prune(self) -> None:
-        """Delete what is older than the newest `keep` whole checkpoints."""
+        """Delete what is older than the newest `keep` checkpoints of which this run has checked every byte."""
         whole = 0
         for path in listed(self.directory):
             if whole >= self.keep:
@@ -206,8 +229,4 @@ class SaveJob:
                 except OSError as error:
                     warnings.warn(f"{path}: could not be deleted: {error.strerror}", stacklevel=2)
                 continue
-            try:
-                inspect(path)
-                whole += 1
-            except CheckpointError:
-                continue
+            whole += path in self.line.checked

@@ -24,7 +24,7 @@ from colossal_lite.checkpoint import checkpointer, rendezvous, writer
 from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
 from colossal_lite.checkpoint.manifest import CheckpointError
 from tests.shared.parity import Case
-from tests.shared.pool import RankEnv, run_world
+from tests.shared.pool import RankEnv, WorldError, run_world
 
 ADAMW = dict(type="adamw", lr=1e-2, weight_decay=0.1)
 CASE = Case(
@@ -555,3 +555,63 @@ def reset_peak() -> None:
 def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+# ------------------------------------------------------------------------------------------ line of descent
+
+
+def going_back(env: RankEnv, case: Case, folder: str) -> list[Any]:
+    """Saves at steps 1 to 3, back to 1, on to 2, and the same command again."""
+    with engine_of(env, case) as engine:
+        paths = []
+        for number in range(3):
+            train(engine, case, range(number, number + 1))
+            paths.append(engine.save(folder).wait())
+        engine.load(paths[0])
+        train(engine, case, range(1, 2))
+        paths.append(engine.save(folder).wait())
+        state = state_of(engine)
+    with engine_of(env, case) as engine:
+        loaded = engine.resume(folder)
+        assert loaded is not None
+        assert_same_bits(state_of(engine), state)
+        return [path.name for path in paths], loaded.path.name, loaded.manifest.parent, loaded.manifest.serial
+
+
+def test_the_same_command_goes_on_with_what_was_saved_last_not_with_the_highest_step(tmp_path: Path) -> None:
+    case = on("data 2", checkpoint=dict(keep=9))
+    for names, loaded, parent, serial in run_world(going_back, 2, case, str(tmp_path)):
+        assert names[-1] == loaded == "step-00000002-2" and (parent, serial) == (names[0], 4)
+
+
+def test_pruning_counts_only_what_this_run_has_checked(tmp_path: Path) -> None:
+    """A damaged newer checkpoint with its headers right is kept in the place of none."""
+    case = on("1", checkpoint=dict(keep=1))
+    run_world(saves, 1, on("1"), str(tmp_path), 2)
+    damaged = tmp_path / "step-00000002"
+    (file,) = damaged.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    for count, left in ((1, ["step-00000001-2"]), (2, ["step-00000002"])):
+        run_world(saves, 1, case, str(tmp_path), count)
+        assert [path.name for path in listed(tmp_path)] == left
+        assert list(verify(tmp_path / left[0])) == []
+
+
+def starts(env: RankEnv, case: Case, folder: str) -> Any:
+    with engine_of(env, case) as engine:
+        return engine.resume(folder)
+
+
+def test_a_folder_without_a_checkpoint_is_told_with_its_like_and_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first-run").mkdir()
+    assert run_world(starts, 2, on("data 2"), str(tmp_path / "frist-run")) == [None, None]
+    told = f"resume: no checkpoint in {tmp_path}/frist-run, the run starts at step 0; beside it is {tmp_path}/first-run"
+    assert capsys.readouterr().out == f"[rank 0] {told}\n"
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(WorldError) as caught:
+        run_world(starts, 2, on("data 2"), str(tmp_path / "model.pt"))
+    assert all(
+        "model.pt is no folder; legal: a folder of checkpoints" in f.summary for f in caught.value.failures
+    )

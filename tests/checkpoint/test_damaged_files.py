@@ -7,10 +7,12 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
+ROOT = Path(__file__).parents[2]
 SHAPES = {
     "model/a.weight": (7, 5),
     "model/a.bias": (7,),
@@ -394,3 +397,139 @@ def test_a_folder_of_other_things_holds_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert listed(tmp_path) == [] and listed(tmp_path / "none") == []
     assert disk().load(tmp_path, held_of(), {}, complete=True, missing_ok=True) is None
+
+
+# ----------------------------------------------------------------------------------------------- the bounds
+
+BOMB = """
+import resource, sys, time, zlib
+from pathlib import Path
+from colossal_lite.checkpoint.files import read_manifest
+from colossal_lite.checkpoint.manifest import CheckpointError
+
+before, start, text = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), "read"
+try:
+    read_manifest(Path(sys.argv[1]))
+except CheckpointError as error:
+    text = str(error)[:200]
+took_s = time.process_time() - start
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, took_s, text, sep="|")
+"""
+HEAD = b'"step":1,"samples":0,"seed":0,"config":{},"mesh":{},'
+ROW = b'{"box":[[%d,%d],[0,4]],"file":"shard-00000-000.safetensors","start":%d,"stop":%d,"crc32":7}'
+
+
+def one_tensor(slices: Iterator[bytes], shape: bytes) -> bytes:
+    return b'{"format":1,%s"tensors":{"t":{"dtype":"F32","shape":%s,"slices":[%s]}}}' % (
+        HEAD,
+        shape,
+        b",".join(slices),
+    )
+
+
+def bombs(size: int) -> dict[str, bytes]:
+    """Texts of about `size` bytes; all but one are not a manifest."""
+    stuff = {
+        "lists": b"[" + b"[]," * (size // 3) + b"0]",
+        "objects": b"[" + b"{}," * (size // 3) + b"0]",
+        "floats": b"[" + b"1.5," * (size // 4) + b"0]",
+        "keys": b"{" + b",".join(b'"%x":0' % i for i in range(size // 10)) + b"}",
+    }
+    found = {f"{name} as {key}": b'{"format":1,%s"%s":%s}' % (HEAD, key.encode(), text)
+             for name, text in stuff.items() for key in ("extra", "updates", "tensors")}  # fmt: skip
+    count = size // 110
+    rows = (ROW % (i, i + 1, 16 * i, 16 * i + 16) for i in range(count))
+    found["rows of slices"] = one_tensor(rows, b"[%d,4]" % count)
+    same = (ROW % (0, 4, 64 * i, 64 * i + 64) for i in range(count))
+    found["the same slice"] = one_tensor(same, b"[%d,4]" % (4 * count))
+    apart = (  # all begin in one place of each dimension, and only a comparison of pairs tells that none meet
+        b'{"box":[[%d,%d],[%d,%d]],"file":"shard-00000-000.safetensors","start":0,"stop":4,"crc32":7}'
+        % ((0, count - i, i, i + 1) if i % 2 else (count - i, count, i, i + 1))
+        for i in range(count)
+    )
+    found["slices that interleave"] = one_tensor(apart, b"[%d,%d]" % (count, count))
+    return found
+
+
+def refuse_in_bounds(path: Path, text: bytes, size: int, limit_s: float) -> str:
+    """What a process says of this manifest; its memory and time are within the bounds."""
+    path.mkdir(exist_ok=True)
+    sign(path, text)
+    run = subprocess.run([sys.executable, "-c", BOMB, str(path)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                         capture_output=True, text=True, timeout=100)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    grown, took_s, text_said = run.stdout.split("|", 2)
+    assert int(grown) <= 10 * size + 2**20, f"{int(grown) / size:.1f} times its bytes"
+    assert float(took_s) < limit_s, f"{took_s} s"
+    return text_said.strip()
+
+
+@pytest.mark.parametrize("name", bombs(10_000))
+def test_a_manifest_takes_ten_times_its_bytes_at_most_and_09_mb_two_seconds(
+    name: str, tmp_path: Path
+) -> None:
+    text = bombs(900_000)[name]
+    said = refuse_in_bounds(tmp_path / "step", text, len(text), 2.0)
+    assert (said == "read") == (name == "rows of slices"), said
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["lists as tensors", "rows of slices", "keys as updates"])
+def test_nor_does_one_of_24_mb(name: str, tmp_path: Path) -> None:
+    text = bombs(24_000_000)[name]
+    refuse_in_bounds(tmp_path / "step", text, len(text), 60.0)
+
+
+def test_names_reach_a_terminal_escaped(saved: Path) -> None:
+    def rename(content: dict[str, Any]) -> None:
+        content["tensors"]["\x1b[2J\x07\u202emodel/x"] = content["tensors"].pop("model/a.bias") | {
+            "dtype": "F64"
+        }
+
+    rewrite(saved, rename)
+    with pytest.raises(CheckpointError) as caught:
+        disk().load(saved, held_of(), {"seed": 7}, complete=True)
+    for text in (str(caught.value), *verify(saved)):
+        assert text.isprintable() or "\n" in text and "".join(text.split("\n")).isprintable()
+        assert "tensor \\x1b[2J\\x07\\u202emodel/x" in text
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_2000_mutated_manifests_are_refused_within_the_bounds_or_read_as_what_they_say(saved: Path) -> None:
+    chance, content = random.Random(5), json.loads((saved / "manifest.json").read_bytes())["content"]
+    clean = json.dumps(content, separators=(",", ":")).encode()
+    pieces = [
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b",",
+        b":",
+        b'"',
+        b"0",
+        b"-1",
+        b"1e999",
+        b"null",
+        b"\\u0000",
+        b"\xff",
+        b"[[[[",
+        b"9" * 30,
+    ]
+    ends = {"read": 0, "refused": 0}
+    for _ in range(2000):
+        data = bytearray(clean)
+        for _ in range(chance.randrange(1, 5)):
+            at = chance.randrange(len(data))
+            cut = chance.randrange(0, 12)
+            data[at : at + cut] = chance.choice([*pieces, bytes(data[chance.randrange(len(data)) :][:40])])
+        sign(saved, bytes(data))
+        start = time.monotonic()
+        try:
+            read_manifest(saved)
+            ends["read"] += 1
+        except CheckpointError:
+            ends["refused"] += 1
+        assert time.monotonic() - start < 2
+    print(ends)
+    assert ends["refused"] > 1500 and not Path("EXECUTED").exists()

@@ -1,0 +1,125 @@
+"""Parses the JSON of a manifest member by member, so that memory is a few times its bytes, whatever it holds.
+
+Note: a hostile text of a few bytes an item would take 60 bytes an item and more as Python objects, and 250 in a parser
+of whole texts.  So tensors and slices are read one by one, each of a bounded length, and what has another shape is
+refused before it is built.  The other members are bounded in length, items and depth.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+LIMIT_FACTS = 1 << 20
+"""bytes of each member but `tensors` and `updates`"""
+LIMIT_ITEMS, LIMIT_DEPTH = 1 << 15, 64
+BYTES_A_NAME = 24
+"""of the whole text, for each name in `updates` and `tensors`, which take a dict entry"""
+_TEXT = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
+_NAME = re.compile(rb"\s*(" + _TEXT + rb")\s*:\s*", re.DOTALL)
+_NEXT, _CLOSE = re.compile(rb"\s*,\s*"), re.compile(rb"\s*\}\s*")
+_TOKEN = re.compile(rb"[\[\]{}]|" + _TEXT, re.DOTALL)
+_SCALAR = re.compile(_TEXT + rb'|[^\s,\[\]{}"]{1,400}', re.DOTALL)
+_COUNT = re.compile(rb"\d{1,15}")
+_HEAD = re.compile(
+    rb'\{\s*("dtype"\s*:\s*[^,\[\]{}]{1,20},\s*"shape"\s*:\s*\[[^\[\]{}]{0,200}\])\s*,\s*"slices"\s*:\s*\[\s*'
+)
+_SLICE = re.compile(rb"\s*(\{[^{}]{1,1000}\})\s*(,|\]\s*\})")
+_NO_SLICES = re.compile(rb"\]\s*\}")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def parse(
+    data: bytes,
+    start: int,
+    end: int,
+    *,
+    slice_of: Callable[[bytes], S],
+    tensor_of: Callable[[bytes, list[S]], T],
+) -> tuple[bytes, dict[str, int], dict[str, T]]:
+    """Of the object in data[start:end]: its members but two as JSON, `updates` and `tensors`. Raises ValueError."""
+    text = _Text(data, start, end)
+    facts: list[bytes] = []
+    updates: dict[str, int] = {}
+    tensors: dict[str, T] = {}
+
+    def member(name: str) -> None:
+        if name == "updates":
+            text.members(lambda each: updates.__setitem__(each, int(text.take(_COUNT, f"updates.{each}")[0])))
+        elif name == "tensors":
+            text.members(lambda each: tensors.__setitem__(each, text.tensor(each, slice_of, tensor_of)))
+        else:
+            facts.append(json.dumps(name).encode() + b":" + text.value(name))
+
+    text.members(member)
+    if text.at != end:
+        raise ValueError(f"bytes follow its end at {text.at - start}")
+    return b"{" + b",".join(facts) + b"}", updates, tensors
+
+
+class _Text:
+    """A place in the bytes of a JSON object. Every method moves it, or raises ValueError."""
+
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self.data, self.at, self.end = data, at, end
+        self.names_left = 64 + (end - at) // BYTES_A_NAME
+
+    def take(self, pattern: re.Pattern[bytes], what: str) -> re.Match[bytes]:
+        found = pattern.match(self.data, self.at, self.end)
+        if found is None:
+            near = bytes(self.data[self.at : min(self.at + 40, self.end)])
+            raise ValueError(f"{what[:200]}: not what JSON allows there: {near!r}")
+        self.at = found.end()
+        return found
+
+    def members(self, read: Callable[[str], None]) -> None:
+        """Call `read` for each member of an object, when the place is at its value."""
+        if self.data[self.at : self.at + 1] != b"{":
+            raise ValueError("not what JSON allows there: an object is expected")
+        self.at += 1
+        if _CLOSE.match(self.data, self.at, self.end):
+            self.take(_CLOSE, "object")
+            return
+        while True:
+            found = self.take(_NAME, "name")
+            self.names_left -= 1
+            if self.names_left < 0 or len(found[1]) > 4096:
+                raise ValueError("more names, or longer ones, than tensors have")
+            read(str(json.loads(found[1])))
+            if _CLOSE.match(self.data, self.at, self.end):
+                self.take(_CLOSE, "object")
+                return
+            self.take(_NEXT, "object")
+
+    def value(self, name: str) -> bytes:
+        """Any value, as its bytes."""
+        start, depth, items = self.at, 0, 0
+        stop = min(self.end, start + LIMIT_FACTS)
+        if self.data[start : start + 1] not in (b"[", b"{"):
+            return self.take(_SCALAR, name)[0]
+        for token in _TOKEN.finditer(self.data, start, stop):
+            items += 1
+            depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token[0], 0)
+            if items > LIMIT_ITEMS or depth > LIMIT_DEPTH:
+                raise ValueError(f"{name[:100]}: {LIMIT_ITEMS} items and a depth of {LIMIT_DEPTH} at most")
+            if depth == 0:
+                self.at = token.end()
+                return self.data[start : self.at]
+        raise ValueError(f"{name[:100]}: {LIMIT_FACTS} characters at most, and closed by what JSON allows")
+
+    def tensor(
+        self, name: str, slice_of: Callable[[bytes], S], tensor_of: Callable[[bytes, list[S]], T]
+    ) -> T:
+        head = self.take(_HEAD, f"tensors.{name}")[1]
+        slices: list[S] = []
+        more = _NO_SLICES.match(self.data, self.at, self.end) is None
+        if not more:
+            self.take(_NO_SLICES, name)
+        while more:
+            found = self.take(_SLICE, f"tensors.{name}.slices.{len(slices)}")
+            slices.append(slice_of(found[1]))
+            more = found[2] == b","
+        return tensor_of(head, slices)
