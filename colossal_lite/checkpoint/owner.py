@@ -163,9 +163,9 @@ def _read(path: Path) -> Owner | None:
     seen = (stat.st_ino, stat.st_mtime_ns)
     try:
         row: dict[str, Any] = json.loads(text)
-        texts = [str(row[name])[:200] for name in ("run", "host", "machine")]
+        run, host, machine = (str(row[name])[:200] for name in ("run", "host", "machine"))
         before = tuple(str(each)[:64] for each in row["before"])[-KEPT_IDS:]
-        return Owner(*texts, int(row["pid"]), str(row["started"]), before, seen)
+        return Owner(run, host, machine, int(row["pid"]), str(row["started"]), before, seen)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Owner("", "", "", 0, "", (), seen)
 

@@ -7,7 +7,7 @@ batch, however it is split.  Auxiliary losses (transforms/auxiliary_loss.py) are
 of that loss.  A step is skipped if its loss or gradient is not finite, or if it has no valid token.
 
 Cost of data parallelism per step: the collectives of each gradient chunk (zero/state_bytes.py; at stage 0 one
-all-reduce), and one all-reduce of `6 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
+all-reduce), and one all-reduce of `5 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
 the ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.

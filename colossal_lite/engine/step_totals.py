@@ -1,8 +1,8 @@
 """Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the all-reduce has one row of float64, `6 + parameters` numbers: the sums of loss, tokens, squares and
-samples, which parameters were used, and whether to stop.  With `sum_order="ordered"` a square for each block of 1,024
-elements stands in place of their sum.  Every rank has the same row afterwards, so all decide alike.
+Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, which
+parameters were used, and, in one number, whether to stop and the samples.  With `sum_order="ordered"` a square for each
+block of 1,024 elements stands in place of their sum.  Every rank has the same row afterwards, so all decide alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.precision import LossScale
+
+STOP = 1 << 32
+"""a request to stop beside the number of samples: exact for 2**32 samples a step on 2**20 ranks"""
 
 
 @dataclass(frozen=True)
@@ -116,14 +119,15 @@ def all_reduce_totals(
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
     counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
-    flags = [stop, mesh.collectives_differ, counted, *(flag for mine in used for flag in mine)]
+    flags = [stop * STOP + counted, mesh.collectives_differ, *(flag for mine in used for flag in mine)]
     marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
     row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
     total = row[2 + len(flags) :].sum().item()
-    loss, weight, stops, apart, all_samples, *counts = row[: 2 + len(flags)].tolist()
+    loss, weight, stops_and_samples, apart, *counts = row[: 2 + len(flags)].tolist()
     mesh.check_together(apart)
+    stops, all_samples = divmod(int(stops_and_samples), STOP)
     found, start = dict[int, tuple[bool, ...]](), 0
     for spec in packed:
         found[spec.id] = tuple(count > 0 for count in counts[start : start + len(spec.entries)])
         start += len(spec.entries)
-    return StepTotals(loss, weight, total, stops > 0, int(all_samples), found)
+    return StepTotals(loss, weight, total, stops > 0, all_samples, found)

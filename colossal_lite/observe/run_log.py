@@ -186,9 +186,10 @@ class RunLog:
         if self._bar:
             self._bar.refresh()
             self._bar.stop()
-        ends = [*self._files.values(), *self._sinks]
-        for end in ends:
-            self.dropped.attempt(end.close)
+        for file in self._files.values():
+            self.dropped.attempt(file.close)
+        for sink in self._sinks:
+            self.dropped.attempt(sink.close)
         if self._folder:
             self.dropped.attempt(partial(self.timeline.export, self._folder / "trace.json"))
         if self.dropped.count:

@@ -75,8 +75,8 @@ def record_agreement(
 ) -> None:
     """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the
     whole pipeline."""
-    # Loss, weight, stop, apart, samples; what was used; squares.
-    numel = 5 + sum(len(spec.entries) for spec in packed) + 1
+    # Loss, weight, stop with samples, apart; what was used; squares.
+    numel = 4 + sum(len(spec.entries) for spec in packed) + 1
     if sharding.ordered:
         numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
     mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))
