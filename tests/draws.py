@@ -42,9 +42,10 @@ def outcome_of(case: DrawnCase, fault: str | None = None) -> Verdict:
         first = _part(first_part, case.world, case, folder, fault)
         if isinstance(first, Verdict):
             return first
-        second = _part(second_part, case.resume_world, case, folder, fault)
-    skipped = first[0].skipped + ([False] if isinstance(second, Verdict) else second[0].skipped)
-    ends = None if isinstance(second, Verdict) else second[0]
+        resumes = case.resume_world > 0
+        second = _part(second_part, case.resume_world, case, folder, fault) if resumes else None
+    ends = second[0] if isinstance(second, list) else None
+    skipped = first[0].skipped + (ends.skipped if ends else [False])
     truth = plain_run(case, "fp64", skipped)
     plain = plain_run(case, case.dtype, skipped) if case.dtype in NARROW else None
     if why := wrong(case, first[0], ends, truth, plain):

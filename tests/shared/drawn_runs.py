@@ -148,8 +148,9 @@ def _train_and_save(env: RankEnv, case: DrawnCase, folder: str, seen: Seen) -> N
             _beside_steps(engine, context, case, number, seen)
             _step(engine, context, case, number, seen)
         _beside_steps(engine, context, case, STEPS, seen)
-        seen.phase = "save"
-        engine.save(f"{folder}/saved", samples=STEPS * case.batch["samples"]).wait()
+        if case.resume_world:
+            seen.phase = "save"
+            engine.save(f"{folder}/saved", samples=STEPS * case.batch["samples"]).wait()
         _end(engine, env, seen)
 
 
@@ -330,10 +331,11 @@ class PlainLoop:
     def __init__(self, case: DrawnCase, dtype: str) -> None:
         self.case, self.dtype, config = case, dtype, case.config
         wide = torch.promote_types(DTYPE[dtype], torch.float32)
-        # Frozen values are rounded to the case's own dtype, as a rank keeps them.
-        self.initial = {name: value.to(wide) for name, value in initial_values(case).items()}
         self.model = build_model(case.model).to(DTYPE[dtype]).train()
         self.named = dict(self.model.named_parameters())
+        initial = initial_values(case)  # frozen ones are kept in the case's own dtype, the others in a master's
+        kept = {n: v if self.named[n].requires_grad else v.to(DTYPE[case.dtype]) for n, v in initial.items()}
+        self.initial = {name: value.to(wide) for name, value in kept.items()}
         self.trained = {n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad}
         self.masters = self.initial | {n: p.detach() for n, p in self.trained.items()}
         given_precision = config["precision"]
