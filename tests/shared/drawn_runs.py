@@ -364,7 +364,7 @@ class PlainLoop:
         batch = make_batch(self.case, number, samples)
         inputs, labels = batch.pop("inputs"), batch.pop("labels")
         inputs = inputs.to(DTYPE[self.dtype]) if inputs.is_floating_point() else inputs
-        self.streams.begin(number, torch.arange(samples), torch.arange(inputs.shape[1]))
+        self.streams.begin(number, sample_numbers(self.case, number, samples), torch.arange(inputs.shape[1]))
         outputs = self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
         total, count = summed(getattr(outputs, "logits", outputs), labels)
         loss: Tensor = sum(self.emitted, total / count)
@@ -398,6 +398,20 @@ class PlainLoop:
         loss = float(self._loss(number, self.case.habits["evaluate_samples"]))
         self.model.train()
         return loss
+
+
+def sample_numbers(case: DrawnCase, step: int, samples: int) -> Tensor:
+    """The place of each sample in its step, which decides its dropout masks: that in the batch, or, in a user's own loop,
+    behind all samples of the micro-batches before."""
+    numbers = torch.arange(samples)
+    if case.habits["drive"] != "own loop" or step < 0:
+        return numbers
+    config, world = (case.config, case.world) if step < STEPS else (case.resume, case.resume_world)
+    parallel = config.get("parallel", {})
+    inner = math.prod(parallel[name]["size"] for name in ("pipeline", "tensor", "sequence") if name in parallel)
+    parts = [cut.tensor_split(config.get("gradient_accumulation", 1)) for cut in numbers.tensor_split(world // inner)]
+    order = torch.cat([piece for turn in zip(*parts, strict=True) for piece in turn])
+    return numbers.new_empty(samples).scatter_(0, order, numbers)
 
 
 def initial_values(case: DrawnCase) -> dict[str, Tensor]:
