@@ -133,7 +133,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="default: a hash of the commit")
     parser.add_argument("--from", dest="start", type=int, default=0, help="number of the first draw")
     parser.add_argument("--case", type=Path, help="a file with one case as a dict")
-    parser.add_argument("--refusals", action="store_true", help="print refusals by their words, the most first")
+    parser.add_argument(
+        "--refusals", action="store_true", help="print refusals by their words, the most first"
+    )
     parser.add_argument("--verbose", action="store_true", help="print each case that fails as a dict")
     parser.add_argument("--out", type=Path, help="folder for cases that fail; default: a fresh one")
     asked = parser.parse_args(arguments)

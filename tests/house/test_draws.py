@@ -105,7 +105,9 @@ def test_every_refused_batch_is_refused(kind: str) -> None:
             check_batch(batch, vocabulary=16)
 
 
-def test_the_command_prints_a_tally_and_where_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_tally_and_where_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = draws.main(["--world", "1", "--draws", "2", "--seed", "5", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert "world 1, seed 5, draws 0 to 1: " in said and said.rstrip().endswith("go on with --from 2")

@@ -156,7 +156,9 @@ def maybe(rng: Random, chance: float, **settings: Any) -> dict[str, Any]:
 def draw(world: int, seed: int, number: int) -> DrawnCase:
     rng = Random(f"{seed} {world} {number}")
     shared = _draw_shared(rng)
-    resume_world = world if rng.random() < 0.7 else rng.choice([n for n in (1, 2, 4, 8) if n <= max(2, world)])
+    resume_world = (
+        world if rng.random() < 0.7 else rng.choice([n for n in (1, 2, 4, 8) if n <= max(2, world)])
+    )
     first = _draw_mesh(rng, shared, world)
     second = _draw_mesh(rng, shared, resume_world)
     model = _draw_model(rng, shared, (first, second))
@@ -230,7 +232,9 @@ def _draw_group(rng: Random, kind: str, pattern: str) -> dict[str, Any]:
     if rng.random() < 0.3:
         other = choose(rng, ELEMENTWISE)
         return {"match": pattern, "type": other, "lr": 1e-3} | _settings_of(rng, other)
-    changes = maybe(rng, 0.6, lr=rng.choice([0.0, 3e-3])) | maybe(rng, 0.6, weight_decay=rng.choice([0.0, 0.1]))
+    changes = maybe(rng, 0.6, lr=rng.choice([0.0, 3e-3])) | maybe(
+        rng, 0.6, weight_decay=rng.choice([0.0, 0.1])
+    )
     return {"match": pattern} | (changes or {"lr": 2e-3})
 
 
@@ -323,9 +327,10 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
             "layers": max(2, *(mesh.stages for mesh in meshes)), "dropout": rng.choice([0.0, 0.0, 0.2]),
         }  # fmt: skip
         pipes = any(mesh.pipeline for mesh in meshes)
-        return {"kind": shared.kind, "sizes": sizes | ({} if pipes else maybe(rng, 0.3, unused=True))} | _frozen(
-            rng, ["norm0*", "*first*", "*bias", "*linear*"]
-        )
+        return {
+            "kind": shared.kind,
+            "sizes": sizes | ({} if pipes else maybe(rng, 0.3, unused=True)),
+        } | _frozen(rng, ["norm0*", "*first*", "*bias", "*linear*"])
     model = {"kind": shared.kind, "sizes": _draw_sizes(rng, shared, meshes)}
     grid = any(mesh.grid for mesh in meshes)
     if grid:
@@ -338,7 +343,9 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
         dropout = model["sizes"].get("dropout", 0.0)
         kinds_of = ["plain", "modular"] if dropout else ["plain"]
         return model | {"adapters": rng.choice([1, 2, 3]), "adapter_kind": rng.choice(kinds_of)}
-    bottom = {"gpt": ("token*", "position*"), "own": ("embed*",)}.get(shared.kind, ("*wte*", "*wpe*", "*embed*"))
+    bottom = {"gpt": ("token*", "position*"), "own": ("embed*",)}.get(
+        shared.kind, ("*wte*", "*wpe*", "*embed*")
+    )
     return model | _frozen(rng, ["*bias", "*norm*", "*.0.*", "*1.*", bottom[0], *bottom, "*head*"])
 
 
@@ -352,7 +359,9 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     parts = math.lcm(*(mesh.head_parts for mesh in meshes))
     hidden = math.lcm(*(mesh.hidden_parts for mesh in meshes))
     heads = parts * (rng.choice([1, 2, 3]) if parts <= 4 else 1)
-    width = heads * rng.choice([n for n in (2, 4, 6, 8) if n * heads >= 8])  # a norm of few features amplifies rounding
+    width = heads * rng.choice(
+        [n for n in (2, 4, 6, 8) if n * heads >= 8]
+    )  # a norm of few features amplifies rounding
     while width % hidden:
         width += heads * 2
     tokens = math.lcm(*(mesh.token_parts for mesh in meshes))
@@ -378,7 +387,9 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     sizes |= maybe(rng, 0.4, ffn=ffn)
     if shared.kind == "gpt":
         sizes |= maybe(rng, 0.5, kv_heads=rng.choice(grouped))
-        sizes |= maybe(rng, 0.5, position="rotary") | maybe(rng, 0.5, norm="rms") | maybe(rng, 0.4, bias=False)
+        sizes |= (
+            maybe(rng, 0.5, position="rotary") | maybe(rng, 0.5, norm="rms") | maybe(rng, 0.4, bias=False)
+        )
         sizes |= maybe(rng, 0.5, activation="swiglu") | ({} if shared.causal else {"causal": False})
     return sizes
 
@@ -399,7 +410,9 @@ def _draw_batch(
     else:
         explicit = [m for m in meshes if m.pipeline and m.pipeline["micro_batches"]]
         least = max((m.data * m.accumulation * m.micro_batches for m in explicit), default=1)
-        samples = least + rng.choice([0, 0, 1, 2, 3, 5]) if rng.random() < 0.75 else max(least, rng.choice([1, 2]))
+        samples = (
+            least + rng.choice([0, 0, 1, 2, 3, 5]) if rng.random() < 0.75 else max(least, rng.choice([1, 2]))
+        )
     kinds = {"full": 34, "ragged": 22, "sparse": 20, "one sample": 8, "a step without": 4}
     found = {"samples": samples, "labels": choose(rng, kinds), "form": "tuple"}
     if shared.kind == "perceptron":
@@ -531,7 +544,9 @@ def _draw_habits(
         "build": rng.choice(["callable", "module"]),
         "drive": drive,
         "gradients": drive == "forward_backward" and not shared.in_backward,
-        "criterion": choose(rng, {"none": 6, "mean": 2, "sum and count": 2}) if drive != "own loop" else "none",
+        "criterion": choose(rng, {"none": 6, "mean": 2, "sum and count": 2})
+        if drive != "own loop"
+        else "none",
         "optimizer": shared.own_optimizer,
         "example": shown,
         "chunk_bytes": rng.choice([None, 1024, 4096, 16384]),

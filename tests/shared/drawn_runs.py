@@ -102,9 +102,7 @@ def new_model(case: DrawnCase) -> Any:
 # ---- on a rank ----
 
 
-def first_part(
-    env: RankEnv, case: DrawnCase, folder: str, fault: str | None = None
-) -> Seen:
+def first_part(env: RankEnv, case: DrawnCase, folder: str, fault: str | None = None) -> Seen:
     """Three steps, an evaluation, a refused batch and a save."""
     return _guarded(lambda seen: _train_and_save(env, case, folder, seen), fault)
 
@@ -281,7 +279,9 @@ def _end(engine: cl.Engine, env: RankEnv, seen: Seen) -> None:
     done = hashlib.sha256()
     for tensors in (state, *seen.gradients):
         for name in sorted(tensors):
-            done.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            done.update(
+                name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
     seen.digest = done.hexdigest()
     if env.rank == 0:
         seen.weights = state
@@ -322,7 +322,9 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
         norms.append(norm)
         gradients.append(gradient)
     evaluated[1] = loop.evaluate(-2)
-    return Truth(losses, norms, gradients, loop.initial, kept[0], loop.weights(), (evaluated[0], evaluated[1]))
+    return Truth(
+        losses, norms, gradients, loop.initial, kept[0], loop.weights(), (evaluated[0], evaluated[1])
+    )
 
 
 class PlainLoop:
@@ -333,10 +335,14 @@ class PlainLoop:
         wide = torch.promote_types(DTYPE[dtype], torch.float32)
         self.model = build_model(case.model).to(DTYPE[dtype]).train()
         self.named = dict(self.model.named_parameters())
-        initial = initial_values(case)  # frozen ones are kept in the case's own dtype, the others in a master's
+        initial = initial_values(
+            case
+        )  # frozen ones are kept in the case's own dtype, the others in a master's
         kept = {n: v if self.named[n].requires_grad else v.to(DTYPE[case.dtype]) for n, v in initial.items()}
         self.initial = {name: value.to(wide) for name, value in kept.items()}
-        self.trained = {n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad}
+        self.trained = {
+            n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad
+        }
         self.masters = self.initial | {n: p.detach() for n, p in self.trained.items()}
         given_precision = config["precision"]
         master = given_precision.get("master") if isinstance(given_precision, Mapping) else None
@@ -364,8 +370,11 @@ class PlainLoop:
         batch = make_batch(self.case, number, samples)
         inputs, labels = batch.pop("inputs"), batch.pop("labels")
         inputs = inputs.to(DTYPE[self.dtype]) if inputs.is_floating_point() else inputs
-        self.streams.begin(number, sample_numbers(self.case, number, samples), torch.arange(inputs.shape[1]))
-        outputs = self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
+        positions = torch.arange(1 if inputs.is_floating_point() else inputs.shape[1])
+        self.streams.begin(number, sample_numbers(self.case, number, samples), positions)
+        outputs = (
+            self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
+        )
         total, count = summed(getattr(outputs, "logits", outputs), labels)
         loss: Tensor = sum(self.emitted, total / count)
         self.emitted.clear()
@@ -381,7 +390,9 @@ class PlainLoop:
         for name, master in self.trained.items():
             grad = self.named[name].grad
             master.grad = None if grad is None else grad.to(master.dtype) / self.scale
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained.items()}
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained.items()
+        }
         limit = self.case.config.get("clip_grad_norm")
         norm = nn.utils.clip_grad_norm_(self.trained.values(), math.inf if limit is None else limit)
         factor = learning_rate_factor(self.schedule, number)
@@ -408,8 +419,13 @@ def sample_numbers(case: DrawnCase, step: int, samples: int) -> Tensor:
         return numbers
     config, world = (case.config, case.world) if step < STEPS else (case.resume, case.resume_world)
     parallel = config.get("parallel", {})
-    inner = math.prod(parallel[name]["size"] for name in ("pipeline", "tensor", "sequence") if name in parallel)
-    parts = [cut.tensor_split(config.get("gradient_accumulation", 1)) for cut in numbers.tensor_split(world // inner)]
+    inner = math.prod(
+        parallel[name]["size"] for name in ("pipeline", "tensor", "sequence") if name in parallel
+    )
+    parts = [
+        cut.tensor_split(config.get("gradient_accumulation", 1))
+        for cut in numbers.tensor_split(world // inner)
+    ]
     order = torch.cat([piece for turn in zip(*parts, strict=True) for piece in turn])
     return numbers.new_empty(samples).scatter_(0, order, numbers)
 
