@@ -9,6 +9,7 @@ again; a tally comes last.  The exit code is 1 if there was one.
     python -m tests.draws --world 4 --draws 500 --seed 7      # draws 0 to 499
     python -m tests.draws --world 4 --draws 500 --seed 7 --from 500
     python -m tests.draws --case wrong.case                   # one case again, with every detail
+    python -m tests.draws --faults                            # draw for each planted fault until it shows
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tests.shared.pool import WorldError, pool, run_world
 
 LIMIT_S = 60.0
 """For each of a case's two worlds; a collective waits `timeout_s` of the case, which is shorter."""
+FAULT_S = 60.0
+"""Of draws for each planted fault."""
 NARROW = ("bf16", "fp16")
 ROOT = Path(__file__).parents[1]
 
@@ -116,6 +119,35 @@ def report(asked: argparse.Namespace, tally: Counter[str], seconds: float) -> in
     return int(any(tally[name] for name in BAD))
 
 
+def found_within(fault: str, seconds: float, seed: int) -> tuple[float, int, str]:
+    """Seconds and draws, on 2 and 4 ranks in turn, until a case that is right shows a fault; "" where none has."""
+    begun, number = time.monotonic(), 0
+    while time.monotonic() - begun < seconds:
+        case = draw((2, 4)[number % 2], seed, number)
+        verdict = outcome_of(case, fault)
+        if verdict.outcome in BAD and outcome_of(case).outcome not in BAD:
+            return time.monotonic() - begun, number + 1, f"{verdict.outcome} {verdict.why}"
+        number += 1
+    return time.monotonic() - begun, number, ""
+
+
+def hunt(asked: argparse.Namespace) -> int:
+    """Plant the faults one by one and draw for each; print which are found."""
+    from tests.house.drawn_faults import FAULTS
+
+    names = [name for name in FAULTS if asked.faults in name]
+    missed = []
+    for name in names:
+        seconds, number, how = found_within(name, asked.seconds or FAULT_S, asked.seed)
+        print(
+            f"{'found' if how else 'MISSED'} {seconds:5.1f} s {number:4d} draws: {name}: {how[:150]}",
+            flush=True,
+        )
+        missed += [] if how else [name]
+    print(f"{len(names) - len(missed)} of {len(names)} found; missed: {', '.join(missed) or 'none'}")
+    return int(bool(missed))
+
+
 def run_case(file: Path) -> int:
     case = case_of(file.read_text())
     verdict = outcome_of(case)
@@ -138,8 +170,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--verbose", action="store_true", help="print each case that fails as a dict")
     parser.add_argument("--out", type=Path, help="folder for cases that fail; default: a fresh one")
+    parser.add_argument(
+        "--faults", nargs="?", const="", help="plant tests.house.drawn_faults with this in their names"
+    )
     asked = parser.parse_args(arguments)
-    if asked.seconds is None and asked.draws is None:
+    if asked.seconds is None and asked.draws is None and asked.faults is None:
         asked.seconds = 60.0
     if asked.seed is None:
         asked.seed = commit_seed()
@@ -151,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked, begun = parsed(arguments), time.monotonic()
     if asked.case is not None:
         return run_case(asked.case)
+    if asked.faults is not None:
+        return hunt(asked)
     cases = asked.out or Path(tempfile.mkdtemp(prefix="draws-"))
     cases.mkdir(parents=True, exist_ok=True)
     tally: Counter[str] = campaign(asked, cases)

@@ -1,8 +1,8 @@
 """Runs a drawn case: on the ranks of a world, on those of the world that resumes it, and in a plain loop.
 
-Note. The plain loop shares with the product the model, its initial values, the counters of dropout and the factor of the
-learning rate; faults are planted on ranks only.  A rank hands back all that it saw, how it ended included, so that one
-case that fails does not cost the ranks of the pool.
+Note. The plain loop shares with the product the model, its initial values, the counters of dropout and the factor of
+the learning rate; faults are planted on ranks only.  A rank hands back all that it saw, how it ended included, so that
+one case that fails does not cost the ranks of the pool.
 """
 
 from __future__ import annotations
@@ -412,8 +412,8 @@ class PlainLoop:
 
 
 def sample_numbers(case: DrawnCase, step: int, samples: int) -> Tensor:
-    """The place of each sample in its step, which decides its dropout masks: that in the batch, or, in a user's own loop,
-    behind all samples of the micro-batches before."""
+    """The place of each sample in its step, which decides its dropout masks: that in the batch, or, in a user's own
+    loop, behind all samples of the micro-batches before."""
     numbers = torch.arange(samples)
     if case.habits["drive"] != "own loop" or step < 0:
         return numbers

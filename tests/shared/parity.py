@@ -187,7 +187,7 @@ def serial_run(case: Case) -> list[Step]:
 
 
 def counted_dropout(model: nn.Module, seed: int) -> DropoutStreams:
-    """Put the product's counted masks in the place of every dropout of a model; who runs it tells the streams a step."""
+    """Put the product's counted masks in the place of every dropout; who runs the model tells the streams a step."""
     streams = DropoutStreams(seed)
     for path, owner in list(model.named_modules()):
         for child_name, child in list(owner._modules.items()):  # repeats included
