@@ -417,7 +417,8 @@ def sample_numbers(case: DrawnCase, step: int, samples: int) -> Tensor:
     numbers = torch.arange(samples)
     if case.habits["drive"] != "own loop" or step < 0:
         return numbers
-    config, world = (case.config, case.world) if step < STEPS else (case.resume, case.resume_world)
+    resumed = step == STEPS and case.resume_world > 0
+    config, world = (case.resume, case.resume_world) if resumed else (case.config, case.world)
     parallel = config.get("parallel", {})
     inner = math.prod(
         parallel[name]["size"] for name in ("pipeline", "tensor", "sequence") if name in parallel
