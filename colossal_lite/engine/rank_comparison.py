@@ -4,7 +4,7 @@ Note: how ranks compare.
 Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group counts its own
 once for each of the others, and these subtract theirs.  So the sum is zero if all are equal, whatever they are.  It is
 read before anything is updated.  Cost: 8 bytes in that sum, and a pass over the batch where a replica has several
-ranks.  Buffers cost nothing until a forward changes one.
+ranks.  A buffer costs a pass over it once, and again each time that it is written to.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ class _Seen:
         return dict(shape=[*self.shape], first=self.first.tolist(), mark=int(self.mark))
 
 
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer when it was looked at."""
+
+    tensor: Tensor | None
+    version: int
+    mark: Tensor
+
+
 @dataclass
 class RankComparison:
     """Collects the fingerprints of a step on this rank; `check` raises on every rank where they differ."""
@@ -67,6 +76,8 @@ class RankComparison:
     """The settings by which one rank runs the model several times a step."""
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
     _changed: set[str] = field(default_factory=set)
+
+    _looked_at: dict[str, _Buffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._buffers = {
@@ -93,14 +104,22 @@ class RankComparison:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward of the model: notes the buffers that it changes."""
-        before = {
-            name: (at := module._buffers[key], _version(at)) for name, (module, key) in self._buffers.items()
-        }
+        for name in self._buffers:
+            self._look_at(name)
         yield
-        for name, (module, key) in self._buffers.items():
-            now, (was, version) = module._buffers[key], before[name]
-            if now is not was or _version(now) != version:
+        for name in self._buffers:
+            before = self._looked_at[name]
+            if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):
                 self._changed.add(name)
+
+    def _look_at(self, name: str) -> _Buffer:
+        """The buffer as it is; what was seen last if it was not written to since."""
+        module, key = self._buffers[name]
+        now, last = module._buffers[key], self._looked_at.get(name)
+        version = 0 if now is None else now._version
+        if last is None or last.tensor is not now or last.version != version:
+            self._looked_at[name] = last = _Buffer(now, version, fingerprint({name: self._buffer(name)}))
+        return last
 
     def clear(self) -> None:
         """Forget the batches and buffers of a step."""
@@ -143,10 +162,6 @@ class RankComparison:
         batches = [{name: seen.plain() for name, seen in batch.items()} for batch in self._batches]
         marks = {name: int(fingerprint({name: self._buffer(name)})) for name in sorted(self._changed)}
         return dict(coords, batches=batches, buffers=marks)
-
-
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor._version
 
 
 def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:

@@ -90,24 +90,24 @@ def test_ranks_of_a_replica_with_samples_of_their_own_are_refused_and_nothing_is
 
 
 class Counting(nn.Module):
-    """A model whose forward changes a buffer: by the batch, or by one a call."""
+    """A model whose forward writes to a buffer: what the batch says, or a number."""
 
-    def __init__(self, by_batch: bool) -> None:
+    def __init__(self, by_batch: bool, number: float) -> None:
         super().__init__()
         self.token, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
         self.register_buffer("seen", torch.zeros(()))
-        self.by_batch = by_batch
+        self.by_batch, self.number = by_batch, number
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += x.double().mean() if self.by_batch else 1.0
+        self.seen += x.double().mean() if self.by_batch else self.number
         out: Tensor = self.head(self.token(x))
         return out
 
 
-def counted(env: RankEnv, by_batch: bool, config: dict[str, Any]) -> tuple[str, float]:
+def counted(env: RankEnv, by_batch: bool, config: dict[str, Any], number: float = 1.0) -> tuple[str, float]:
     with env.launch(SGD | config) as context:
         torch.manual_seed(0)
-        engine = cl.initialize(Counting(by_batch), context=context)
+        engine = cl.initialize(Counting(by_batch, number), context=context)
         told = told_of(lambda: engine.train_step(batch_of(env.rank)))
         return told, float(engine.full_state_dict()["seen"])
 
@@ -126,6 +126,10 @@ def test_a_buffer_that_each_micro_batch_changes_is_refused(config: dict[str, Any
 def test_a_buffer_that_is_the_same_on_every_rank_is_none_of_our_business() -> None:
     assert run_world(counted, 2, False, {}) == [("", 1.0)] * 2
     assert run_world(counted, 1, True, {})[0][0] == ""
+
+
+def test_a_buffer_that_is_written_to_and_keeps_its_value_is_not_changed() -> None:
+    assert run_world(counted, 2, False, dict(gradient_accumulation=2), 0.0) == [("", 0.0)] * 2
 
 
 # ---- fingerprints ----
