@@ -43,6 +43,10 @@ class EngineState:
         self._context, self._step, self._updates = context, step, parts.updates
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
+        pipeline = context.config.parallel.pipeline
+        by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"
+        times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
+        self._unit_seconds = times if by_the_clock else None
         self.full = FullState(
             built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
             parts.optimizer, built.frozen,
@@ -100,7 +104,7 @@ class EngineState:
         config = self._context.config
         facts = RunFacts(
             self._step.number, samples, config.seed, config.values(), own_config(self._model),
-            self._optimizer.updates(), extra or {}, self._step.loss_scale.state,
+            self._optimizer.updates(), extra or {}, self._step.loss_scale.state, self._unit_seconds,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())
