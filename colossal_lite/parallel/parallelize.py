@@ -25,6 +25,7 @@ from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.plan_proof import check_plan
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
@@ -84,6 +85,9 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
+        check_plan(
+            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+        )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
