@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.swap_checks import (
+    LINEAR_ROLES,
     embedding_faults,
     hook_faults,
     linear_faults,
@@ -33,9 +34,9 @@ from colossal_lite.sharding.shard_spec import Dim, Factor, Partial, Placements, 
 # Attributes under which attention modules keep what a share of the heads changes: ours, and Hugging Face's.
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_head")
 KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads")
-LINEARS, TABLES = ("colwise", "rowwise", "lm_head"), ("embedding", "position")
+TABLES = ("embedding", "position")
 LEGAL = {
-    **dict.fromkeys(LINEARS, "nn.Linear, or Hugging Face's Conv1D, as they are, without hooks"),
+    **dict.fromkeys(LINEAR_ROLES, "nn.Linear, or Hugging Face's Conv1D, as they are, without hooks"),
     "embedding": "an nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
     "position": "an nn.Embedding without max_norm, scale_grad_by_freq and sparse",
 }
@@ -119,13 +120,13 @@ class Swap(ABC):
         found: list[tuple[str, str]] = []
         for name, role in self.roles.items():
             module = owners[name]
-            if role.name in LINEARS:
+            if role.name in LINEAR_ROLES:
                 found += [(name, words) for words in linear_faults(module)]
             elif role.name in TABLES:
                 found += [(name, words) for words in embedding_faults(module)]
             if role.name == "position" and self.replaces(name, role):
                 found += [(name, words) for words in position_faults(module)]
-            if role.name in (*LINEARS, "embedding") or self.replaces(name, role):
+            if role.name in (*LINEAR_ROLES, "embedding") or self.replaces(name, role):
                 found += [(name, words) for words in hook_faults(module)]
         faults = [
             f"{name} ({type(owners[name]).__name__}): {words}, which no layer in its place carries; legal in the role "

@@ -17,8 +17,9 @@ from torch import nn
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
-from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, small_copy
+from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, small_copy
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
 from colossal_lite.parallel.tensor_modes import ModeResult, mode_file, mode_of
@@ -27,6 +28,8 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 MOST_SIDES = {1: 4, 2: 3, 3: 2}
 """Ranks along each side of an emulated mesh, by its dimensions, where so few divide the real number."""
 TOKENS = 8
+QUICK_BYTES = 4 << 20
+"""Copies above this size are made narrower, if that is possible."""
 MOST_TRIES = 12
 
 
@@ -95,13 +98,17 @@ def check_plan(
     """
     if mesh.is_recording or is_our_own(model, plan):
         return
-    try:
-        small = small_copy(model, roles)
-        trial = _trial(small, mesh, sequence_parallel, regather_inputs)
-        found = trial.difference(small.roles, sequence_parallel)
-    except (NoCopyError, NotRunError) as error:
-        _without_proof(model, mesh, roles, error)
-        return
+    why: list[str] = []
+    for narrow, limit_bytes in _forms(model, roles):
+        try:
+            small = small_copy(model, roles, narrow, limit_bytes)
+            trial = _trial(small, mesh, sequence_parallel, regather_inputs, as_it_is=narrow is None)
+            found = trial.difference(small.roles, sequence_parallel)
+            break
+        except (NoCopyError, NotRunError) as error:
+            why.append(str(error))
+    else:
+        return _without_proof(model, mesh, roles, why[-1])
     if found is not None:
         text = (
             f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
@@ -111,7 +118,7 @@ def check_plan(
 
 
 def _without_proof(
-    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: NoCopyError | NotRunError
+    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: str
 ) -> None:  # fmt: skip
     """Refuses what only a proof can admit, and warns of the rest."""
     own = [
@@ -144,11 +151,26 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     ) and isinstance(model.config, GPTConfig)
 
 
-def _trial(small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool) -> _Trial:
-    """The copy in a small world into which the mode can cut it. Raises ValueError for what the real one cannot."""
+def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrowing | None, int]]:
+    """How a copy may be made, best first: as wide as the model, if that is quick; narrower; as wide as it may be."""
+    yield None, QUICK_BYTES
+    try:
+        if narrow := narrowing(model, roles):
+            yield narrow, LIMIT_BYTES
+    except (AttributeError, ValueError):  # heads that are stated nowhere: the swap says so
+        pass
+    yield None, LIMIT_BYTES
+
+
+def _trial(
+    small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool, *, as_it_is: bool
+) -> _Trial:
+    """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
+    cut, if the copy is `as_it_is`."""
     mode, options = mode_of(mesh), (small.roles, sequence_parallel, regather_inputs)
     swap_layers = mode_file(mode).swap_layers
-    swap_layers(copy.deepcopy(small.model), Mesh.recording(mesh.layout, mesh.rank), *options)
+    if as_it_is:
+        swap_layers(copy.deepcopy(small.model), Mesh.recording(mesh.layout, mesh.rank), *options)
     for layout in emulated_layouts(mesh):
         try:
             swap_layers(copy.deepcopy(small.model), Mesh.recording(layout), *options)

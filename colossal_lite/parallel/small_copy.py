@@ -1,9 +1,9 @@
 """Makes a small copy of a model for proofs: a few blocks of each kind, tables of a few rows, random float64 values.
 
 Note: what is cut, and what is not.
-The copy runs the model's own code, its hooks included.  Of blocks that are alike two are kept; tables and the head keep
-`ROWS` rows.  Widths are kept.  Values are drawn from a generator of the copy, so nothing of the model is read but its
-shapes: it may be on meta.  The model and the run's random state stay as they are.
+The copy runs the model's own code, its hooks included.  Of blocks that are alike two are kept.  Tables and the head
+keep `ROWS` rows, and widths are divided where the model is wide.  Values are drawn from a generator of the copy.  Of the
+model only shapes and buffers are read, so parameters may be on meta.  The run's random state stays as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
 
 ROWS = 37
@@ -42,18 +43,20 @@ class NoCopyError(ValueError):
     """A model of which no small copy can be made; the text says why."""
 
 
-def small_copy(model: nn.Module, roles: Mapping[str, Role], limit_bytes: int = LIMIT_BYTES) -> SmallCopy:
-    """A copy of at most `limit_bytes` of float64 values, on the CPU. Raises NoCopyError, saying why there is none."""
+def small_copy(
+    model: nn.Module,
+    roles: Mapping[str, Role],
+    narrow: Narrowing | None = None,
+    limit_bytes: int = LIMIT_BYTES,
+) -> SmallCopy:
+    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths.
+
+    Raises NoCopyError, saying why there is none."""
     dropped = _alike(model, roles)
     kept = {n: p for n, p in model.named_parameters() if not n.startswith(dropped)} if dropped else None
     named = dict(model.named_parameters()) if kept is None else kept
     rows = _rows(model, roles)
-    shapes = {
-        name: (min(rows.get(id(p), p.shape[0] if p.dim() else 1), *p.shape[:1]), *p.shape[1:])
-        if p.dim()
-        else ()
-        for name, p in named.items()
-    }
+    shapes = {name: _shape(p, rows.get(id(p)), narrow) for name, p in named.items()}
     size_bytes = 8 * sum(torch.Size(shape).numel() for shape in shapes.values())
     if size_bytes > limit_bytes:
         raise NoCopyError(
@@ -69,7 +72,7 @@ def small_copy(model: nn.Module, roles: Mapping[str, Role], limit_bytes: int = L
     for buffer in model.buffers():
         if buffer.is_meta:
             raise NoCopyError("it has buffers on meta")
-        memo[id(buffer)] = _copied(buffer)
+        memo[id(buffer)] = _copied(buffer if narrow is None else narrow.part(buffer))
     try:
         made = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -78,8 +81,17 @@ def small_copy(model: nn.Module, roles: Mapping[str, Role], limit_bytes: int = L
         parent, _, child = name.removesuffix(".").rpartition(".")
         del made.get_submodule(parent)._modules[child]
     left = {n: role for n, role in roles.items() if not f"{n}.".startswith(dropped)} if dropped else roles
+    if narrow is not None:
+        narrow.tell(made)
     words, padding = _resize(made, left)
     return SmallCopy(made.eval(), dict(left), words, padding)
+
+
+def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    if rows is not None and shape:
+        return (min(rows, shape[0]), *(narrow.shape(shape[1:]) if narrow else shape[1:]))
+    return narrow.shape(shape) if narrow else shape
 
 
 def _alike(model: nn.Module, roles: Mapping[str, Role]) -> tuple[str, ...]:

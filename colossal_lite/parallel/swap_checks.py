@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+LINEAR_ROLES = ("colwise", "rowwise", "lm_head")
 HOOKS = {
     "_forward_hooks": "a forward hook",
     "_forward_pre_hooks": "a forward pre-hook",
