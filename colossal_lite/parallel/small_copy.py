@@ -2,7 +2,7 @@
 
 Note: what is cut, and what is not.
 The copy runs the model's own code, its hooks included.  Of blocks that are alike two are kept.  Tables and the head
-keep `ROWS` rows, and widths are divided where the model is wide.  Values are drawn from a generator of the copy.  Of the
+keep `ROWS` rows.  Widths are divided where the model is wide.  Values are drawn from a generator of the copy.  Of the
 model only shapes and buffers are read, so parameters may be on meta.  The run's random state stays as it is.
 """
 
