@@ -105,7 +105,9 @@ def _alike(model: nn.Module, roles: Mapping[str, Role]) -> tuple[str, ...]:
             full = f"{path}.{name}." if path else f"{name}."
             if not any(True for _ in child.children()):
                 continue
-            inside = tuple((n.removeprefix(full), r) for n, r in roles.items() if f"{n}.".startswith(full))
+            inside = tuple(
+                (f"{n}.".removeprefix(full), r) for n, r in roles.items() if f"{n}.".startswith(full)
+            )
             kind = (
                 tuple((n, type(m)) for n, m in child.named_modules()),
                 tuple((n, p.shape, p.requires_grad) for n, p in child.named_parameters()),
