@@ -9,28 +9,35 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
+from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
 from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, small_copy
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
 from colossal_lite.parallel.tensor_modes import ModeResult, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.transforms.auxiliary_loss import Share
 
+T = TypeVar("T")
 MOST_SIDES = {1: 4, 2: 3, 3: 2}
 """Ranks along each side of an emulated mesh, by its dimensions, where so few divide the real number."""
 TOKENS = 8
 QUICK_BYTES = 4 << 20
 """Copies above this size are made narrower, if that is possible."""
 MOST_TRIES = 12
+OUR_PARTS = (nn.ModuleList, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
 
 
 @dataclass(frozen=True)
@@ -98,27 +105,67 @@ def check_plan(
     """
     if mesh.is_recording or is_our_own(model, plan):
         return
-    why: list[str] = []
-    for narrow, limit_bytes in _forms(model, roles):
-        try:
-            small = small_copy(model, roles, narrow, limit_bytes)
-            trial = _trial(small, mesh, sequence_parallel, regather_inputs, as_it_is=narrow is None)
-            found = trial.difference(small.roles, sequence_parallel)
-            break
-        except (NoCopyError, NotRunError) as error:
-            why.append(str(error))
-    else:
-        return _without_proof(model, mesh, roles, why[-1])
+
+    def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, Difference | None]:
+        trial = _trial(small, mesh, sequence_parallel, regather_inputs, as_it_is=as_it_is)
+        return trial, trial.difference(small.roles, sequence_parallel)
+
+    try:
+        trial, found = _on_a_copy(model, roles, tried)
+    except NoCopyError as error:
+        return _without_proof(model, mesh, roles, error)
     if found is not None:
         text = (
             f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
             f"mode {trial.mode} is not that of one process: {found.what}"
         )
-        raise ValueError(f"{text}; {trial.fitting(sequence_parallel) or _place(small, found)}")
+        raise ValueError(f"{text}; {trial.fitting(sequence_parallel) or _place(trial.small, found)}")
+
+
+def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, Role]) -> None:
+    """Raises ValueError for a model that is another where a rank sees a part of each sequence; the same on every rank.
+
+    `roles`: of tables and linears, where they are known; without them the copy has all rows. Nothing is communicated.
+    """
+    if mesh.is_recording or is_our_own(model, {}):
+        return
+    layout = _emulated_sequence(mesh, mode)
+
+    def across(module: nn.Module, rank: Mesh) -> ModeResult:
+        plain = Serial()
+        strategy, ops = across_sequence(module, rank, mode, plain, TORCH)
+        give_ops(module, ops)
+        specs = {name: plain.spec(name, tuple(p.shape)) for name, p in module.named_parameters()}
+        return strategy, specs, lambda name, rows: rows, lambda name: Share()
+
+    def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
+        batch = words(2, 4 * layout.world_size, small.words, small.padding)
+        return small, prove(small.model, batch, across, layout)
+
+    try:
+        small, found = _on_a_copy(model, roles, tried)
+    except NoCopyError as error:
+        return _without_proof(model, mesh, {}, error)
+    if found is not None:
+        where = f" at {_named(small, found.where)}" if found.where else ""
+        raise ValueError(
+            f"sequence: a small copy of the model on {layout.world_size} emulated ranks (mode {mode!r}) is not that of "
+            f"one process: {found.what}{where}; a module sees a rank's tokens, and only attention that it finds as "
+            f"`ops.attend`, or by Hugging Face's attention interface, sees all; legal: modules that act on each token "
+            f"alone beside it, or sequence=1"
+        )
+
+
+def _emulated_sequence(mesh: Mesh, mode: str) -> MeshLayout:
+    """A sequence axis of as few ranks as divide the real one."""
+    if mode == "usp":
+        return MeshLayout.build(sequence=4, ulysses=2)
+    size = mesh.size("sequence")
+    return MeshLayout.build(sequence=next(n for n in range(2, size + 1) if size % n == 0))
 
 
 def _without_proof(
-    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: str
+    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: NoCopyError
 ) -> None:  # fmt: skip
     """Refuses what only a proof can admit, and warns of the rest."""
     own = [
@@ -144,22 +191,28 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     if type(model) is not GPT or any(PLANS["gpt"].get(pattern) != role for pattern, role in plan.items()):
         return False
     return all(
-        type(module).__module__.startswith(("colossal_lite.", "torch.nn.modules."))
+        (type(module) in OUR_PARTS or type(module).__module__.startswith("colossal_lite."))
         and "forward" not in module.__dict__
         and not any(getattr(module, kind) for kind in HOOKS)
         for module in model.modules()
     ) and isinstance(model.config, GPTConfig)
 
 
-def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrowing | None, int]]:
-    """How a copy may be made, best first: as wide as the model, if that is quick; narrower; as wide as it may be."""
-    yield None, QUICK_BYTES
+def _on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
+    """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
+    wide as it may be. Raises NoCopyError if none does."""
+    forms: list[tuple[Narrowing | None, int]] = [(None, QUICK_BYTES)]
     try:
-        if narrow := narrowing(model, roles):
-            yield narrow, LIMIT_BYTES
+        forms += [(narrow, LIMIT_BYTES) for narrow in [narrowing(model, roles)] if narrow]
     except (AttributeError, ValueError):  # heads that are stated nowhere: the swap says so
         pass
-    yield None, LIMIT_BYTES
+    why = ""
+    for narrow, limit_bytes in [*forms, (None, LIMIT_BYTES)]:
+        try:
+            return look(small_copy(model, roles, narrow, limit_bytes), narrow is None)
+        except (NoCopyError, NotRunError) as error:
+            why = str(error)
+    raise NoCopyError(why)
 
 
 def _trial(
@@ -193,23 +246,24 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 def _place(small: SmallCopy, found: Difference) -> str:
     """Where a copy differs, and what is legal there."""
 
-    def named(names: Sequence[str]) -> str:
-        return ", ".join(
-            f"{name} ({type(small.model.get_submodule(name)).__name__}"
-            + (f", role {_text(small.roles[name])})" if name in small.roles else ")")
-            for name in names[:3]
-        )
-
     if bypassed := [name for name in found.bypassed if name in small.roles]:
         return (
-            f"the forward of {named(bypassed)} is called directly, which skips what a swap does where it begins; "
-            f"legal: call the module itself, block(x)"
+            f"the forward of {_named(small, bypassed)} is called directly, which skips what a swap does where it "
+            f"begins; legal: call the module itself, block(x)"
         )
-    where = f"at {named(found.where)}: " if found.where else ""
+    where = f"at {_named(small, found.where)}: " if found.where else ""
     return (
         f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "
         f"roles that fit ({', '.join(f'colwise:{form}' for form in DETAILS['colwise'])} for fused linears), code that "
         f"takes sizes from its input, or tensor=1"
+    )
+
+
+def _named(small: SmallCopy, names: Sequence[str]) -> str:
+    return ", ".join(
+        f"{name} ({type(small.model.get_submodule(name)).__name__}"
+        + (f", role {_text(small.roles[name])})" if name in small.roles else ")")
+        for name in names[:3]
     )
 
 
