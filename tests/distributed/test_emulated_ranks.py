@@ -1,4 +1,4 @@
-"""Ranks that are threads: every collective gives what its definition says, and none waits for a rank that has failed."""
+"""Ranks that are threads: every collective gives what its definition says, and none waits for one that has failed."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -17,11 +17,13 @@ import colossal_lite as cl
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.parallel.roles import Role, assign_roles, known_plan
 from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, small_copy
 from colossal_lite.sharding.mesh_layout import MeshLayout
+from tests.shared import hugging_face
 from tests.shared.own_models import HEADS, MODELS, TOKENS, WIDTH, WORDS, Model, plan_of
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -175,6 +177,59 @@ def test_ranks_refuse_alike() -> None:
     with pytest.raises(WorldError, match=r"blocks\.1\.up \(ScaledLinear\)") as error:
         run_world(on_ranks, 2, "subclass of Linear", MODES["1d"], {})
     assert error.value.ranks("raised") == [0, 1]
+
+
+# ---- a sequence axis ----
+
+
+class WithMean(nn.Module):
+    """Adds the mean over the tokens that it sees."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) + x.mean(1, keepdim=True)
+        return y
+
+
+class OwnGPT(GPT):
+    """A subclass, so that it is proven."""
+
+
+def own_gpt() -> GPT:
+    return OwnGPT(GPTConfig(vocabulary=WORDS, layers=3, heads=HEADS, width=WIDTH, sequence=32))
+
+
+SEQUENCES = {"ring": 2, "ulysses": 2, "allgather_kv": 2, "usp": 4}
+
+
+def on_sequence(model: nn.Module, mode: str) -> None:
+    layout = MeshLayout.build(sequence=SEQUENCES[mode], ulysses=2 if mode == "usp" else None)
+    parallelize(model, Mesh.emulated(layout, EmulatedWorld(1.0))[0], sequence_mode=mode)
+
+
+@pytest.mark.parametrize("mode", SEQUENCES)
+@pytest.mark.parametrize("build", [own_gpt, hugging_face.gpt2, hugging_face.llama])
+def test_attention_across_ranks_is_proven(build: Callable[[], nn.Module], mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_sequence(build(), mode)
+
+
+@pytest.mark.parametrize("mode", SEQUENCES)
+def test_what_mixes_tokens_beside_attention_is_refused_on_a_sequence_axis(mode: str) -> None:
+    ours, theirs = own_gpt(), hugging_face.llama()
+    block: Any = ours.blocks[0]
+    block.mlp = WithMean(block.mlp)
+    layer: Any = theirs.get_submodule("model.layers.1")
+    layer.mlp = WithMean(layer.mlp)
+    for model in (ours, theirs):
+        with pytest.raises(
+            ValueError, match="is not that of one process.*a module sees a rank's tokens.*sequence=1"
+        ):
+            on_sequence(model, mode)
 
 
 # ---- a table that forward writes to ----
