@@ -78,8 +78,10 @@ class Narrowing:
 
 def narrowing(model: nn.Module, roles: Mapping[str, Role]) -> Narrowing | None:
     """By what the widths of a model can be divided; None if by nothing."""
-    heads = set(_head_widths(model, roles))
-    sizes = set(_widths(model, roles)) | heads
+    heads = set(_head_widths(model, roles)) - {0}
+    sizes = (set(_widths(model, roles)) | heads) - {0}
+    if not sizes:
+        return None
     factor = 1
     while all(size % (8 * factor) == 0 for size in sizes - heads) and all(
         size % (2 * factor * LEAST_HEAD) == 0 for size in heads

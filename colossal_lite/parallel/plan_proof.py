@@ -201,18 +201,23 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
 def _on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
     """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
     wide as it may be. Raises NoCopyError if none does."""
-    forms: list[tuple[Narrowing | None, int]] = [(None, QUICK_BYTES)]
-    try:
-        forms += [(narrow, LIMIT_BYTES) for narrow in [narrowing(model, roles)] if narrow]
-    except (AttributeError, ValueError):  # heads that are stated nowhere: the swap says so
-        pass
     why = ""
-    for narrow, limit_bytes in [*forms, (None, LIMIT_BYTES)]:
+    for narrow, limit_bytes in _forms(model, roles):
         try:
             return look(small_copy(model, roles, narrow, limit_bytes), narrow is None)
         except (NoCopyError, NotRunError) as error:
             why = str(error)
     raise NoCopyError(why)
+
+
+def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrowing | None, int]]:
+    yield None, QUICK_BYTES
+    try:
+        if narrow := narrowing(model, roles):
+            yield narrow, LIMIT_BYTES
+    except (AttributeError, ValueError):  # heads that are stated nowhere: the swap says so
+        pass
+    yield None, LIMIT_BYTES
 
 
 def _trial(
