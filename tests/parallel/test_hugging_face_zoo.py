@@ -18,7 +18,7 @@ REFUSED = {
 }
 IN_THE_SUITE = [
     ("Gemma", "1d on 2"),
-    ("Gemma", "zb-h1 on 2"),
+    ("Gemma, unpadded", "zb-h1 on 2"),
     ("Gemma", "2d on 4"),
     ("Gemma-2", "1d on 2, whole sequences"),
     ("Gemma-2", "pipeline 2 x 1d 2"),

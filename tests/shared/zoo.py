@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = dict(
 # Class -> settings beside the sizes.
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("Gemma", dict(head_dim=4)),
+    "Gemma, unpadded": ("Gemma", dict(head_dim=4, pad_token_id=None)),
     "Gemma-2": ("Gemma2", dict(head_dim=4)),
     "Cohere": ("Cohere", dict()),
     "Nemotron": ("Nemotron", dict()),
@@ -83,12 +84,14 @@ def model(name: str) -> nn.Module:
 
 
 def batch(step: int, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Words and labels [SAMPLES, TOKENS]: with padding at the right ends, whose labels do not count."""
+    """Words and labels [SAMPLES, TOKENS]: with padding at the right ends, whose labels do not count, and where a row
+    begins, so that its table's row would get a gradient."""
     generator = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(3, WORDS, (SAMPLES, TOKENS), generator=generator) for _ in range(2))
     if padding is not None:
         behind = torch.arange(TOKENS)[None] >= TOKENS - torch.arange(SAMPLES)[:, None]
-        return ids.masked_fill(behind, padding), labels.masked_fill(behind, -100)
+        ids, labels = ids.masked_fill(behind, padding), labels.masked_fill(behind, -100)
+        ids[::2, 0] = padding
     return ids, labels
 
 
