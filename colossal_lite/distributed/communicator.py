@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossal_lite.distributed.emulated_ranks import ThreadTransport
 from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.distributed.shared_memory import nothing
 from colossal_lite.distributed.shared_memory_collectives import (
@@ -110,7 +111,7 @@ class Communicator:
         explain: Callable[[], str] | None = None,
         watch: Watchdog | None = None,
         made: CollectiveFingerprint | None = None,
-        host: SharedMemoryTransport | None = None,
+        host: SharedMemoryTransport | ThreadTransport | None = None,
         shares_memory: bool = False,
     ) -> None:
         self.axis, self.ranks, self.rank, self.ledger = axis, tuple(ranks), rank, ledger
@@ -359,7 +360,7 @@ class Communicator:
             raise self.failure(description, error, self._calls, peers) from error
         return PendingCollective(self, description, result, works, finish, self._calls, peers)
 
-    def _wire(self, tensor: Tensor) -> SharedMemoryTransport | TorchTransport:
+    def _wire(self, tensor: Tensor) -> SharedMemoryTransport | ThreadTransport | TorchTransport:
         """The transport of this tensor."""
         if self._host is not None and tensor.device.type == "cpu":
             return self._host

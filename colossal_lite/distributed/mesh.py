@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from colossal_lite.distributed.communicator import CommError, Communicator, everyones
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld, ThreadTransport
 from colossal_lite.distributed.host_handshake import HostHandshake, host_of
 from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.distributed.shared_memory import Exchange
@@ -37,6 +38,7 @@ class Mesh:
         exchange: Exchange | None = None,
         hosts: Sequence[int] = (),
         recording: bool = False,
+        emulated: EmulatedWorld | None = None,
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
         watch: Watchdog | None = None,
@@ -46,7 +48,8 @@ class Mesh:
         self._groups, self._exchange = groups or {}, exchange
         self._hosts = tuple(hosts)
         """Of each rank: the first rank of its host. Empty: no rank shares memory with another."""
-        self._recording, self._timeout_s, self._explain = recording, timeout_s, explain
+        self.is_recording, self._emulated = recording, emulated
+        self._timeout_s, self._explain = timeout_s, explain
         self._watch = watch
         self.progress = watch.progress if watch else Progress()
         """What this rank is doing, for the errors of ranks that wait for it."""
@@ -65,6 +68,12 @@ class Mesh:
         `one_host`: as if all its ranks shared memory.
         """
         return cls(layout, rank, recording=True, hosts=[0] * layout.world_size if one_host else ())
+
+    @classmethod
+    def emulated(cls, layout: MeshLayout, world: EmulatedWorld) -> tuple[Mesh, ...]:
+        """The meshes of all ranks of a world whose ranks are threads of this process: `run_emulated` runs them."""
+        ranks = range(layout.world_size)
+        return tuple(cls(layout, rank, emulated=world, timeout_s=world.timeout_s) for rank in ranks)
 
     @classmethod
     def create(
@@ -120,7 +129,7 @@ class Mesh:
                 group=self._groups.get(spanning),
                 host=self._host_wire(spanning, ranks),
                 shares_memory=_on_one_host(self._hosts, ranks),
-                recording=self._recording,
+                recording=self.is_recording,
                 timeout_s=self._timeout_s,
                 explain=self._explain,
                 watch=self._watch,
@@ -128,7 +137,11 @@ class Mesh:
             )
         return self._axes[names]
 
-    def _host_wire(self, spanning: tuple[str, ...], ranks: Sequence[int]) -> SharedMemoryTransport | None:
+    def _host_wire(
+        self, spanning: tuple[str, ...], ranks: Sequence[int]
+    ) -> SharedMemoryTransport | ThreadTransport | None:
+        if self._emulated is not None and len(ranks) > 1:
+            return ThreadTransport(self._emulated, ranks, ranks.index(self.rank))
         if self._exchange is None or len(ranks) == 1 or not _on_one_host(self._hosts, ranks):
             return None
         number = self.layout.communicating_groups().index(spanning)

@@ -52,7 +52,7 @@ from colossal_lite.pipeline.stages import Stages, check_hooks, drop_other_stages
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
-from colossal_lite.transforms.batch_statistics import check_batchwide
+from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.memory_budget import Forecast
@@ -169,6 +169,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
     check_batchwide(module, _cuts(context.config, context))
+    check_max_norm(module, _copies(context.config, context))
     if context.mesh.size("pipeline") > 1:
         check_hooks(module)
     return facts
@@ -202,6 +203,18 @@ def _cuts(config: Config, context: Context) -> tuple[str, ...]:
     """The settings by which a module sees a batch in parts, or twice."""
     data = context.mesh.size("data")
     return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
+
+
+def _copies(config: Config, context: Context) -> tuple[str, ...]:
+    """The settings by which a weight is kept in more places than the one that forward reads."""
+    precision, memory = Precision.of(config.precision), config.memory
+    found = {
+        f"{axis}={context.mesh.size(axis)}": context.mesh.size(axis) > 1 for axis in ("data", "sequence")
+    } | {
+        f"precision with {precision.master} masters": precision.master != precision.compute,
+        f"memory.placement={memory.placement!r}": memory.moves or memory.records_tier != "device",
+    }
+    return tuple(name for name, keeps in found.items() if keeps)
 
 
 def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:

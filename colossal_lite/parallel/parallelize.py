@@ -25,9 +25,10 @@ from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
-from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
 from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
@@ -75,6 +76,8 @@ def parallelize(
     """
     if mesh.size("sequence") > 1:
         _check_attention(module, sequence_mode)
+        known = known_plan(*_names(module))
+        check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
     _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
@@ -84,6 +87,9 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
+        check_plan(
+            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+        )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
         if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
@@ -91,12 +97,9 @@ def parallelize(
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
     if mesh.size("sequence") > 1:
-        sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
-        if theirs:
-            hugging_face.bind(module)
         facts = facts_of(module)
         longest = facts.sequence if facts else None
-        strategy, ops = OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
+        strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
     has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
     if replaced := emitting.keys() - modules_of(module).keys():
         raise ValueError(
@@ -104,9 +107,7 @@ def parallelize(
             f"{mode_of(mesh)}; legal: in the module around that"
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
-    for owner in module.modules():
-        if hasattr(owner, "ops"):
-            setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+    give_ops(module, ops)
     return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
 
 
