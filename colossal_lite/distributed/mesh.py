@@ -10,17 +10,20 @@ group.  `axis("data")` and `axis("data", "sequence")` look up; they never create
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from colossal_lite.distributed.communicator import CommError, Communicator, everyones
+from colossal_lite.distributed.communicator import CommError, Communicator, TorchTransport, everyones, refusal
 from colossal_lite.distributed.host_handshake import HostHandshake, host_of
 from colossal_lite.distributed.ledger import Ledger
+from colossal_lite.distributed.progress import Progress, reason_of
 from colossal_lite.distributed.shared_memory import Exchange
 from colossal_lite.distributed.shared_memory_collectives import SharedMemoryTransport
-from colossal_lite.distributed.watchdog import CollectiveFingerprint, Progress, Watchdog, differences
+from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog, differences
 from colossal_lite.sharding.mesh_layout import AXES, MeshLayout
 
 
@@ -52,6 +55,10 @@ class Mesh:
         """What this rank is doing, for the errors of ranks that wait for it."""
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
+        self._open = threading.Lock()
+        """Held while wires are closed, or interrupted by the watch."""
+        if watch:
+            watch.breakers.append(self._interrupt)
 
     @classmethod
     def serial(cls) -> Mesh:
@@ -184,14 +191,41 @@ class Mesh:
             f"nothing was updated: {differences(self.world.gather_json(own))}"
         )
 
+    @contextmanager
+    def engine_call(self, what: str, *, gives_up: bool = False) -> Iterator[None]:
+        """Around a call of the engine: an error of this rank is recorded, and told to ranks that wait for it.
+
+        `gives_up`: it ends a step without its update.  Raises CommError where an earlier call has failed half-way."""
+        progress = self.progress
+        if progress.broken:
+            raise CommError(f"rank {self.rank}: {what}: {refusal(progress.broken)}")
+        progress.call_begins(gives_up=gives_up)
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            progress.call_raised(reason_of(error), is_own=not isinstance(error, CommError))
+            if self._watch:
+                self._watch.look_now()
+            raise
+        progress.call_succeeded()
+
+    def _interrupt(self, why: str) -> None:
+        """End the waits of this rank, from another thread. Nothing can follow."""
+        with self._open:
+            if self._exchange:
+                self._exchange.interrupt(why)
+            for names, group in self._groups.items():
+                ranks = self.layout.group(self.rank, *names)
+                TorchTransport(group, ranks, ranks.index(self.rank)).interrupt()
+
     def destroy(self) -> None:
         """Destroy the groups of this mesh; they may have ended with the default one. Call once, on every rank."""
-        if self._exchange:
-            self._exchange.close()
-            self._exchange = None
-        for group in self._groups.values() if dist.is_initialized() else ():
+        with self._open:
+            if self._exchange:
+                self._exchange.close()
+            self._exchange, groups, self._groups = None, self._groups, {}
+        for group in groups.values() if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        self._groups.clear()
         self._axes.clear()
 
     def __repr__(self) -> str:

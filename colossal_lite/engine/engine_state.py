@@ -21,7 +21,8 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
-from colossal_lite.engine.context import noting_faults, reason_of
+from colossal_lite.distributed.progress import reason_of
+from colossal_lite.engine.context import noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
 from colossal_lite.engine.step_totals import OpenStep
@@ -49,7 +50,7 @@ class EngineState:
         )  # fmt: skip
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
-            timeout_s=context.config.timeout_s, heard=context.first_failure,
+            timeout_s=context.config.timeout_s, heard=context.first_loss,
         )  # fmt: skip
         self._task_resume = TaskResume(
             built.records, built.outlives, built.model, parts.optimizer, mesh.world
@@ -231,7 +232,7 @@ class EngineState:
         fault = self.mesh.progress.fault
         parked = None
         try:
-            is_whole = not self._weights.has_failed  # else its error was raised before
+            is_whole = not (self._weights.has_failed or self.mesh.progress.broken)  # that was raised before
             if is_whole and (self.mesh.world_size == 1 or not self._context.first_failure()):
                 self._weights.flush()
                 parked = None if fault else self.park()

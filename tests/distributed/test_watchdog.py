@@ -214,7 +214,6 @@ def keep(env: RankEnv) -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "LOOK_S", 0.0)
-        patch.setattr(watchdog, "BEAT_S", 0.0)
         with env.launch(CASE.full_config):
             return [holder()() is None for _ in range(300)]
 
