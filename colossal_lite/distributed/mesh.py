@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -55,6 +56,7 @@ class Mesh:
         """What this rank is doing, for the errors of ranks that wait for it."""
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
+        self._meetings = 0
         self._open = threading.Lock()
         """Held while wires are closed, or interrupted by the watch."""
         if watch:
@@ -176,19 +178,9 @@ class Mesh:
         ranks."""
         if not apart:
             return
-        own = [
-            {
-                "ranks": self.layout.group(self.rank, *names),
-                "calls": made.calls,
-                "mark": made.mark,
-                "last": [*made.last],
-            }
-            for names, made in self._made.items()
-            if names
-        ]
         raise CommError(
             f"rank {self.rank}: ranks have made other collectives than each other, so sums of this step may be wrong; "
-            f"nothing was updated: {differences(self.world.gather_json(own))}"
+            f"nothing was updated: {differences(self.world.gather_json(self._own_collectives()))}"
         )
 
     @contextmanager
@@ -201,6 +193,8 @@ class Mesh:
             raise CommError(f"rank {self.rank}: {what}: {refusal(progress.broken)}")
         progress.call_begins(gives_up=gives_up)
         try:
+            if not gives_up:
+                self.meet_after_fault(what)
             yield
         except (Exception, KeyboardInterrupt) as error:
             progress.call_raised(reason_of(error), is_own=not isinstance(error, CommError))
@@ -208,6 +202,40 @@ class Mesh:
                 self._watch.look_now()
             raise
         progress.call_succeeded()
+
+    def meet_after_fault(self, what: str) -> bool:
+        """After a call that raised half-way: return True when all ranks have come here, and have made the same
+        collectives; False where none was begun. Collective, through the store: no message can be read by a wrong one.
+
+        Raises CommError where one has not come, or has made others."""
+        if not self.progress.is_half_way or self._watch is None or self.world_size == 1:
+            return False
+        self._meetings += 1
+        word = f"gave up/{self.progress.raised}/{self._meetings}"
+        try:
+            rows = self._watch.meet(word, self._own_collectives(), self._timeout_s)
+        except RuntimeError as error:
+            self.progress.breaks(str(error))
+            raise CommError(f"{error}\nrank {self.rank}: {what}: {refusal(self.progress.broken)}") from error
+        if apart := differences(rows):
+            raise CommError(
+                f"rank {self.rank}: {what}: the last call has failed ({self.progress.fault}), on some ranks after "
+                f"other collectives than on others: {apart}; legal: engine.zero_grad() on every rank first"
+            )
+        return True
+
+    def _own_collectives(self) -> list[dict[str, Any]]:
+        """What this rank has made in each of its groups, as `differences` takes it."""
+        return [
+            {
+                "ranks": self.layout.group(self.rank, *names),
+                "calls": made.calls,
+                "mark": made.mark,
+                "last": [*made.last],
+            }
+            for names, made in self._made.items()
+            if names
+        ]
 
     def _interrupt(self, why: str) -> None:
         """End the waits of this rank, from another thread. Nothing can follow."""

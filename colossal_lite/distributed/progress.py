@@ -44,8 +44,9 @@ class Progress:
     """Since when the main thread waits in one collective, by `time.monotonic`; None if it does not."""
     calls: Counter[str] = field(default_factory=Counter)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+    is_half_way: bool = False
+    """Whether the last call has raised after it had begun collectives, which other ranks may have begun or not."""
     _began_with: int = 0
-    _is_local: bool = True
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -71,7 +72,7 @@ class Progress:
     def call_begins(self, *, gives_up: bool = False) -> None:
         """A call of the engine begins; `gives_up`: one that ends a step without its update."""
         self._began_with = self.calls.total()
-        if self._is_local and not gives_up:
+        if not (self.is_half_way or gives_up):
             self.went_on = self.raised
 
     def call_raised(self, reason: str, *, is_own: bool) -> None:
@@ -79,11 +80,11 @@ class Progress:
         self.fault, self.waiting_since_s = reason, None
         if is_own:
             self.raised += 1
-            self._is_local = self.calls.total() == self._began_with or self.phase == "between steps"
+            self.is_half_way |= self.calls.total() > self._began_with and self.phase != "between steps"
 
     def call_succeeded(self) -> None:
         """It has returned."""
-        self.fault, self.went_on, self._is_local, self.waiting_since_s = "", self.raised, True, None
+        self.fault, self.went_on, self.is_half_way, self.waiting_since_s = "", self.raised, False, None
 
     def breaks(self, reason: str) -> None:
         """No collective can follow. The first reason stays."""

@@ -38,6 +38,7 @@ import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -124,7 +125,8 @@ class Watchdog:
         """Each ends, from another thread, the waits of one transport; its argument says why."""
         self._store = store if isinstance(store, LimitedStore) else LimitedStore(store, ANSWER_S)
         self._store = self._store.within(ANSWER_S)
-        self._rank, self._server, self._parent, self._ends_process = rank, server, parent, ends_process
+        self._rank, self._world_size, self._server = rank, world_size, server
+        self._parent, self._ends_process = parent, ends_process
         self._answered = self._is_ending = self._has_news = False
         self._published = self._withdrawn = self._passed = 0
         self._mine: set[int] = set()
@@ -191,6 +193,20 @@ class Watchdog:
             return f"the store is gone: {str(error).splitlines()[0] if str(error) else error!r}"
         silent = [rank for rank in peers if answers.get(rank, {}).get("is_silent", True)]
         return "; ".join(_standing(rank, answers.get(rank)) for rank in silent or peers)
+
+    def meet(self, word: str, value: Any, timeout_s: float) -> list[Any]:
+        """What all ranks have brought to the meeting `word`, in rank order: plain values. Through the store alone.
+
+        Raises RuntimeError if a rank has stopped, or has not come within `timeout_s`."""
+        self._store.set(f"{word}/{self._rank}", json.dumps(value))
+        end, missing = time.monotonic() + timeout_s, list(range(self._world_size))
+        while missing := [rank for rank in missing if not self._store.check([f"{word}/{rank}"])]:
+            if self._store.check(["stopped"]):
+                raise RuntimeError(self._store.get("stopped").decode())
+            if time.monotonic() > end:
+                raise RuntimeError(f"no end within {timeout_s:g} s: {self.standing(missing)}")
+            time.sleep(0.02)
+        return [json.loads(self._store.get(f"{word}/{rank}")) for rank in range(self._world_size)]
 
     def ended(self, ranks: Sequence[int]) -> str:
         """Those of `ranks` whose process has died, with where they were last heard; empty if none is known to have."""
@@ -314,10 +330,11 @@ class Watchdog:
         """End the wait of the main thread, and all that could follow."""
         if self.progress.broken:
             return
+        with suppress(RuntimeError):  # first: the others are to hear this cause, not what follows from it
+            self._store.compare_set("stopped", "", cause)
         self.progress.breaks(cause)
         for each in self.breakers:
             each(cause)
-        self._store.compare_set("stopped", "", cause)
 
     def _lose(self, why: str) -> None:
         """Store or launcher are gone: nothing can be saved or told. End the waits; the process ends in `LEAVE_S`."""

@@ -154,6 +154,7 @@ class EngineState:
         self._optimizer.set_updates(loaded.manifest.updates)
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
         self._step.number = loaded.step
+        self.mesh.progress.call_succeeded()
 
     # ---- steps that do not end well ----
 
@@ -195,7 +196,8 @@ class EngineState:
 
     def _give_up(self) -> None:
         """End the collectives of a step that was interrupted, as other ranks may have begun them. Collective."""
-        if any([self._weights.give_up(), self._hooks.give_up()]):
+        begun = any([self._weights.give_up(), self._hooks.give_up()])
+        if not self.mesh.meet_after_fault("zero_grad") and begun:
             self.mesh.world.barrier()  # all ranks must have given up before one communicates again
 
     # ---- the next engine of the task ----
