@@ -205,8 +205,9 @@ def _join(
                     limit_s = config.timeout_s + MARGIN_S
                     answered(lambda: _enter_default_group(shared, place, backend, device, timeout), limit_s)
                 owned.callback(_leave_default_group, place)
+        everyone = range(place.world_size)
         board = FailureBoard(
-            store.within(ANSWER_S), place.rank, ended=lambda: watch.ended(range(place.world_size))
+            store.within(ANSWER_S), place.rank, lambda: watch.ended(everyone), watch.standing
         )
         with _meeting(place, watch):
             mesh = Mesh.create(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
@@ -113,6 +113,10 @@ class Context:
         """`first_failure`, or which ranks of this host have died, and in which phase; "" if none is known to have."""
         return self.first_failure() or self._failure_board.ended()
 
+    def standing(self, ranks: Sequence[int]) -> str:
+        """What these ranks are doing, or where those that do not answer were last heard."""
+        return self._failure_board.standing(ranks)
+
     def report_failure(self, reason: str) -> None:
         """Write into the store why this rank stops, unless another rank was first."""
         self._failure_board.say(reason)
@@ -152,6 +156,8 @@ class FailureBoard:
     rank: int
     ended: Callable[[], str] = str
     """Which ranks of this host have died."""
+    standing: Callable[[Sequence[int]], str] = lambda ranks: ""
+    """What these ranks are doing."""
 
     def say(self, reason: str) -> None:
         """Write the reason, unless another rank was first."""

@@ -51,6 +51,7 @@ class EngineState:
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
             timeout_s=context.config.timeout_s, heard=context.first_loss,
+            standing=context.standing,
         )  # fmt: skip
         self._task_resume = TaskResume(
             built.records, built.outlives, built.model, parts.optimizer, mesh.world

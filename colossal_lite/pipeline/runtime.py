@@ -217,6 +217,8 @@ class Runtime:
 
     def _phase(self, action: Action) -> str:
         word = WORDS.get(action.kind, action.kind.lower())
+        if action.kind is ActionKind.F and not torch.is_grad_enabled():
+            word = "evaluation"
         return f"{word} of {_about(action)}" if len(self.placement) > 1 and action.stage is not None else word
 
     def slots(self, dtype: torch.dtype, numel: int, planned: int) -> Pool:
