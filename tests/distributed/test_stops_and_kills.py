@@ -1,7 +1,7 @@
 """Ranks, and their launcher, that are stopped or killed as processes: who is left says so, ends, and loses nothing.
 
-A few trials stand in the suite. The campaigns of all phases: `pytest tests/distributed/test_stops_and_kills.py -m campaign
--s`, which prints a line for each trial.
+A few trials stand in the suite. `pytest tests/distributed/test_stops_and_kills.py -m campaign -s` runs all of them, and
+prints a line for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def stop_in(folder: Path, phase: str, guilty: int) -> str:
-    """A run of two ranks as srun starts them, of which one stops itself in a phase. A line about what the other told."""
+    """A run of two ranks as srun starts them, of which one stops itself in a phase. A line of what the other told."""
     script, other = write_script(folder), 1 - guilty
     trial = Trial(folder, steps=60, phase=phase, guilty=guilty)
     printed = folder / f"printed.{other}"

@@ -1,13 +1,12 @@
 """Starts training runs in processes of their own, as torchrun, srun or a shell would, and looks how they end.
 
-`TRAIN` is the script of a rank: it writes its phases, with the time of each, into `FOLDER/phases.RANK`, and stops itself
-by SIGSTOP in the phase that it is told.
+`TRAIN` is the script of a rank: it writes its phases, with the time of each, into `FOLDER/phases.RANK`, and stops
+itself by SIGSTOP in the phase that it is told.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -129,7 +128,8 @@ def processes(
     end all of them, and all that they have started, are killed."""
     taken = ("SLURM", "OMPI", "RANK", "WORLD", "GLOO", "TORCHELASTIC", "MASTER", "LOCAL_")
     clean = {key: value for key, value in os.environ.items() if not key.startswith(taken)}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    clean |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, (command, environ) in enumerate(commands):
@@ -192,6 +192,3 @@ def srun(script: Path, trial: Trial, world_size: int, port: int) -> list[tuple[l
     """The commands of all ranks of a run as srun starts them."""
     command = [sys.executable, str(script), *trial.arguments()]
     return [(command, by_srun(rank, world_size, port)) for rank in range(world_size)]
-
-
-KILL = signal.SIGKILL
