@@ -11,8 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+
+from torch.distributed import DistNetworkError
 
 Found = TypeVar("Found")
 
@@ -60,10 +63,9 @@ class LimitedStore:
     """A store whose every answer is waited for at most `limit_s`. Raises NoAnswerError after that, and RuntimeError as
     the store does if its server has ended. Safe to use from several threads."""
 
-    def __init__(self, store: SharedStore, limit_s: float, asked: set[_Question] | None = None) -> None:
+    def __init__(self, store: SharedStore, limit_s: float, asked: _Asked | None = None) -> None:
         self.inner, self.limit_s = store, limit_s
-        self._asked: set[_Question] = set() if asked is None else asked
-        """Questions without an answer so far, of all views of this store."""
+        self._asked = asked or _Asked()
 
     def within(self, limit_s: float) -> LimitedStore:
         """The same store with another limit."""
@@ -101,13 +103,29 @@ class LimitedStore:
             pause_s = min(2 * pause_s, 0.05)
 
     def _ask(self, call: Callable[[], Found]) -> Found:
-        now = time.monotonic()
-        if (silent_s := max((now - each.start_s for each in tuple(self._asked)), default=0.0)) > self.limit_s:
+        if self._asked.gone:  # torch prints a stack for every further question
+            raise RuntimeError(self._asked.gone)
+        now, open_ones = time.monotonic(), tuple(self._asked.open)
+        if (silent_s := max((now - each.start_s for each in open_ones), default=0.0)) > self.limit_s:
             raise NoAnswerError(f"the store has not answered for {silent_s:.1f} s")
-        question = _Question(call, self._asked)
+        question = _Question(call, self._asked.open)
         if not question.ended.wait(self.limit_s):
             raise NoAnswerError(f"the store has not answered for {self.limit_s:g} s")
-        return question.answer()
+        try:
+            return question.answer()
+        except DistNetworkError as error:
+            self._asked.gone = str(error).partition("\n")[0]
+            raise
+
+
+@dataclass
+class _Asked:
+    """What all views of one store share."""
+
+    open: set[_Question] = field(default_factory=set)
+    """Questions without an answer so far."""
+    gone: str = ""
+    """What torch said when its server had ended."""
 
 
 def answered(call: Callable[[], Found], limit_s: float) -> Found:

@@ -7,8 +7,8 @@ collective and no message.  A rank whose collective fails raises an alarm in the
 rank looks there every `LOOK_S`, and answers with its record and the current line of its main thread.  The rank that
 failed compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has
 diverged.  A rank that does not answer has died or is stopped: then its last beat is shown, at most `LOOK_S` old.
-Every rank reads the beat of the rank that serves the store every `BEAT_S`, as the store ends with it.
-Cost in a run without faults: one look in the store, and one small write, every `LOOK_S`, beside the training.
+Every rank reads the beat of the rank that serves the store too, as the store ends with it.
+Cost in a run without faults: at most four short questions to the store every `LOOK_S`, beside the training.
 
 Note: errors of one rank.
 The thread of a rank whose engine has raised writes the error into the store (distributed/progress.py says which count).
@@ -47,7 +47,6 @@ from colossal_lite.distributed.presence import ProcessCard
 from colossal_lite.distributed.progress import KEPT, Progress
 
 LOOK_S = 0.25
-BEAT_S = 1.0
 ANSWER_S = 1.5
 """seconds that a failed rank waits for the records of the others, or for one answer of the store"""
 PATIENCE_S = 1.0
@@ -131,7 +130,7 @@ class Watchdog:
         self._published = self._withdrawn = self._passed = 0
         self._mine: set[int] = set()
         self._heard, self._heard_s = "", 0.0
-        self._beaten, self._server_s = "", 0.0
+        self._beaten = ""
         self._last_of_server: dict[str, Any] | None = None
         self._cards: dict[int, ProcessCard] = {}
         self._lost_s: float | None = None
@@ -169,7 +168,7 @@ class Watchdog:
         except NoAnswerError:
             return self._silent_store()
         except RuntimeError as error:
-            return f"the store is gone: {str(error).splitlines()[0] if str(error) else error!r}"
+            return self._gone_store(error)
         made = {self._rank: what} | {
             rank: dict(map(tuple, record.get("history", {}).get(axis, ()))).get(call, "")
             for rank, record in answers.items()
@@ -190,7 +189,7 @@ class Watchdog:
         except NoAnswerError:
             return self._silent_store()
         except RuntimeError as error:
-            return f"the store is gone: {str(error).splitlines()[0] if str(error) else error!r}"
+            return self._gone_store(error)
         silent = [rank for rank in peers if answers.get(rank, {}).get("is_silent", True)]
         return "; ".join(_standing(rank, answers.get(rank)) for rank in silent or peers)
 
@@ -257,6 +256,14 @@ class Watchdog:
             + _last_heard(self._last_of_server)
         )
 
+    def _gone_store(self, error: RuntimeError) -> str:
+        if self._server is None:
+            return f"the store is gone: {_first_line(error)}"
+        return (
+            f"the store is gone: rank {self._server}, which served it, has ended ({_first_line(error)}); "
+            + _last_heard(self._last_of_server)
+        )
+
     def _announce(self, key: str, value: str = "") -> None:
         """Set a key, and let every rank look."""
         self._store.set(key, value)
@@ -275,7 +282,7 @@ class Watchdog:
             except RuntimeError as error:
                 if self._is_ending or not self._ends_process:
                     return  # ranks leave in peace, or the store is another's: nobody can ask any more
-                self._lose(f"the store is gone: {_first_line(error)}")
+                self._lose(self._gone_store(error))
             if self._parent and os.getppid() != self._parent and self._lost_s is None:
                 self._lose(f"its launcher (process {self._parent}) has ended")
             if self._lost_s is not None and time.monotonic() > self._lost_s + LEAVE_S:
@@ -355,9 +362,8 @@ class Watchdog:
         if words != self._beaten:
             self._store.set(f"beat/{self._rank}", words)
             self._beaten = words
-        if self._server not in (None, self._rank) and time.monotonic() > self._server_s + BEAT_S:
-            self._last_of_server = self._beat_of(self._server or 0) or self._last_of_server
-            self._server_s = time.monotonic()
+        if self._server is not None and self._server != self._rank:
+            self._last_of_server = self._beat_of(self._server) or self._last_of_server
 
     def _tell(self) -> None:
         if not self._answered:

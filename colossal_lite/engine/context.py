@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut
 from colossal_lite.data.dataloader import dataloader as build_loader
-from colossal_lite.distributed.key_value_store import LimitedStore, NoAnswerError
+from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
 
 if TYPE_CHECKING:
@@ -171,10 +171,8 @@ class FailureBoard:
         """`rank r stopped: reason` of the rank that stopped first, or "" if none has said so."""
         try:
             return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""
-        except NoAnswerError:  # its server is stopped, as the watchdog will say
+        except RuntimeError:  # its server has ended or is stopped, as the watchdog will say
             return ""
-        except RuntimeError:
-            return "the store is gone: the rank or the launcher that served it has ended"
 
 
 class _OfMesh(Protocol):
