@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.distributed import DistNetworkError
 
@@ -122,7 +122,7 @@ class LimitedStore:
 class _Asked:
     """What all views of one store share."""
 
-    open: set[_Question] = field(default_factory=set)
+    open: set[_Question[Any]] = field(default_factory=set)
     """Questions without an answer so far."""
     gone: str = ""
     """What torch said when its server had ended."""
@@ -136,25 +136,25 @@ def answered(call: Callable[[], Found], limit_s: float) -> Found:
     return question.answer()
 
 
-class _Question:
+class _Question(Generic[Found]):
     """A call in a thread. It is among `asked` until it has ended."""
 
-    def __init__(self, call: Callable[[], Any], asked: set[_Question]) -> None:
+    def __init__(self, call: Callable[[], Found], asked: set[_Question[Any]]) -> None:
         self.start_s, self.ended = time.monotonic(), threading.Event()
         self._call, self._asked = call, asked
-        self._found: Any = None
+        self._found: list[Found] = []
         self._error: BaseException | None = None
         asked.add(self)
         threading.Thread(target=self._run, name="question", daemon=True).start()
 
-    def answer(self) -> Any:
+    def answer(self) -> Found:
         if self._error is not None:
             raise self._error
-        return self._found
+        return self._found[0]
 
     def _run(self) -> None:
         try:
-            self._found = self._call()
+            self._found.append(self._call())
         except BaseException as error:  # raised again in the thread that asks
             self._error = error
         self._asked.discard(self)
