@@ -19,6 +19,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,9 +195,9 @@ def _join(
         else:
             shared = _own_keys(given or _launchers_store(place, timeout), place)
         store = LimitedStore(shared, config.timeout_s)
-        if given is None and not alone:
-            owned.callback(_leave_together, store, place)
         watch = _watch(store, place, given)
+        if given is None and not alone:
+            owned.callback(_leave_together, store, place, watch)
         owned.callback(watch.close)
         if not alone:
             _roll_call(store, place, config, timeout, watch)
@@ -383,15 +384,17 @@ def _count_contexts(place: Launch, change: int) -> int:
         return 0
 
 
-def _leave_together(store: LimitedStore, place: Launch) -> None:
-    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped."""
-    store = store.within(ANSWER_S)
+def _leave_together(store: LimitedStore, place: Launch, watch: Watchdog) -> None:
+    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped. It does not wait
+    for those that are known to have died."""
+    store, ranks = store.within(ANSWER_S), range(place.world_size)
     try:
         store.set("leaving", "")
         store.set("news", "")
-        if store.add("left", 1) == place.world_size:
-            store.set("all left", "")
-        if place.rank == 0 and not place.agent_store:
-            store.wait(["all left"], timedelta(seconds=LINGER_S))
+        store.set(f"left/{place.rank}", "")
+        end, missing = time.monotonic() + LINGER_S, list(ranks)
+        while place.rank == 0 and not place.agent_store and missing and time.monotonic() < end:
+            missing = [r for r in missing if not (store.check([f"left/{r}"]) or watch.has_ended(r))]
+            time.sleep(0.05 if missing else 0.0)
     except RuntimeError:  # a rank has died or is stopped, or rank 0 was the first to leave
         return

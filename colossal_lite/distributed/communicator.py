@@ -514,10 +514,9 @@ class TorchTransport:
         if "gloo" in dist.get_backend(self._group):
             other = self._ranks[(self._coord + 1) % self._size]
             with suppress(RuntimeError):
-                token = torch.empty(1)
-                dist.irecv(token, src=other, group=self._group, tag=NEVER_SENT).wait(
-                    timedelta(milliseconds=1)
-                )
+                never = dist.irecv(torch.empty(1), src=other, group=self._group, tag=NEVER_SENT)
+                if never is not None:
+                    never.wait(timedelta(milliseconds=1))
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Send piece j to coordinate j and receive one from each; the own piece is not moved."""

@@ -212,12 +212,16 @@ class Watchdog:
         told = []
         try:
             for rank in ranks:
-                if rank != self._rank and self._end_of(rank) == "has died":
+                if rank != self._rank and self.has_ended(rank):
                     beat = self._beat_of(rank)
                     told.append(f"rank {rank} has died; {_last_heard(beat)}")
         except RuntimeError:  # whoever asks needs the store too, and hears of it there
             return ""
         return "; ".join(told)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of this rank is known to have died. Raises RuntimeError without a store."""
+        return self._end_of(rank) == "has died"
 
     def _ask(self, peers: Sequence[int]) -> dict[int, Any]:
         """The records of ranks that answer an alarm, and the last beats of the others."""
@@ -393,7 +397,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_heard(record: Any) -> str:
-    return f"it was last heard {_at(record)}" if record else "it has never been heard"
+    return f"it was last heard {_at(record)}" if record else "it was never heard, so it is in phase 'start'"
 
 
 def _at(record: Any) -> str:

@@ -196,10 +196,11 @@ def test_a_watch_ends_though_the_store_does_not_answer(monkeypatch: pytest.Monke
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
     ours = watchdog.Watchdog(Deaf(), rank=1, world_size=2, server=0)
     assert asked.wait(20)
-    words = (
-        "the store does not answer: rank 0, which serves it, has died or is stopped; it has never been heard"
+    said = ours.blame("data", [0, 1], "all_reduce", 1)
+    assert said.startswith(
+        "the store does not answer: rank 0, which serves it, has died or is stopped; it was never"
     )
-    assert ours.blame("data", [0, 1], "all_reduce", 1) == ours.standing([0]) == words
+    assert said == ours.standing([0])
     ours.close()
     gate.set()
     assert ours._thread is not None and not ours._thread.is_alive()
