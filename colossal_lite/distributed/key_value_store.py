@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch.distributed import DistNetworkError
-
 Found = TypeVar("Found")
 
 
@@ -113,8 +111,9 @@ class LimitedStore:
             raise NoAnswerError(f"the store has not answered for {self.limit_s:g} s")
         try:
             return question.answer()
-        except DistNetworkError as error:
-            self._asked.gone = str(error).partition("\n")[0]
+        except RuntimeError as error:
+            if type(error).__name__ == "DistNetworkError":  # torch's, whose store this is
+                self._asked.gone = str(error).partition("\n")[0]
             raise
 
 
