@@ -24,8 +24,8 @@ so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.step_totals import LocalSums, OpenStep, StepTotals, all_reduce_totals
+from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
+from colossal_lite.engine.step_totals import LocalSums, OpenStep, SkippedSteps, StepTotals, all_reduce_totals
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
@@ -117,7 +118,9 @@ class Engine:
         )
         self._forecast_batch = forecast_batch
         # forward and backward
-        self._micro_batches = MicroBatches(context, done, stated_sizes(built.model, built.names.state))
+        self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
+        stated = stated_sizes(built.model, built.names.state)
+        self._micro_batches = MicroBatches(context, done, stated, self._comparison)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly()
@@ -127,7 +130,8 @@ class Engine:
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
-        self._loop = UserLoop(parts, self._open, self._micro_batches)
+        self._skips = SkippedSteps(config.optimizer.max_skipped_steps)
+        self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
@@ -156,7 +160,7 @@ class Engine:
         with self._parts.measured():
             parts = self._begin(batch)
         self._forecast([part.inputs for part in parts])
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -213,6 +217,7 @@ class Engine:
             self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
+        self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
         return result
 
     @torch.no_grad()
@@ -220,6 +225,7 @@ class Engine:
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         self._updates.refuse_within("eval_step")
+        self._state.refuse_changed("eval_step")
         parts = self._read(batch)
         self._forecast([part.inputs for part in parts])
         self._state.rest()
@@ -229,7 +235,9 @@ class Engine:
         with nullcontext() if self._memory_budget is None else self._memory_budget.evaluated():
             self._run(parts, sums)
         self.model.train(was_training)
-        loss_sum, count = self.mesh.world.all_reduce(sums.reported_loss(self._tells_loss)).tolist()
+        row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
+        loss_sum, count, apart = self.mesh.world.all_reduce(row).tolist()
+        self._comparison.check(apart)
         self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
@@ -239,10 +247,11 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
         self._refuse_closed("engine(x)")
+        self._state.refuse_changed("engine(x)")
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        with self._parts.measured(), self._weights.forward():
+        with self._parts.measured(), self._weights.forward(), self._comparison.forward():
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -250,6 +259,7 @@ class Engine:
         """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
         has to be loaded."""
+        self._comparison.clear()
         self._state.zero_grad()
 
     @noting_faults
@@ -408,11 +418,13 @@ class Engine:
         self._refuse_closed("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")
+        self._state.refuse_changed("forward_backward")
         if not self._hooks.is_clear and not self._weights.has_deferred:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self._open.clear()  # losses of a step that ended before any gradient
+        self._comparison.clear()
         self.mesh.ledger.clear()
         self._reports.begin_step()
         return self._read(batch)
@@ -435,7 +447,7 @@ class Engine:
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor)
+                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -462,7 +474,8 @@ class Engine:
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
-        self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+        with self._hooks.expecting():
+            self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
     @property
     def _posts_ahead(self) -> bool:
@@ -480,7 +493,8 @@ class Engine:
         local = self._parallelized.strategy.local_part(part)
         self._streams.begin(self.steps, local.samples, local.token_positions)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        with self._weights.forward(), self._randomness.held(self.model.training), heard:
+        watched = self._comparison.forward()
+        with self._weights.forward(), self._randomness.held(self.model.training), heard, watched:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
@@ -518,6 +532,7 @@ class Engine:
             squares,
             self._chunks,
             self._packed,
+            self._comparison,
             stop=self.context.stop_requested,
         )
 
@@ -534,10 +549,19 @@ class Engine:
     def _finish_user_step(self) -> None:
         """End the backward of a user's own loop: reduce what is left, and agree."""
         self._loop.finish()
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self._hooks.conclude()
             self._open.totals = self._agree()
         self._settle()
+
+    @contextmanager
+    def _giving_up_where_ranks_differ(self) -> Iterator[None]:
+        """Drop the gradients if ranks differ, so that another batch can be trained on."""
+        try:
+            yield
+        except RanksDifferError:
+            self.zero_grad()
+            raise
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. Models

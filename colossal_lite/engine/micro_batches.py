@@ -17,13 +17,18 @@ from torch import Tensor
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.parallel.parallelize import Parallelized
 
 
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
-    def __init__(self, context: Context, parallelized: Parallelized, stated: StatedSizes) -> None:
+    def __init__(
+        self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison
+    ) -> None:
+        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`."""
+        self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
 
@@ -34,6 +39,7 @@ class MicroBatches:
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
+        self._comparison.add_batch(whole.tensors)
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count = (
             pipeline.parts_of(sizes, accumulation_steps)
