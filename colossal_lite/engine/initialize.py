@@ -26,7 +26,7 @@ from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
-from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
@@ -225,7 +225,7 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
     if pipeline.size == 1 or pipeline.partition != "profiled":
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
-    check_batch(example, vocabulary=facts.vocabulary if facts else None)
+    check_batch(example, StatedSizes(facts.vocabulary if facts else None))
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
     return first.cut(pipeline.parts(first.size))[0]
 

@@ -8,8 +8,9 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from torch import nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
+from colossal_lite.data.batch_checks import StatedSizes
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Ops, Rows
 from colossal_lite.models import GPT
@@ -247,6 +249,10 @@ _FACT_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+_POSITIONS = re.compile(r"(^|\.)(wpe|[^.]*pos[^.]*)\.weight$")
+"""Names of tables of learned positions."""
+
+
 def facts_of(module: nn.Module) -> ModelFacts | None:
     """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
     config = getattr(module, "config", None)
@@ -260,6 +266,19 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     if "width" in found:
         found.setdefault("ffn", 4 * found["width"])
     return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
+
+
+def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> StatedSizes:
+    """What a batch must fit. `shapes`: of the whole `state_dict()`, as `module` may have lost a part to other ranks.
+
+    A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
+    no end."""
+    facts, config = facts_of(module), getattr(module, "config", None)
+    sequence = next((n for name in _FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
+    positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
+    tokens = sequence if isinstance(module, GPT) else positions
+    return StatedSizes(facts.vocabulary if facts else None, tokens, positions)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
