@@ -24,8 +24,8 @@ so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class Engine:
         self._micro_batches = MicroBatches(context, done, self._facts.vocabulary if self._facts else None)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
-        self._randomness = CountedOnly()
+        self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.
         self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
@@ -242,7 +242,8 @@ class Engine:
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        with self._parts.measured(), self._weights.forward():
+        drawn = self._randomness.held(self.model.training)
+        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward():
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -449,7 +450,7 @@ class Engine:
         work = Work(
             forward=forward,
             before_backward=before_backward,
-            around_backward=self._weights.backward,
+            around_backward=self._around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
@@ -470,6 +471,12 @@ class Engine:
         the sends behind them."""
         return self.context.device.type != "cuda"
 
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Weights are there, and a dropout that is drawn outside the recomputation of a block is an error."""
+        with self._weights.backward(), self._streams.functional(None):
+            yield
+
     def _pass_over(self) -> None:
         """Take part in the weight gathers of a forward without samples."""
         with self._weights.forward():
@@ -478,9 +485,12 @@ class Engine:
     def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
         """Run a stage on a micro-batch. The last stage returns the sum of the token losses, scaled for backward."""
         local = self._parallelized.strategy.local_part(part)
-        self._streams.begin(self.steps, local.samples, local.token_positions)
+        self._streams.begin(
+            self.steps, local.samples, local.token_positions, is_part=local.positions is not None
+        )
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        with self._weights.forward(), self._randomness.held(self.model.training), heard:
+        drawn = self._randomness.held(self.model.training)
+        with self._weights.forward(), drawn, self._streams.forward(), heard:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
