@@ -136,6 +136,10 @@ OF_GPT2: dict[str, tuple[int, dict[str, Any]]] = {
     "1d 4, recomputed": (4, dict(parallel=dict(tensor=4), activation_checkpoint="full")),
     "2d 4": (4, dict(parallel=dict(tensor=dict(size=4, mode="2d")))),
     "pipeline 2": (2, dict(parallel=dict(pipeline=2))),
+    "pipeline 2 x 2d 4, micro-batches by default": (
+        8,
+        dict(parallel=dict(pipeline=2, tensor=dict(size=4, mode="2d"))),
+    ),
     "pipeline 2 x data 2, accumulation": (4, dict(parallel=dict(pipeline=2), gradient_accumulation=2)),
     "pipeline 2 x 1d 2, recomputed": (
         4,
@@ -229,3 +233,28 @@ def test_what_cannot_draw_from_counters_is_refused_by_name(what: str) -> None:
     model, ranks, config, words = REFUSED[what]
     with pytest.raises(WorldError, match=words):
         run_world(losses, ranks, model, "eager" if model == "gpt2" else what, config)
+
+
+def test_recomputation_keeps_no_cache_of_keys_and_closing_gives_the_setting_back() -> None:
+    model: Any = gpt2()
+    assert model.config.use_cache is True
+    with cl.launch(dict(precision="fp32", activation_checkpoint="full")) as context:
+        engine = cl.initialize(model, context=context)
+        assert model.config.use_cache is False
+        engine.train_step(batch(0))
+        engine.close()
+    assert model.config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("config", "plan", "words"),
+    [
+        (dict(parallel=dict(tensor=2)), BERT_PLAN, "cls.predictions.bias is shared by modules whose roles"),
+        (dict(parallel=dict(pipeline=2)), "auto", "BertForMaskedLM does not say what its units are"),
+    ],
+)
+def test_stock_bert_is_refused_by_name_where_layers_are_cut(
+    config: dict[str, Any], plan: Any, words: str
+) -> None:
+    with pytest.raises(WorldError, match=words):
+        run_world(losses, 2, "bert", "sdpa", config, plan)
