@@ -49,6 +49,7 @@ from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
+from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
 from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.pipeline.runtime import Runtime, Work
@@ -131,6 +132,7 @@ class Engine:
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
+        self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.checkpoints.settle)
         context.on_close(self._at_end.close)
@@ -387,14 +389,28 @@ class Engine:
         self._state.checkpoints.settle()
         self._state.regain_weights()
         parked = self._state.park()
-        self._hooks.remove()
-        remove_activation_checkpoint(self.model)
-        restore_weights(self.model)
-        unbind(self.model)
+        self._detach()
         self._weights.remove()
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
+
+    def _detach(self) -> None:
+        """Take from the model what only this engine's steps need."""
+        self._hooks.remove()
+        remove_activation_checkpoint(self.model)
+        restore_weights(self.model)
+        unbind(self.model)
+        unbind_dropout(self.model)
+
+    def _let_go(self) -> None:
+        """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
+        through them raises."""
+        self._is_closed = True
+        self._detach()
+        is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
+        if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
+            self._weights.remove()
 
     # ---- the phases ----
 

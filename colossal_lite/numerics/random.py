@@ -115,7 +115,7 @@ class DropoutStreams:
             raise ValueError(
                 f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a forward that a "
                 f"checkpoint of the model's own runs again: its mask would be another; legal: activation_checkpoint, "
-                f"which draws the same masks again"
+                f"which draws the same masks again, engine(x), or the model in eval()"
             )
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1

@@ -127,6 +127,13 @@ def bind_dropout(
     return True
 
 
+def unbind_dropout(module: nn.Module) -> None:
+    """Have every dropout draw from torch's own generator again."""
+    for each in module.modules():
+        if isinstance(each, Dropout):
+            each.rows = None
+
+
 def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"{name}: a functional dropout in {why}")
 
