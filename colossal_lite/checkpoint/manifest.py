@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from colossal_lite.config.config import Config
 from colossal_lite.sharding.boxes import Box, Fragment, cut, extent, held, intersect, volume, within, written
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -342,9 +343,12 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none."""
+    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none.
+
+    A setting that is newer than the checkpoint had its default."""
     if not saved:
         return ()
+    saved = {**Config().values(), **saved}
     found = [
         Change(path, saved.get(path, ABSENT), now.get(path, ABSENT), _meaning(path))
         for path in {**saved, **now}

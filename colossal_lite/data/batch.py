@@ -37,6 +37,12 @@ class Batch:
         return self.args[0] if self.args else self.kwargs["input_ids"]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's arguments and the labels by name."""
+        args = {"inputs": self.args[0]} if self.args else {}
+        return args | dict(self.kwargs) | {"labels": self.labels}
+
+    @property
     def token_positions(self) -> Tensor:
         """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
         if self.positions is not None:

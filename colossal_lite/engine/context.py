@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
+from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 
 if TYPE_CHECKING:
     import torch
@@ -102,8 +103,11 @@ class Context:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> Loader:
-        """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`."""
-        return build_loader(
+        """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`.
+
+        Collective: ranks compare length and three samples. Raises ValueError on every rank if these differ.
+        """
+        loader = build_loader(
             dataset,
             num_parts=self.mesh.size("data"),
             part=self.mesh.coord("data"),
@@ -117,6 +121,9 @@ class Context:
             device=self.device,
             timeout_s=self.config.timeout_s,
         )
+        if fault := dataset_fault(self.mesh.world.gather_json(dataset_facts(dataset))):
+            raise ValueError(fault)
+        return loader
 
     def first_failure(self) -> str:
         """`rank r stopped: reason` if a rank has left this world by an error, else ""."""

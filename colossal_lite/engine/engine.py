@@ -42,14 +42,14 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.step_totals import LocalSums, OpenStep, StepTotals, all_reduce_totals
+from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
+from colossal_lite.engine.step_totals import LocalSums, OpenStep, SkippedSteps, StepTotals, all_reduce_totals
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
-from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
 from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.pipeline.runtime import Runtime, Work
@@ -58,12 +58,7 @@ from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
-from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
-from colossal_lite.transforms.auxiliary_loss import unbind
-from colossal_lite.transforms.split_backward import (
-    DeferredWeightGrads,
-    restore_weights,
-)
+from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.memory_budget import Forecast
@@ -118,7 +113,9 @@ class Engine:
         )
         self._forecast_batch = forecast_batch
         # forward and backward
-        self._micro_batches = MicroBatches(context, done, self._facts.vocabulary if self._facts else None)
+        vocabulary = self._facts.vocabulary if self._facts else None
+        self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
+        self._micro_batches = MicroBatches(context, done, vocabulary, self._comparison)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
@@ -128,7 +125,8 @@ class Engine:
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
-        self._loop = UserLoop(parts, self._open, self._micro_batches)
+        self._skips = SkippedSteps(config.optimizer.max_skipped_steps)
+        self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
@@ -158,7 +156,7 @@ class Engine:
         with self._parts.measured():
             parts = self._begin(batch)
         self._forecast([part.inputs for part in parts])
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -215,6 +213,7 @@ class Engine:
             self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
+        self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
         return result
 
     @torch.no_grad()
@@ -222,6 +221,7 @@ class Engine:
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         self._updates.refuse_within("eval_step")
+        self._state.refuse_changed("eval_step")
         parts = self._read(batch)
         self._forecast([part.inputs for part in parts])
         self._state.rest()
@@ -231,7 +231,9 @@ class Engine:
         with nullcontext() if self._memory_budget is None else self._memory_budget.evaluated():
             self._run(parts, sums)
         self.model.train(was_training)
-        loss_sum, count = self.mesh.world.all_reduce(sums.reported_loss(self._tells_loss)).tolist()
+        row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
+        loss_sum, count, apart = self.mesh.world.all_reduce(row).tolist()
+        self._comparison.check(apart)
         self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
@@ -241,11 +243,12 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
         self._refuse_closed("engine(x)")
+        self._state.refuse_changed("engine(x)")
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        drawn = self._randomness.held(self.model.training)
-        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward():
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -253,6 +256,7 @@ class Engine:
         """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
         has to be loaded."""
+        self._comparison.clear()
         self._state.zero_grad()
 
     @noting_faults
@@ -389,25 +393,17 @@ class Engine:
         self._state.checkpoints.settle()
         self._state.regain_weights()
         parked = self._state.park()
-        self._detach()
+        self._parts.detach()
         self._weights.remove()
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
 
-    def _detach(self) -> None:
-        """Take from the model what only this engine's steps need."""
-        self._hooks.remove()
-        remove_activation_checkpoint(self.model)
-        restore_weights(self.model)
-        unbind(self.model)
-        unbind_dropout(self.model)
-
     def _let_go(self) -> None:
         """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
         through them raises."""
         self._is_closed = True
-        self._detach()
+        self._parts.detach()
         is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
             self._weights.remove()
@@ -425,11 +421,13 @@ class Engine:
         self._refuse_closed("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")
+        self._state.refuse_changed("forward_backward")
         if not self._hooks.is_clear and not self._weights.has_deferred:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self._open.clear()  # losses of a step that ended before any gradient
+        self._comparison.clear()
         self.mesh.ledger.clear()
         self._reports.begin_step()
         return self._read(batch)
@@ -452,7 +450,7 @@ class Engine:
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor)
+                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -466,7 +464,7 @@ class Engine:
         work = Work(
             forward=forward,
             before_backward=before_backward,
-            around_backward=self._around_backward,
+            around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
@@ -479,19 +477,14 @@ class Engine:
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
-        self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+        with self._hooks.expecting():
+            self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
     @property
     def _posts_ahead(self) -> bool:
         """Whether receives are posted before they are needed. NCCL has one queue for each group, where they would stop
         the sends behind them."""
         return self.context.device.type != "cuda"
-
-    @contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        """Weights are there, and a dropout that is drawn outside the recomputation of a block is an error."""
-        with self._weights.backward(), self._streams.functional(None):
-            yield
 
     def _pass_over(self) -> None:
         """Take part in the weight gathers of a forward without samples."""
@@ -505,8 +498,8 @@ class Engine:
             self.steps, local.samples, local.token_positions, is_part=local.positions is not None
         )
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        drawn = self._randomness.held(self.model.training)
-        with self._weights.forward(), drawn, self._streams.forward(), heard:
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
@@ -544,6 +537,7 @@ class Engine:
             squares,
             self._chunks,
             self._packed,
+            self._comparison,
             stop=self.context.stop_requested,
         )
 
@@ -560,10 +554,19 @@ class Engine:
     def _finish_user_step(self) -> None:
         """End the backward of a user's own loop: reduce what is left, and agree."""
         self._loop.finish()
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self._hooks.conclude()
             self._open.totals = self._agree()
         self._settle()
+
+    @contextmanager
+    def _giving_up_where_ranks_differ(self) -> Iterator[None]:
+        """Drop the gradients if ranks differ, so that another batch can be trained on."""
+        try:
+            yield
+        except RanksDifferError:
+            self.zero_grad()
+            raise
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. Models

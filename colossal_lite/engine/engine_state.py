@@ -69,6 +69,7 @@ class EngineState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self._updates.refuse_within("full_state_dict")
+        self.refuse_changed("full_state_dict")
         self.rest()
         return self.full.state_dict()
 
@@ -83,6 +84,7 @@ class EngineState:
         self._optimizer.changing(self._frozen)
         try:
             self.full.load(state)
+            self._note_versions()
         except ValueError:  # of tensors that do not fit
             self._optimizer.unchanged()
             raise
@@ -92,6 +94,7 @@ class EngineState:
     def save(self, directory: Path, *, samples: int, extra: Mapping[str, Any] | None) -> Saving:
         self._updates.refuse_within("save")
         self.refuse_mixed("save")
+        self.refuse_changed("save")
         with suppress(DiskError):  # reading the records raises it again, on every rank
             self.rest()
         config = self._context.config
@@ -145,6 +148,7 @@ class EngineState:
             chunk.start_gather()
         for frozen in self._frozen:
             frozen.count_change()
+        self._note_versions()
         self._optimizer.settle()
         self._weights.flush()
         self._step.clear()
@@ -154,7 +158,26 @@ class EngineState:
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
         self._step.number = loaded.step
 
+    def _note_versions(self) -> None:
+        for chunk in (*self._chunks, *self._frozen):
+            chunk.note_versions()
+
     # ---- steps that do not end well ----
+
+    def refuse_changed(self, what: str) -> None:
+        """Raises ValueError if a parameter was changed in place, and the change will be lost."""
+        for chunk in (*self._chunks, *self._frozen):
+            if name := chunk.lost_change():
+                raise ValueError(
+                    f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own on "
+                    f"engine.model.parameters(), max_norm, or a hand), and the change would be lost: the value that is "
+                    f"updated is elsewhere ({self._where()}); legal: engine.step, initialize(optimizer=...), or "
+                    f"engine.load_full_state_dict"
+                )
+
+    def _where(self) -> str:
+        config = self._context.config
+        return f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
 
     def refuse_mixed(self, what: str) -> None:
         """Raises ValueError while the weights are part old, part new."""

@@ -28,6 +28,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
@@ -183,14 +184,8 @@ def _swap_layers(
 
 def _cuts(config: Config, context: Context) -> tuple[str, ...]:
     """The settings by which a module sees a batch in parts, or twice."""
-    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
-    found = {
-        f"data={context.mesh.size('data')}": context.mesh.size("data") > 1,
-        f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
-        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
-        f"activation_checkpoint={recomputes!r}": recomputes != "none",
-    }
-    return tuple(name for name, cuts in found.items() if cuts)
+    data = context.mesh.size("data")
+    return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
 
 
 def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:

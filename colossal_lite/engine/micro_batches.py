@@ -17,14 +17,18 @@ from torch import Tensor
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import check_batch
 from colossal_lite.engine.context import Context
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.parallel.parallelize import Parallelized
 
 
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
-    def __init__(self, context: Context, parallelized: Parallelized, vocabulary: int | None) -> None:
-        """`vocabulary`: ids must be below it; None if it is not known."""
+    def __init__(
+        self, context: Context, parallelized: Parallelized, vocabulary: int | None, comparison: RankComparison
+    ) -> None:
+        """`vocabulary`: ids must be below it; None if it is not known. Batches are added to `comparison`."""
+        self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._vocabulary = parallelized, vocabulary
 
@@ -35,6 +39,7 @@ class MicroBatches:
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
+        self._comparison.add_batch(whole.tensors)
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
         count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)

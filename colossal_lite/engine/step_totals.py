@@ -1,13 +1,15 @@
 """Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, which
-parameters were used, and whether to stop.  With `sum_order="ordered"` a square for each block of 1,024 elements stands
-in place of their sum.  Every rank has the same row afterwards, so all decide alike.
+Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, whether
+ranks differ (rank_comparison.py), which parameters were used, and whether to stop.  With `sum_order="ordered"` a square
+for each block of 1,024 elements stands in place of their sum.  Every rank has the same row afterwards, so all decide
+alike.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import to_device
@@ -37,6 +40,15 @@ class StepTotals:
         return math.isfinite(self.loss) and math.isfinite(self.squares)
 
     @property
+    def why_skipped(self) -> str:
+        """Why a step with these totals changes nothing."""
+        if not self.weight:
+            return "no label of the global batch counts"
+        if not math.isfinite(self.loss):
+            return f"its loss is {self.loss}"
+        return f"its gradient is not finite (the sum of squares is {self.squares})"
+
+    @property
     def grad_norm(self) -> float:
         return math.sqrt(self.squares) / self.weight if self.weight else 0.0
 
@@ -48,6 +60,29 @@ class StepTotals:
     def clip_factor(self, limit: float | None) -> float:
         """Factor on gradients so that their norm is at most `limit`."""
         return min(1.0, limit / (self.grad_norm + 1e-6)) if limit is not None else 1.0
+
+
+@dataclass
+class SkippedSteps:
+    """Tells of skipped steps, and ends a run that skips too many in a row."""
+
+    limit: int | None
+    in_a_row: int = 0
+
+    def note(self, skipped: int | None, totals: StepTotals, *, tells: bool) -> None:
+        """After a step; `skipped`: its number if it was skipped. Warns if this rank `tells`. Raises ValueError on every
+        rank at the limit."""
+        self.in_a_row = 0 if skipped is None else self.in_a_row + 1
+        if skipped is None:
+            return
+        told = f"step {skipped} changed nothing, as {totals.why_skipped}"
+        if self.limit is not None and self.in_a_row >= self.limit:
+            raise ValueError(
+                f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: a "
+                f"checkpoint from before, with a lower lr, clip_grad_norm or other data; None for no limit"
+            )
+        if tells:
+            warnings.warn(f"{told} ({self.in_a_row} in a row)", stacklevel=5)
 
 
 class LocalSums:
@@ -101,19 +136,23 @@ class OpenStep:
 
 
 def all_reduce_totals(
-    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool
+    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec],
+    comparison: RankComparison, *, stop: bool,
 ) -> StepTotals:  # fmt: skip
     """One all-reduce over the world of each rank's (loss, weight) `told` [2], its terms of the sum of `squares`, the
     entries of its `chunks` in use, and its request to `stop`. Collective.
 
-    `packed`: the chunks of the whole pipeline.  Raises as `Mesh.check_together` if collectives differ."""
+    `packed`: the chunks of the whole pipeline.  Raises as `RankComparison.check` if batches or buffers
+    differ, and as `Mesh.check_together` if collectives do."""
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
-    flags = [stop, mesh.collectives_differ, *(flag for mine in used for flag in mine)]
+    flags = [stop, *(flag for mine in used for flag in mine)]
     marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
-    row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
-    total = row[2 + len(flags) :].sum().item()
-    loss, weight, stops, apart, *counts = row[: 2 + len(flags)].tolist()
+    differs = comparison.term() + mesh.collectives_differ
+    row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
+    total = row[3 + len(flags) :].sum().item()
+    loss, weight, apart, stops, *counts = row[: 3 + len(flags)].tolist()
+    comparison.check(apart)
     mesh.check_together(apart)
     found, start = dict[int, tuple[bool, ...]](), 0
     for spec in packed:

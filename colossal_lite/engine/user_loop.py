@@ -18,6 +18,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.zero.build_chunks import sharding_of
 
@@ -28,9 +29,12 @@ class UserLoop:
     The phases of a step: 1. `local_part` and `whole_outputs` around each forward; 2. `backward` for each micro-batch;
     3. `finish`, when the engine's `step` is called."""
 
-    def __init__(self, parts: EngineParts, step: OpenStep, micro_batches: MicroBatches) -> None:
+    def __init__(
+        self, parts: EngineParts, step: OpenStep, micro_batches: MicroBatches, comparison: RankComparison
+    ) -> None:
         built = parts.built
         self._parts, self._step, self._micro_batches = parts, step, micro_batches
+        self._comparison = comparison
         self._streams, self._chunks = built.streams, built.chunks
         self._strategy, self._auxiliary = built.parallelized.strategy, built.parallelized.auxiliary
         self._config, self._mesh = parts.context.config, parts.context.mesh
@@ -43,6 +47,7 @@ class UserLoop:
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
+        self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -86,11 +91,11 @@ class UserLoop:
         if self._updates.within_backward:
             if count is None:
                 step.sums.weigh_alike()
-            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor)
+            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor, self._comparison)
         step.calls += 1
         is_last = step.calls == self._config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
-        with self._parts.measured(), self._parts.weights.backward(), self._streams.functional(None):
+        with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
         if self._by_micro_batch:
             self._reduce_all()

@@ -246,7 +246,7 @@ class DryRun:
                 logits = logits_of(module(*part.args, **part.kwargs))
             loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
             hooks.begin(is_last=True)
-            with weights.backward():
+            with weights.backward(), hooks.expecting():
                 loss.backward()
         assert weights.trace is not None
         return weights.trace, (*chunks, *frozen)
