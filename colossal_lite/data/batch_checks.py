@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class StatedSizes:
 def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa: B008 (frozen)
     """Raises ValueError, with path, value, rule and what is legal, where `batch` is no batch to train on.
 
-    A batch is (inputs, labels), or a dict of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
+    A batch is (inputs, labels), or a mapping of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
     (B, T) in int64 or int32, or floating point (B, ...). Beside ids every entry is (B, T), labels are int64,
     and all fits the `sizes` that the model states. All checks of values wait for the device once.
     """
@@ -49,7 +49,7 @@ def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa
 
 def _entries(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by name, the inputs first."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         faults = [f"unknown key {key!r}{_nearest(key)}" for key in batch if key not in BATCH_KEYS]
         faults += [f"no key {key!r}" for key in ("input_ids", "labels") if key not in batch]
         if faults:

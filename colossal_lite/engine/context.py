@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut
+from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.distributed.key_value_store import LimitedStore
@@ -72,12 +72,25 @@ class Context:
         """Whether this rank has received SIGTERM or SIGUSR1. Other ranks may not have."""
         return self._signals.received is not None
 
-    def local_batch(self, global_batch: int) -> slice:
-        """This rank's samples of a batch of `global_batch`: split over the data axis as `tensor_split` does.
+    @overload
+    def local_batch(self, global_batch: int) -> slice: ...
+    @overload
+    def local_batch(self, global_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+    @overload
+    def local_batch(self, global_batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]: ...
 
-        Ranks of one data coordinate get the same samples. The slice may be empty.
+    def local_batch(self, global_batch: Any) -> Any:
+        """This rank's samples of a global batch: split over the data axis as `tensor_split` does.
+
+        Of a number of samples, a slice; of a batch as `train_step` takes it, the batch of this rank. Ranks of one data
+        coordinate get the same samples. It may be empty. Raises ValueError for anything else.
         """
-        return slice(*cut(global_batch, self.mesh.size("data"), self.mesh.coord("data")))
+        place = self.mesh.size("data"), self.mesh.coord("data")
+        return (
+            slice(*cut(global_batch, *place))
+            if isinstance(global_batch, int)
+            else cut_batch(global_batch, *place)
+        )
 
     def dataloader(
         self,

@@ -227,7 +227,8 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
         return None
     check_batch(example, StatedSizes(facts.vocabulary if facts else None))
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
-    return first.cut(pipeline.parts(first.size))[0]
+    unit = context.config.parallel.tensor.sample_parts
+    return first.cut(pipeline.parts_of([first.size], 1, unit))[0]
 
 
 def _measure(

@@ -41,11 +41,8 @@ class MicroBatches:
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self._comparison.add_batch(whole.tensors)
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
-        count = (
-            pipeline.parts_of(sizes, accumulation_steps)
-            if torch.is_grad_enabled()
-            else pipeline.fewer_of(sizes, accumulation_steps)
-        )
+        count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
+        count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)
         parts = tuple(part for turn in whole.cut(accumulation_steps) for part in turn.cut(count))
         if pipeline.size > 1:
             for (

@@ -113,7 +113,7 @@ def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: i
         seen = args[0].shape[-1]
 
     def local() -> Rows:
-        return replace(rows(), feature=coord * width) if seen == width else rows()
+        return replace(rows(), feature=coord * width, width=width) if seen == width else rows()
 
     module.register_forward_pre_hook(look)
     return local

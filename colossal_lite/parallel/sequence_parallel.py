@@ -221,6 +221,11 @@ class OnSequence:
         tells: bool = self.inner.owns_loss
         return tells
 
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        cut: tuple[int, int] | None = self.inner.cut_behind
+        return cut
+
     def local_part(self, batch: Batch) -> Batch:
         tokens = batch.inputs.shape[1]
         if self.longest is not None and tokens > self.longest:

@@ -60,6 +60,10 @@ class Tensor1D:
         """All ranks of the axis compute the same loss."""
         return self.coord == 0
 
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        return self.coord, self.size
+
     def local_part(self, batch: Batch) -> Batch:
         return batch
 

@@ -69,6 +69,7 @@ class Tensor3D(Grid):
     vocabulary: int = 0
     overlap: bool = True
     name = "3d"
+    cut_behind = None
 
     @classmethod
     def on(cls, mesh: Mesh, vocabulary: int) -> Tensor3D:

@@ -63,6 +63,10 @@ class Grid:
         """Ranks of one part of the batch compute the same loss."""
         return self.vocabulary_axis.coord == 0
 
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        return self.vocabulary_axis.coord, self.vocabulary_axis.size
+
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(sum over this part's valid tokens, their number) from logits [B, T, V], B and V this rank's parts."""
         return vocabulary_cross_entropy(logits, labels, self.vocabulary_axis, ops, self.vocabulary)
@@ -90,7 +94,8 @@ def features_of(rows: Callable[[], Rows], comm: Communicator, width: int) -> Cal
     """Counters of a dropout that sees this rank's features of `width`."""
 
     def local() -> Rows:
-        return replace(rows(), feature=comm.coord * (width // comm.size))
+        part = width // comm.size
+        return replace(rows(), feature=comm.coord * part, width=part)
 
     return local
 
