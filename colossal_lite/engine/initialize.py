@@ -49,6 +49,7 @@ from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections
 from colossal_lite.pipeline.partition import Unit
 from colossal_lite.pipeline.stages import Stages, check_hooks, drop_other_stages, lay_out, one_stage
+from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
@@ -304,7 +305,8 @@ def _lay_out(
 def _forecast_batch(
     model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
 ) -> Forecast | None:
-    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other."""
+    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other, and for one
+    whose forward reads values."""
     pipeline = context.config.parallel.pipeline
     by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
     if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
@@ -335,6 +337,8 @@ def _forecast_batch(
             if not changes:
                 raise
             return None
+        except ValuesError:
+            return None  # it is measured in the first step instead
         activations = made.bytes_of("activations") + made.bytes_of("logits")
         beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
         return {"activations": activations, "device": made.peak_bytes} | beside
