@@ -1,8 +1,8 @@
 """Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a dict with `input_ids`, `labels` and perhaps `attention_mask`, `position_ids`.
-It is batch first, holds full sequences, and is the same on all ranks of one data coordinate.  Labels never reach the
-model.
+Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it, with `input_ids`, `labels` and
+perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all ranks of one
+data coordinate.  Labels never reach the model.
 """
 
 from __future__ import annotations

@@ -51,19 +51,14 @@ from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
-from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
 from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
-from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
-from colossal_lite.transforms.auxiliary_loss import unbind
-from colossal_lite.transforms.split_backward import (
-    DeferredWeightGrads,
-    restore_weights,
-)
+from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import fast_squares, in_order, ordered_squares
 from colossal_lite.zero.memory_budget import Forecast
@@ -118,12 +113,12 @@ class Engine:
         )
         self._forecast_batch = forecast_batch
         # forward and backward
-        vocabulary = self._facts.vocabulary if self._facts else None
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
-        self._micro_batches = MicroBatches(context, done, vocabulary, self._comparison)
+        stated = stated_sizes(built.model, built.names.state)
+        self._micro_batches = MicroBatches(context, done, stated, self._comparison)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
-        self._randomness = CountedOnly()
+        self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.
         self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
@@ -135,6 +130,7 @@ class Engine:
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
+        self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.checkpoints.settle)
         context.on_close(self._at_end.close)
@@ -251,7 +247,8 @@ class Engine:
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        with self._parts.measured(), self._weights.forward(), self._comparison.forward():
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -396,14 +393,20 @@ class Engine:
         self._state.checkpoints.settle()
         self._state.regain_weights()
         parked = self._state.park()
-        self._hooks.remove()
-        remove_activation_checkpoint(self.model)
-        restore_weights(self.model)
-        unbind(self.model)
+        self._parts.detach()
         self._weights.remove()
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
+
+    def _let_go(self) -> None:
+        """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
+        through them raises."""
+        self._is_closed = True
+        self._parts.detach()
+        is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
+        if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
+            self._weights.remove()
 
     # ---- the phases ----
 
@@ -461,7 +464,7 @@ class Engine:
         work = Work(
             forward=forward,
             before_backward=before_backward,
-            around_backward=self._weights.backward,
+            around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
@@ -491,10 +494,12 @@ class Engine:
     def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
         """Run a stage on a micro-batch. The last stage returns the sum of the token losses, scaled for backward."""
         local = self._parallelized.strategy.local_part(part)
-        self._streams.begin(self.steps, local.samples, local.token_positions)
+        self._streams.begin(
+            self.steps, local.samples, local.token_positions, is_part=local.positions is not None
+        )
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        watched = self._comparison.forward()
-        with self._weights.forward(), self._randomness.held(self.model.training), heard, watched:
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs

@@ -58,7 +58,8 @@ class UserLoop:
         self._is_empty = local.inputs.shape[0] == 0
         if self._is_empty:
             local = _with_one_row(local)
-        self._streams.begin(self._step.number, local.samples, local.token_positions)
+        is_part = local.positions is not None
+        self._streams.begin(self._step.number, local.samples, local.token_positions, is_part=is_part)
         return local
 
     def whole_outputs(self, outputs: Any) -> Any:
@@ -99,7 +100,7 @@ class UserLoop:
         step.samples += self._samples
         is_last = step.calls == self._config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
-        with self._parts.measured(), self._parts.weights.backward(), self._hooks.expecting():
+        with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
         if self._by_micro_batch:
             self._reduce_all()

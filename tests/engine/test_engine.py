@@ -367,9 +367,6 @@ def misused(env: RankEnv, what: str) -> None:
         torch.manual_seed(env.rank if what == "differs" else 0)
         if what == "differs":
             cl.initialize(Branches(), context=context)
-        if what == "functional dropout":
-            module = nn.Sequential(nn.Embedding(8, 8), _FunctionalDropout())
-            cl.initialize(module, context=context).train_step(batch_of(0))
         if what == "frozen":
             cl.initialize(Branches().requires_grad_(False), context=context)
         engine = cl.initialize(Branches(), context=context, criterion=_wrong if what == "criterion" else None)
@@ -385,14 +382,8 @@ def misused(env: RankEnv, what: str) -> None:
         engine.forward_backward(batch_of(0))
 
 
-class _FunctionalDropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, self.training)
-
-
 MISUSES = {
     "differs": "embedding.weight on ranks \\[1\\] differs",
-    "functional dropout": "torch's own generator",
     "frozen": "nothing to train",
     "criterion": "legal: a tuple \\(sum, count\\)",
     "step": "there are no gradients",

@@ -676,6 +676,9 @@ def test_a_budget_that_no_batch_fits_is_refused_when_the_engine_is_made(placemen
         slots = "arena" if placement == "auto" else "staging"
         assert "memory.device_budget = 10000" in text and needed(text) > 10_000 and slots in text
         assert ("memory.placement='auto'" in text) == (placement != "auto")
+        assert "; legal: more than " in text and "which the first step tells" in text, (
+            "a floor is not what is legal"
+        )
 
 
 def test_what_does_not_fit_is_refused_before_the_first_forward_and_a_smaller_change_is_told() -> None:
@@ -685,6 +688,22 @@ def test_what_does_not_fit_is_refused_before_the_first_forward_and_a_smaller_cha
     assert text == other and needed(text) > 200_000 and "activations" in text
     (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=needed(text) - 1), 1)
     assert "zero.prefetch=1" in text, text
+
+
+def steps_within(env: RankEnv, case: Case, memory: dict[str, Any]) -> int:
+    with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
+        return len(list(steps_of(start(case, context), context, case)))
+
+
+@pytest.mark.parametrize("build", ["callable", "module"])
+def test_a_device_budget_that_an_error_names_as_legal_is_taken_when_it_is_tried(build: str) -> None:
+    more: dict[str, Any] = dict(adapters=2) if build == "module" else {}  # then it is measured, not foretold
+    case = replace(DEEP, build=build, config=config_of(3, precision="fp32"), **more)
+    (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=200_000), 1)
+    found = re.search(r"legal: ([\d,]+) or more", text)
+    assert found, text
+    legal = dict(placement="auto", device_budget=int(found[1].replace(",", "")))
+    assert run_world(steps_within, 2, case, legal) == [case.steps] * 2
 
 
 # ---- batches that no step has shown yet ----
