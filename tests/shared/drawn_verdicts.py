@@ -20,7 +20,7 @@ GRADIENT = {"fp64": 1e-9, "fp32": 1e-3}
 FLOOR = {"fp64": 1e-6, "fp32": 1e-2}
 WEIGHT = {"fp64": 1e-9, "fp32": 1e-4}
 """Of a weight's change and a thousandth of its norm, under an optimizer that keeps the scale of a gradient."""
-NORMALISED = {"fp64": 1e-6, "fp32": 2e-2}
+NORMALISED = {"fp64": 1e-5, "fp32": 2e-2}
 """The same where the update does not shrink with the gradient."""
 NOISE = {"fp64": 1e-9, "fp32": 1e-4}
 """A gradient's element below this share of the largest has no direction: such an update is rounding alone."""
@@ -243,7 +243,7 @@ def _narrow_faults(
         if both.skipped[number]:  # the loss scale was too large
             continue
         norm, true_norm = both.norms[number], truth.norms[number]
-        slack = max(NARROW * abs(plain.norms[number] - true_norm), 0.05 * abs(true_norm))
+        slack = max(NARROW * abs(plain.norms[number] - true_norm), 0.15 * abs(true_norm))
         if not math.isnan(expected) and not abs(norm - true_norm) <= slack:
             yield f"step {number}: norm {norm:.6g} for {true_norm:.6g}, plain {plain.norms[number]:.6g}"
     for what, ours, expected in _evaluations(first, second, truth):
