@@ -544,7 +544,7 @@ def _draw_habits(
     drive = choose(rng, {"train_step": 40, "forward_backward": 42, "own loop": own_loop})
     shown = any((m.pipeline or {}).get("partition") == "profiled" for m in meshes)
     refused = ["negative id", "shape", "no labels", "label"] + ["id"] * (shared.kind == "gpt")
-    refused += ["too long"] * (shared.kind not in ("own", "perceptron"))
+    refused += ["too long"] * (shared.kind in ("gpt", "hf-gpt2"))  # rotary positions have no end
     if shared.kind == "perceptron":
         refused = ["not finite", "shape", "no labels"]
     return {
