@@ -48,6 +48,7 @@ class _Part(BaseModel):
 
 
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class Slice(_Part):
@@ -88,6 +89,8 @@ class Manifest(_Part):
     """of fp16, where it follows overflows: the scale, and the finite steps since it last changed"""
     extra: dict[str, Any] = {}
     """facts of the run that is being trained"""
+    unit_seconds: tuple[tuple[Seconds, Seconds, Seconds], ...] | None = None
+    """of F, I and W of each unit, by which a profiled pipeline was cut"""
     tensors: dict[str, Stored] = Field(min_length=1)
 
     def by_file(self) -> dict[str, list[tuple[str, Stored, Slice]]]:
@@ -348,7 +351,8 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, .
     A setting that is newer than the checkpoint had its default."""
     if not saved:
         return ()
-    saved = {**Config().values(), **saved}
+    defaults = Config().values()
+    saved = {path: defaults[path] for path in now if path in defaults} | dict(saved)
     found = [
         Change(path, saved.get(path, ABSENT), now.get(path, ABSENT), _meaning(path))
         for path in {**saved, **now}

@@ -44,10 +44,12 @@ class Batch:
 
     @property
     def token_positions(self) -> Tensor:
-        """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
+        """Global positions [T] of the tokens here; inputs without a sequence dimension, such as vectors, have one."""
         if self.positions is not None:
             return self.positions
-        return torch.arange(self.inputs.shape[1] if self.inputs.dim() > 1 else 1, device=self.inputs.device)
+        vectors = self.inputs.dim() == 2 and self.inputs.is_floating_point()
+        has_tokens = self.inputs.dim() > 1 and not vectors
+        return torch.arange(self.inputs.shape[1] if has_tokens else 1, device=self.inputs.device)
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
+from colossal_lite.distributed.key_value_store import LimitedStore
+from colossal_lite.distributed.progress import reason_of
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
     from colossal_lite.config.config import Config
     from colossal_lite.distributed.mesh import Mesh
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-REASON_CHARS = 500
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,8 +46,8 @@ class Context:
     mesh: Mesh
     device: torch.device
     local_rank: int
-    store: Store
-    """Key-value store of the ranks of this context; its keys are its own."""
+    store: LimitedStore
+    """Key-value store of the ranks of this context; its keys are its own, and every answer has a limit."""
     launched: str
     """One line for people: the launcher, and this rank's place in its world."""
     _failure_board: FailureBoard
@@ -129,6 +129,14 @@ class Context:
         """`rank r stopped: reason` if a rank has left this world by an error, else ""."""
         return self._failure_board.first_failure()
 
+    def first_loss(self) -> str:
+        """`first_failure`, or which ranks of this host have died, and in which phase; "" if none is known to have."""
+        return self.first_failure() or self._failure_board.ended()
+
+    def standing(self, ranks: Sequence[int]) -> str:
+        """What these ranks are doing, or where those that do not answer were last heard."""
+        return self._failure_board.standing(ranks)
+
     def report_failure(self, reason: str) -> None:
         """Write into the store why this rank stops, unless another rank was first."""
         self._failure_board.say(reason)
@@ -164,13 +172,18 @@ class Context:
 class FailureBoard:
     """Shares through the store which rank stopped first, and why. No method raises: both run while ranks end."""
 
-    store: Store
+    store: LimitedStore
     rank: int
+    ended: Callable[[], str] = str
+    """Which ranks of this host have died."""
+    standing: Callable[[Sequence[int]], str] = lambda ranks: ""
+    """What these ranks are doing."""
 
     def say(self, reason: str) -> None:
         """Write the reason, unless another rank was first."""
         try:
             self.store.compare_set("stopped", "", f"rank {self.rank} stopped: {reason}")
+            self.store.set("news", "")
         except RuntimeError:  # the rank or launcher that served the store has ended
             return
 
@@ -178,14 +191,8 @@ class FailureBoard:
         """`rank r stopped: reason` of the rank that stopped first, or "" if none has said so."""
         try:
             return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""
-        except RuntimeError:
-            return "the store is gone: the rank or the launcher that served it has ended"
-
-
-def reason_of(error: BaseException) -> str:
-    """An error in one line for other ranks."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
+        except RuntimeError:  # its server has ended or is stopped, as the watchdog will say
+            return ""
 
 
 class _OfMesh(Protocol):
@@ -205,13 +212,9 @@ def noting_faults(
 
     @wraps(call)
     def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        try:
-            found = call(self, *args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            self.mesh.progress.fault = reason_of(error)
-            raise
-        self.mesh.progress.fault = ""
-        return found
+        what = {"__call__": "engine(x)"}.get(call.__name__, call.__name__)
+        with self.mesh.engine_call(what, gives_up=what == "zero_grad"):
+            return call(self, *args, **kwargs)
 
     return noting
 

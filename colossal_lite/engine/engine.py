@@ -51,7 +51,7 @@ from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
-from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
 from colossal_lite.schedule.drawing import ScheduleReport
@@ -113,9 +113,9 @@ class Engine:
         )
         self._forecast_batch = forecast_batch
         # forward and backward
-        vocabulary = self._facts.vocabulary if self._facts else None
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
-        self._micro_batches = MicroBatches(context, done, vocabulary, self._comparison)
+        stated = stated_sizes(built.model, built.names.state)
+        self._micro_batches = MicroBatches(context, done, stated, self._comparison)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
-from colossal_lite.engine.context import noting_faults, reason_of
+from colossal_lite.distributed.progress import reason_of
+from colossal_lite.engine.context import noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
 from colossal_lite.engine.step_totals import OpenStep
@@ -43,13 +44,18 @@ class EngineState:
         self._context, self._step, self._updates = context, step, parts.updates
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
+        pipeline = context.config.parallel.pipeline
+        by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"
+        times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
+        self._unit_seconds = times if by_the_clock else None
         self.full = FullState(
             built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
             parts.optimizer, built.frozen,
         )  # fmt: skip
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
-            timeout_s=context.config.timeout_s, heard=context.first_failure,
+            timeout_s=context.config.timeout_s, heard=context.first_loss,
+            standing=context.standing,
         )  # fmt: skip
         self._task_resume = TaskResume(
             built.records, built.outlives, built.model, parts.optimizer, mesh.world
@@ -100,7 +106,7 @@ class EngineState:
         config = self._context.config
         facts = RunFacts(
             self._step.number, samples, config.seed, config.values(), own_config(self._model),
-            self._optimizer.updates(), extra or {}, self._step.loss_scale.state,
+            self._optimizer.updates(), extra or {}, self._step.loss_scale.state, self._unit_seconds,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())
@@ -157,6 +163,7 @@ class EngineState:
         self._optimizer.set_updates(loaded.manifest.updates)
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
         self._step.number = loaded.step
+        self.mesh.progress.call_succeeded()
 
     def _note_versions(self) -> None:
         for chunk in (*self._chunks, *self._frozen):
@@ -217,7 +224,8 @@ class EngineState:
 
     def _give_up(self) -> None:
         """End the collectives of a step that was interrupted, as other ranks may have begun them. Collective."""
-        if any([self._weights.give_up(), self._hooks.give_up()]):
+        begun = any([self._weights.give_up(), self._hooks.give_up()])
+        if not self.mesh.meet_after_fault("zero_grad") and begun:
             self.mesh.world.barrier()  # all ranks must have given up before one communicates again
 
     # ---- the next engine of the task ----
@@ -254,7 +262,7 @@ class EngineState:
         fault = self.mesh.progress.fault
         parked = None
         try:
-            is_whole = not self._weights.has_failed  # else its error was raised before
+            is_whole = not (self._weights.has_failed or self.mesh.progress.broken)  # that was raised before
             if is_whole and (self.mesh.world_size == 1 or not self._context.first_failure()):
                 self._weights.flush()
                 parked = None if fault else self.park()

@@ -128,10 +128,12 @@ class OpenStep:
         """In a loop of the user's own, whether `backward` gets counts; None before its first call."""
         self.calls = 0
         """In a loop of the user's own, the calls of `backward`."""
+        self.samples = 0
+        """In a loop of the user's own, the samples of all data ranks in these calls."""
 
     def clear(self) -> None:
         """Drop the sums and totals; number and loss scale stay."""
-        self.totals, self.by_count, self.calls = None, None, 0
+        self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
 
 

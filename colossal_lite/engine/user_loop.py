@@ -3,7 +3,8 @@
 Note: what such a loop gets.
 The loop calls `engine(x)`, computes its own loss, and calls `engine.backward(loss)` and `engine.step()`.  Logits are
 gathered over vocabulary, tokens and samples, so every tensor rank has the loss of the whole micro-batch.  One of them
-reports it.  A pipeline is refused, since only the engine can run its plan.  Auxiliary losses are refused too.
+reports it.  Samples are counted over the micro-batches of a step, so each has dropout masks of its own.  A pipeline is
+refused, since only the engine can run its plan.  Auxiliary losses are refused too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class UserLoop:
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
+        self._samples = 0  # of all data ranks in that micro-batch
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
@@ -48,7 +50,9 @@ class UserLoop:
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
-        first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
+        sizes = self._micro_batches.sizes(inputs)
+        self._samples = sum(sizes)
+        first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._is_empty = local.inputs.shape[0] == 0
@@ -93,6 +97,7 @@ class UserLoop:
                 step.sums.weigh_alike()
             self._updates.begin(step.sums.reported_loss(self.tells_loss), factor, self._comparison)
         step.calls += 1
+        step.samples += self._samples
         is_last = step.calls == self._config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():

@@ -8,8 +8,9 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from torch import nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
+from colossal_lite.data.batch_checks import StatedSizes
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
@@ -33,9 +35,10 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
-from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
 from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
@@ -83,6 +86,8 @@ def parallelize(
     """
     if mesh.size("sequence") > 1:
         _check_attention(module, sequence_mode)
+        known = known_plan(*_names(module))
+        check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
     _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
@@ -94,6 +99,9 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
+        check_plan(
+            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+        )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
@@ -102,12 +110,9 @@ def parallelize(
     if streams and linears:
         local_rows = rows_behind(module, roles, linears, streams, strategy.cut_behind, local_rows)
     if mesh.size("sequence") > 1:
-        sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
-        if theirs:
-            hugging_face.bind(module)
         facts = facts_of(module)
         longest = facts.sequence if facts else None
-        strategy, ops = OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
+        strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
     refused = {**adapters_of(roles), **(in_several_places(module) if mesh.size("pipeline") > 1 else {})}
     has_dropout = (
         bind_dropout(module, streams, local_rows, None if compiled else refused) if streams else False
@@ -118,9 +123,7 @@ def parallelize(
             f"{mode_of(mesh)}; legal: in the module around that"
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
-    for owner in module.modules():
-        if hasattr(owner, "ops"):
-            setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+    give_ops(module, ops)
     return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
 
 
@@ -215,6 +218,10 @@ _FACT_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+_POSITIONS = re.compile(r"(^|\.)(wpe|[^.]*pos[^.]*)\.weight$")
+"""Names of tables of learned positions."""
+
+
 def facts_of(module: nn.Module) -> ModelFacts | None:
     """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
     config = getattr(module, "config", None)
@@ -228,6 +235,19 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     if "width" in found:
         found.setdefault("ffn", 4 * found["width"])
     return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
+
+
+def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> StatedSizes:
+    """What a batch must fit. `shapes`: of the whole `state_dict()`, as `module` may have lost a part to other ranks.
+
+    A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
+    no end."""
+    facts, config = facts_of(module), getattr(module, "config", None)
+    sequence = next((n for name in _FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
+    positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
+    tokens = sequence if isinstance(module, GPT) else positions
+    return StatedSizes(facts.vocabulary if facts else None, tokens, positions)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

@@ -411,10 +411,23 @@ def gathers_of(
     )  # fmt: skip
 
 
+class ValuesError(ValueError):
+    """The forward of a model reads values of tensors, and a run without tensors has none."""
+
+
+_READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+
+
 class _FlashAttention(TorchFunctionMode):
-    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix."""
+    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix.
+    Raises ValuesError where a value is read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args[0].is_meta:
+            raise ValuesError(
+                f"plan: the model's forward reads a value ({func.__name__} of {tuple(args[0].shape)}), which a run "
+                f"without tensors does not have; legal: a forward whose course depends on shapes alone"
+            )
         if func is F.scaled_dot_product_attention:
             return _flash(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -121,11 +121,14 @@ class GradientHooks:
             self._launch()
 
     def reduce(self, index: int) -> None:
-        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective."""
+        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective.
+
+        Where a sum ends in collectives of its own, those that may be in flight beside it are launched too: so they are,
+        on ranks where backward launched them."""
         if not self._reduces:
             self.begin(is_last=True)
-        while self._next >= index:
-            self._launch()
+        beside = IN_FLIGHT - 1 if self._chunks[index].frees_gradient_on_update else 0
+        self.launch(min(len(self._chunks), len(self._chunks) - index + beside))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
 

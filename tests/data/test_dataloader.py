@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.dataloader import Loader, cut, cut_batch, dataloader
 from colossal_lite.data.sample_order import Order, Permutation
 
@@ -303,7 +303,7 @@ NAN = torch.tensor([[0.0, 1.0], [float("nan"), 2.0]])
 )
 def test_a_good_batch_passes(batch: Any) -> None:
     check_batch(batch)
-    check_batch(batch, vocabulary=10)
+    check_batch(batch, StatedSizes(vocabulary=10))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,16 @@ def test_a_good_batch_passes(batch: Any) -> None:
 )
 def test_a_bad_batch_is_refused_with_path_value_and_rule(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_batch(batch, vocabulary=10)
+        check_batch(batch, StatedSizes(vocabulary=10))
+
+
+def test_a_sequence_or_position_beyond_what_the_model_states_is_refused() -> None:
+    sizes = StatedSizes(tokens=2, positions=2)
+    with pytest.raises(ValueError, match=re.escape("inputs: shape (2, 4); legal: at most 2 tokens")):
+        check_batch((X, Y), sizes)
+    check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2}, sizes)  # packed documents
+    with pytest.raises(ValueError, match=r"position_ids\[0, 0\]: 2; legal: 0 to 1 \(the positions that"):
+        check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2 + 2 - X[:1, :1] % 2}, sizes)
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.data())

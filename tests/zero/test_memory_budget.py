@@ -32,7 +32,7 @@ from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_optimizer_states import slow
 from tests.shared.covering import covering_array, name_of
 from tests.shared.link_bound import Phase, Use, link_bound
-from tests.shared.parity import Case, Step, start, steps_of
+from tests.shared.parity import Case, Step, assert_parity, start, steps_of
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_zero import (
     ADAMW,
@@ -1093,3 +1093,16 @@ def test_i5_goes_red_where_gradients_do_not_wait_for_the_records_in_their_place(
     found = run_world(slow_and_hasty, 1, away, {"d2h": LinkSpeed(latency_s=0.03)})
     with pytest.raises(AssertionError):
         assert_same_bits(found, run_world(bits, 1, case))
+
+
+def test_a_model_whose_forward_reads_values_is_measured_in_the_first_step() -> None:
+    """Hugging Face's look into their positions for packed documents, which a forecast on meta cannot."""
+    memory = dict(placement="auto", device_budget="4MiB")
+    for family in ("hf-gpt2", "hf-llama"):
+        assert_parity(Case(family=family, tied=False, world_size=2, steps=2, config=dict(memory=memory)))
+
+
+def test_a_plan_of_such_a_model_says_what_it_reads() -> None:
+    case = Case(family="hf-llama", tied=False)
+    with pytest.raises(ValueError, match=r"plan: the model's forward reads a value \(__bool__ of \(\)\)"):
+        planner.plan(Config.load(case.full_config), case.model, batch=2, sequence=12, world_size=1)
