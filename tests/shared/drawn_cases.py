@@ -31,6 +31,13 @@ PATTERNS = {
     "perceptron": ["*bias", "*norm*", "*linear0*"],
 }
 """Of parameters' names, for optimizer groups."""
+NO_MATRICES = {
+    "gpt": ["*norm*"],  # without biases
+    "hf-gpt2": ["*ln_*", "*bias"],
+    "hf-llama": ["*norm*"],
+    "own": ["*norm*", "*bias"],
+    "perceptron": ["*norm*", "*bias"],
+}
 
 
 @dataclass(frozen=True)
@@ -180,11 +187,12 @@ def _draw_shared(rng: Random) -> Shared:
     whole = rng.random() < 0.08
     optimizer = _draw_optimizer(rng, kind, precision["dtype"], "lamb" if whole and rng.random() < 0.5 else "")
     if whole and optimizer["type"] != "lamb":
-        optimizer = _muon(rng)
+        optimizer = _muon(rng, kind)
     clip = None if rng.random() < 0.5 else rng.choice([0.01, 0.05, 1.0, 100.0])
     own = None
     if not whole and precision.get("master") != "split" and rng.random() < 0.05:
         own, optimizer = rng.choice(["nadam", "adagrad", "sgd"]), {"type": "adamw"}
+        precision.pop("master", None)  # in 16 bits alone, torch's own end in NaN
     elif not whole and clip is None and precision["dtype"] != "fp16" and rng.random() < 0.15:
         optimizer["update_when"] = "backward"
     causal = kind != "gpt" or rng.random() < 0.8
@@ -209,6 +217,7 @@ def _draw_optimizer(rng: Random, model: str, dtype: str, kind: str = "") -> dict
     found = {"type": kind, "lr": {"sgd": 0.05, "lion": 1e-3}.get(kind, 1e-2)} | found
     if kind in ("adamw", "adam") and dtype != "fp64":
         found |= maybe(rng, 0.2, moments="bf16")
+    found |= maybe(rng, 0.15, max_skipped_steps=rng.choice([2, 30]))
     if rng.random() < 0.35:
         patterns = rng.sample(PATTERNS[model], rng.choice([1, 1, 2]))
         found["groups"] = tuple(_draw_group(rng, kind, pattern) for pattern in patterns)
@@ -238,9 +247,8 @@ def _draw_group(rng: Random, kind: str, pattern: str) -> dict[str, Any]:
     return {"match": pattern} | (changes or {"lr": 2e-3})
 
 
-def _muon(rng: Random) -> dict[str, Any]:
-    others = ("*bias", "*norm*", "*ln_*", "*idle*")  # all that is no matrix
-    groups = tuple({"match": name, "type": "adamw", "lr": 1e-2} for name in others)
+def _muon(rng: Random, model: str) -> dict[str, Any]:
+    groups = tuple({"match": name, "type": "adamw", "lr": 1e-2} for name in NO_MATRICES[model])
     return {"type": "muon", "lr": 2e-2, "groups": groups} | _settings_of(rng, "muon")
 
 
@@ -387,9 +395,8 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     sizes |= maybe(rng, 0.4, ffn=ffn)
     if shared.kind == "gpt":
         sizes |= maybe(rng, 0.5, kv_heads=rng.choice(grouped))
-        sizes |= (
-            maybe(rng, 0.5, position="rotary") | maybe(rng, 0.5, norm="rms") | maybe(rng, 0.4, bias=False)
-        )
+        sizes |= maybe(rng, 0.5, position="rotary") | maybe(rng, 0.5, norm="rms")
+        sizes |= {"bias": False} if shared.optimizer["type"] == "muon" else maybe(rng, 0.4, bias=False)
         sizes |= maybe(rng, 0.5, activation="swiglu") | ({} if shared.causal else {"causal": False})
     return sizes
 

@@ -41,6 +41,8 @@ OWN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
+OURS = ("moments", "update_when", "max_skipped_steps")
+"""Settings of an optimizer that change no number of a plain loop."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ class PlainLoop:
         if own := OWN_OPTIMIZERS.get(case.habits["optimizer"]):
             self.optimizers = [own(list(self.trained.values()))]
         else:
-            settings = {n: v for n, v in config["optimizer"].items() if n not in ("moments", "update_when")}
+            settings = {n: v for n, v in config["optimizer"].items() if n not in OURS}
             self.optimizers = plain_optimizers(settings, self.trained)
         self.peaks = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         self.schedule = LRSchedulerConfig.model_validate(config.get("lr_scheduler", {}))
