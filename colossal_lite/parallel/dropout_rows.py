@@ -20,8 +20,9 @@ from colossal_lite.kernels import Dropout, Rows
 from colossal_lite.models import GPT
 from colossal_lite.numerics.functional_dropout import FunctionalDropout, may_draw
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.layer_swap import ancestors, heads_of, is_transposed
+from colossal_lite.parallel.layer_swap import ancestors, heads_of
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_modes import LocalRows
 
 
