@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +72,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "eval_step": lambda engine: engine.eval_step(batch()),
     "engine(x)": lambda engine: engine(batch()[0]),
     "full_state_dict": lambda engine: engine.full_state_dict(),
-    "save": lambda engine: engine.save("nowhere"),
+    "save": lambda engine: engine.save(Path(tempfile.mkdtemp())),
 }
 
 
