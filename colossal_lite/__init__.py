@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from colossal_lite.distributed.mesh import Mesh as Mesh
     from colossal_lite.engine.context import Context as Context
     from colossal_lite.engine.engine import Engine as Engine
-    from colossal_lite.engine.engine import StepResult as StepResult
     from colossal_lite.engine.initialize import initialize as initialize
+    from colossal_lite.engine.step_totals import StepResult as StepResult
     from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
     from colossal_lite.memory.host_store import HostStore as HostStore
@@ -41,7 +41,7 @@ _MODULE_OF = {
     "Engine": "engine.engine",
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
-    "StepResult": "engine.engine",
+    "StepResult": "engine.step_totals",
     "Stopped": "engine.stopping",
     "finish_gradients": "parallel.standalone",
     "initialize": "engine.initialize",

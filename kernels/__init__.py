@@ -10,6 +10,7 @@ from __future__ import annotations
 from colossal_lite import stands_aside
 
 if not stands_aside(__name__):
+    from .dropout import dropped
     from .mask import CAUSAL, FULL, Mask
     from .ops import LEGAL_WITHOUT, TORCH, Dropout, OpChoice, Ops, select, triton_paths, why_not_triton
     from .philox import Draws, Rows
@@ -25,6 +26,7 @@ __all__ = [
     "OpChoice",
     "Ops",
     "Rows",
+    "dropped",
     "select",
     "triton_paths",
     "why_not_triton",

@@ -9,6 +9,7 @@ element on a core, the byte 0.5); the Triton path keeps nothing and derives the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
     """residual + dropout(x)."""
     _check_residual(x, residual)
     return residual + dropout(x, p, rows)
+
+
+def dropped(drop: Callable[[Tensor, float, Rows], Tensor], x: Tensor, p: float, rows: Rows) -> Tensor:
+    """x of any shape that `rows` can be fitted to, with elements dropped by `drop`, an op on [B, T, D]."""
+    rows, shape, turned = rows.fitted("dropout", x.shape)
+    if x.shape == shape and not turned:
+        return drop(x, p, rows)
+    lying = x.transpose(0, 1) if turned else x
+    y = drop(lying.reshape(shape), p, rows).view(lying.shape)
+    return y.transpose(0, 1) if turned else y
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:

@@ -228,7 +228,7 @@ def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
 
 
 class Dropout(nn.Module):
-    """Drop-in for nn.Dropout on [B, T, D] activations, with the residual addition behind it.
+    """Drop-in for nn.Dropout, with the residual addition of a [B, T, D] activation behind it.
 
     The engine sets `rows`.  Each forward calls it for the tokens of the current micro-batch.
     Without it (a plain training loop), torch's generator draws the mask.
@@ -247,7 +247,7 @@ class Dropout(nn.Module):
             return y if residual is None else residual + y
         rows = self.rows()
         y = (
-            self.ops.dropout(x, self.p, rows)
+            _dropout.dropped(self.ops.dropout, x, self.p, rows)
             if residual is None
             else self.ops.dropout_add(x, residual, self.p, rows)
         )

@@ -14,8 +14,9 @@ vector body and the tail of a loop, and between machines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +80,8 @@ class Rows:
     key: from (seed, module name, call index).  step: optimizer step.  sample [B] int64: index in the step's
     global batch.  position [T] int64: index in the whole sequence.  feature: global index of the first local
     feature.
+    For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens of which
+    `position` are a part.  width: features of the local part.  heads: first and number of the local heads.
     """
 
     key: Key
@@ -86,6 +89,56 @@ class Rows:
     sample: Tensor
     position: Tensor
     feature: int = 0
+    whole: Tensor | None = None
+    width: int = 0
+    heads: tuple[int, int] | None = None
+
+    def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
+        """The rows of an x of any shape, the shape [samples, units, features] that it is taken as, and whether units
+        come before samples in it.
+
+        Legal: [B, ...]; [T, B, ...], with tokens first; [B k, ...], with the units of a sample side by side.  Units
+        are tokens where there are as many, else heads, channels or whatever follows the samples.
+        Raises ValueError where something is cut and the shape does not tell which dim that is.
+        """
+        samples, tokens = self.sample.numel(), self.position.numel()
+        turned = len(shape) > 1 and shape[0] != samples and tuple(shape[:2]) == (tokens, samples)
+        if turned:
+            inner = (shape[0], *shape[2:])
+        elif shape and shape[0] == samples:
+            inner = tuple(shape[1:])
+        elif shape and samples and shape[0] % samples == 0:
+            inner = (shape[0] // samples, *shape[1:])
+        else:
+            raise self._strange(op, shape, f"its first dim is not of {samples} samples")
+        units = inner[0] if len(inner) > 1 else 1
+        features = math.prod(inner[1:]) if len(inner) > 1 else math.prod(inner)
+        if self.heads is not None:
+            first, count = self.heads
+            is_other = len(inner) != 3 or units != count or (inner[1] == count and inner[2] != count)
+            if turned or is_other:
+                raise self._strange(op, shape, f"its dims are not [samples, {count} heads, queries, keys]")
+            at = torch.arange(first, first + count, device=self.position.device)
+            return replace(self, position=at, whole=None, heads=None), (samples, units, features), False
+        if self.width and (len(inner) < 2 or features != self.width):
+            raise self._strange(op, shape, f"of the features {self.width} are here, and it has others")
+        position = self._positions(op, shape, units)
+        return replace(self, position=position, whole=None, width=0), (samples, units, features), turned
+
+    def _positions(self, op: str, shape: torch.Size, units: int) -> Tensor:
+        if units == self.position.numel():
+            return self.position
+        if self.whole is None:
+            return torch.arange(units, device=self.position.device)
+        if units == self.whole.numel():
+            return self.whole
+        raise self._strange(op, shape, f"{self.position.numel()} of {self.whole.numel()} tokens are here")
+
+    def _strange(self, op: str, shape: torch.Size, why: str) -> ValueError:
+        return ValueError(
+            f"{op}: x has the shape {tuple(shape)}, and which of its elements these are cannot be told: {why}; "
+            f"legal: samples first, then tokens, or p=0 here"
+        )
 
     def words(self) -> tuple[int, int, int]:
         """The key and the step as int32, for a kernel."""

@@ -52,6 +52,8 @@ class Launch:
     run_id: str = ""
     agent_store: bool = False
     """The launcher itself serves the store; otherwise rank 0 does."""
+    has_agent: bool = False
+    """The parent of this process is torchrun's agent, without which the run cannot go on."""
     note: str = ""
     """One line for people if the situation is legal but may not be intended."""
 
@@ -152,6 +154,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
         restart_count=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_agent="TORCHELASTIC_RUN_ID" in environ,
     )
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +36,9 @@ from colossal_lite import kernels
 from colossal_lite.config.config import Config, ConfigError, Problem
 from colossal_lite.distributed import host_handshake
 from colossal_lite.distributed.communicator import CommError, everyones
+from colossal_lite.distributed.key_value_store import LimitedStore, answered
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.distributed.watchdog import Watchdog
+from colossal_lite.distributed.watchdog import ANSWER_S, Watchdog, say
 from colossal_lite.engine.context import Context, FailureBoard
 from colossal_lite.engine.stopping import Stopped, StopSignals
 from colossal_lite.launcher import env
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["LaunchError", "findings", "launch", "run"]
 
 # How long rank 0 keeps a store that it serves for ranks that have not closed yet.
-LINGER_S = 5.0
+LINGER_S = 3.0
+# How much longer than their own timeout calls of torch are waited for.
+MARGIN_S = 0.3
 
 
 def launch(
@@ -193,33 +198,68 @@ def _join(
     alone = place.world_size == 1 and given is None
     with env.gloo_on_loopback(place.one_node and not alone):
         if alone:
-            store: dist.Store = dist.HashStore()
+            shared: dist.Store = dist.HashStore()
         else:
-            store = _own_keys(given or _launchers_store(place, timeout), place)
-            _roll_call(store, place, config, timeout)
-            if given is None and not place.agent_store:
-                owned.callback(_leave_together, store, place)
-            if place.world_size > 1 or not dist.is_initialized():
-                _enter_default_group(store, place, backend, device, timeout)
-                owned.callback(_leave_default_group, place)
-        words = FailureBoard(store, place.rank)
-        watch = Watchdog(store, place.rank, place.world_size)
+            shared = _own_keys(given or _launchers_store(place, timeout), place)
+        store = LimitedStore(shared, config.timeout_s)
+        watch = _watch(store, place, given)
+        if given is None and not alone:
+            owned.callback(_leave_together, store, place, watch)
         owned.callback(watch.close)
-        mesh = Mesh.create(
-            config.layout(),
-            place.rank,
-            timeout_s=config.timeout_s,
-            backend=backend,
-            share_memory=device.type == "cpu" and config.backend == "auto",
-            explain=words.first_failure,
-            watch=watch,
+        if not alone:
+            _roll_call(store, place, config, timeout, watch)
+            if place.world_size > 1 or not dist.is_initialized():
+                with _meeting(place, watch):
+                    limit_s = config.timeout_s + MARGIN_S
+                    answered(lambda: _enter_default_group(shared, place, backend, device, timeout), limit_s)
+                owned.callback(_leave_default_group, place)
+        everyone = range(place.world_size)
+        board = FailureBoard(
+            store.within(ANSWER_S), place.rank, lambda: watch.ended(everyone), watch.standing
         )
+        with _meeting(place, watch):
+            mesh = Mesh.create(
+                config.layout(),
+                place.rank,
+                timeout_s=config.timeout_s,
+                backend=backend,
+                share_memory=device.type == "cpu" and config.backend == "auto",
+                explain=board.first_failure,
+                watch=watch,
+            )
     owned.callback(mesh.destroy)
     # Last: until here a rank may wait long for others, and SIGTERM has to end it.
     signals = StopSignals(answers=place.rank == 0)
     owned.callback(signals.restore)
     signals.install()
-    return Context(config, mesh, device, place.local_rank, store, place.describe(), words, signals, owned)
+    return Context(config, mesh, device, place.local_rank, store, place.describe(), board, signals, owned)
+
+
+def _watch(store: LimitedStore, place: Launch, given: dist.Store | None) -> Watchdog:
+    """The watch of this rank. It may end the process if a launcher has started it."""
+    return Watchdog(
+        store,
+        place.rank,
+        place.world_size,
+        server=None if place.agent_store or given is not None else 0,
+        parent=os.getppid() if place.has_agent and given is None else 0,
+        ends_process=given is None,
+    )
+
+
+@contextmanager
+def _meeting(place: Launch, watch: Watchdog) -> Iterator[None]:
+    """Around the creation of groups: an error of torch's becomes a CommError that names who does not answer."""
+    try:
+        yield
+    except (CommError, ValueError):
+        raise
+    except RuntimeError as error:
+        text = f"rank {place.rank}: the ranks do not meet in a group: {str(error).partition(chr(10))[0]}"
+        say(text)
+        text = f"{text}\n{watch.standing(range(place.world_size))}"
+        say(text)
+        raise CommError(text) from error
 
 
 def _launchers_store(place: Launch, timeout: timedelta) -> dist.Store:
@@ -258,40 +298,56 @@ def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
     return dist.PrefixStore(str(ours.add(f"launches/{place.rank}", 1)), ours)
 
 
-def _roll_call(store: dist.Store, place: Launch, config: Config, timeout: timedelta) -> None:
+def _roll_call(
+    store: LimitedStore, place: Launch, config: Config, timeout: timedelta, watch: Watchdog
+) -> None:
     """Return when all ranks are here with one configuration, one set of versions, and the same source of this
     package. Raises CommError, ConfigError."""
     settings = json.loads(json.dumps(config.values())) | versions()
     store.set(f"here/{place.rank}", "")
     if place.rank == 0:
         store.set("config", json.dumps(settings))
-    _await("config", store, place, timeout)
+    _await("config", "here", store, place, timeout, watch)
     first = json.loads(store.get("config"))
     differ = [path for path in {**first, **settings} if first.get(path) != settings.get(path)]
     if differ:
         rows = ", ".join(f"{path}={settings.get(path)!r} against {first.get(path)!r}" for path in differ)
         store.compare_set("differ", "", f"rank {place.rank} has {rows} on rank 0")
+    store.set(f"arrived/{place.rank}", "")
     if store.add("arrived", 1) == place.world_size:
         store.set("complete", "")
-    _await("complete", store, place, timeout)
+    _await("complete", "arrived", store, place, timeout, watch)
     if store.check(["differ"]):
         text = store.get("differ").decode()
         raise ConfigError([Problem("config", text, "differs between ranks", "the same on every rank")])
 
 
-def _await(key: str, store: dist.Store, place: Launch, timeout: timedelta) -> None:
-    """Wait until a rank has set this key. Raises CommError with the ranks that have not arrived."""
+def _await(
+    key: str, sign: str, store: LimitedStore, place: Launch, timeout: timedelta, watch: Watchdog
+) -> None:
+    """Wait until a rank has set this key. Raises CommError with the ranks that have given no `sign`."""
     try:
-        store.wait([key], timeout)
+        store.within(timeout.total_seconds()).wait([key], timeout)
     except RuntimeError as error:
-        missing = [rank for rank in range(place.world_size) if not store.check([f"here/{rank}"])]
-        ranks = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        late = (
-            f"ranks {ranks} of {place.world_size} have not arrived"
-            if missing
-            else "a rank stopped on arrival"
-        )
-        raise CommError(f"rank {place.rank}: {late}; timeout_s is {timeout.total_seconds():g}") from error
+        within = f"timeout_s is {timeout.total_seconds():g}"
+        say(f"rank {place.rank}: ranks have not arrived; {within}")
+        text = f"rank {place.rank}: {_late(sign, store.within(ANSWER_S), place, watch)}; {within}"
+        say(text)
+        raise CommError(text) from error
+
+
+def _late(sign: str, store: LimitedStore, place: Launch, watch: Watchdog) -> str:
+    """Which ranks have not arrived, as far as the store answers."""
+    try:
+        missing = [rank for rank in range(place.world_size) if not store.check([f"{sign}/{rank}"])]
+        unseen = [rank for rank in missing if not store.check([f"here/{rank}"])]
+    except RuntimeError:
+        return watch.standing(range(place.world_size))
+    ranks = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    if not missing:
+        return "a rank stopped on arrival"
+    text = f"ranks {ranks} of {place.world_size} have not arrived"
+    return text if missing == unseen else f"{text}: {watch.standing(missing)}"
 
 
 def _enter_default_group(
@@ -326,21 +382,27 @@ def _leave_default_group(place: Launch) -> None:
 
 
 def _count_contexts(place: Launch, change: int) -> int:
-    """Uses of the default group by this process, after the change; 0 if its store has ended."""
+    """Uses of the default group by this process, after the change; 0 if its store has ended or is silent."""
     group = dist.group.WORLD
     assert group is not None
+    count = LimitedStore(group.get_group_store(), ANSWER_S)
     try:
-        return int(group.get_group_store().add(f"colossal_lite/contexts/{place.rank}", change))
+        return count.add(f"colossal_lite/contexts/{place.rank}", change)
     except RuntimeError:
         return 0
 
 
-def _leave_together(store: dist.Store, place: Launch) -> None:
-    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped."""
+def _leave_together(store: LimitedStore, place: Launch, watch: Watchdog) -> None:
+    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped. It does not wait
+    for those that are known to have died."""
+    store, ranks = store.within(ANSWER_S), range(place.world_size)
     try:
-        if store.add("left", 1) == place.world_size:
-            store.set("all left", "")
-        if place.rank == 0:
-            store.wait(["all left"], timedelta(seconds=LINGER_S))
-    except RuntimeError:  # a rank has died, or rank 0 was the first to leave
+        store.set("leaving", "")
+        store.set("news", "")
+        store.set(f"left/{place.rank}", "")
+        end, missing = time.monotonic() + LINGER_S, list(ranks)
+        while place.rank == 0 and not place.agent_store and missing and time.monotonic() < end:
+            missing = [r for r in missing if not (store.check([f"left/{r}"]) or watch.has_ended(r))]
+            time.sleep(0.05 if missing else 0.0)
+    except RuntimeError:  # a rank has died or is stopped, or rank 0 was the first to leave
         return

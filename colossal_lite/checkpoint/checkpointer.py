@@ -147,9 +147,10 @@ class Checkpointer:
         keep: int,
         timeout_s: float,
         heard: Callable[[], str],
+        standing: Callable[[Sequence[int]], str] = lambda ranks: "",
     ) -> None:
         self._layout, self._rank, self._store = layout, rank, store
-        self._keep, self._timeout_s, self._heard = keep, timeout_s, heard
+        self._keep, self._timeout_s, self._heard, self._standing = keep, timeout_s, heard, standing
         self._calls = 0
         self._last: Saving | None = None
         self.is_mixed = False
@@ -385,7 +386,9 @@ class Checkpointer:
         self._calls += 1
         key = f"checkpoint/{self._calls}"
         world = self._layout.world_size
-        return SaveRendezvous(self._store, key, what, self._rank, world, self._timeout_s, self._heard)
+        return SaveRendezvous(
+            self._store, key, what, self._rank, world, self._timeout_s, self._heard, self._standing
+        )
 
 
 def _starts_at_0(directory: Path) -> str:

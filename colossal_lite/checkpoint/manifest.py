@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as dataclass_of_pydantic
 
 from colossal_lite.checkpoint.manifest_parser import parse
+from colossal_lite.config.config import Config
 from colossal_lite.sharding.boxes import Box, Fragment, cut, extent, held, intersect, volume, within, written
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -58,6 +59,7 @@ class _Part(BaseModel):
 
 
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 @dataclass_of_pydantic(frozen=True, slots=True, config=STRICT)
@@ -104,6 +106,8 @@ class _Facts(_Part):
     """of fp16, where it follows overflows: the scale, and the finite steps since it last changed"""
     extra: dict[str, Any] = {}
     """facts of the run that is being trained"""
+    unit_seconds: tuple[tuple[Seconds, Seconds, Seconds], ...] | None = None
+    """of F, I and W of each unit, by which a profiled pipeline was cut"""
 
 
 class Manifest(_Facts):
@@ -411,9 +415,13 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none."""
+    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none.
+
+    A setting that is newer than the checkpoint had its default."""
     if not saved:
         return ()
+    defaults = Config().values()
+    saved = {path: defaults[path] for path in now if path in defaults} | dict(saved)
     found = [
         Change(path, saved.get(path, ABSENT), now.get(path, ABSENT), _meaning(path))
         for path in {**saved, **now}

@@ -27,6 +27,9 @@ class SaveRendezvous:
     world_size: int
     timeout_s: float
     heard: Callable[[], str]
+    """Which rank has stopped or died, and why; empty if none is known to have."""
+    standing: Callable[[Sequence[int]], str] = lambda ranks: ""
+    """What these ranks are doing, or where they were last heard."""
 
     def say(self, word: str, value: Any = None) -> None:
         self.store.set(f"{self.key}/{word}/{self.rank}", json.dumps(value))
@@ -52,19 +55,20 @@ class SaveRendezvous:
                 reason = self.heard()
                 if reason or time.monotonic() > end:
                     who = ", ".join(map(str, missing))
-                    raise CheckpointError(
-                        f"{reason}\n"
-                        * bool(reason)
-                        + f"rank {self.rank}: {self.what} waited for {word!r} of ranks "
-                        f"{who}; timeout {self.timeout_s:g} s. Every rank must call it, the same number of times"
+                    text = (
+                        f"rank {self.rank}: {self.what} waited for {word!r} of ranks {who}; timeout "
+                        f"{self.timeout_s:g} s. Every rank must call it, the same number of times"
                     )
+                    rows = (reason, text, "" if reason else self.standing(missing))
+                    raise CheckpointError("\n".join(filter(None, rows)))
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
             return [json.loads(self.store.get(key)) for key in keys.values()]
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"rank {self.rank}: {self.what}: the store is gone: {error}") from error
+            text = f"rank {self.rank}: {self.what}: the store is gone: {error}"
+            raise CheckpointError("\n".join(filter(None, (text, self.standing(list(keys)))))) from error
 
 
 class Heartbeat:

@@ -60,6 +60,7 @@ class RunFacts:
     updates: Mapping[str, int]
     extra: Mapping[str, Any]
     loss_scale: tuple[float, int] | None = None
+    unit_seconds: tuple[tuple[float, float, float], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ def ls(folder: Path) -> Iterator[Listed]:
             yield Listed(path, None, str(error))
 
 
+def last_unit_seconds(folder: Path) -> tuple[tuple[float, float, float], ...] | None:
+    """By what the newest readable checkpoint in a folder says that its pipeline was cut; None if nothing says so."""
+    found = ls(folder) if folder.is_dir() and listed(folder) else iter(())
+    return next((each.manifest.unit_seconds for each in found if each.manifest), None)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The folder itself if it is a checkpoint, else those in it. Raises ValueError if there is none."""
     found = [folder] if (folder / "manifest.json").exists() else listed(folder)

@@ -198,6 +198,7 @@ class SaveJob:
                     "updates": {name: count for row in rows for name, count in row["updates"].items()},
                     "extra": dict(facts.extra),
                     "loss_scale": facts.loss_scale,
+                    "unit_seconds": facts.unit_seconds,
                     "tensors": stored,
                 }
             )

@@ -139,6 +139,11 @@ class TensorConfig(Section):
         return Axis("tensor", self.size, split_axis("tensor", **sizes).parts, self.mode)
 
     @property
+    def sample_parts(self) -> int:
+        """Equal parts that a micro-batch is cut into over the tensor axis."""
+        return self.sheets * self.edge ** (self.rule.sides - 1) if self.cuts_features else 1
+
+    @property
     def cuts_features(self) -> bool:
         """Whether a rank holds a part of the features of the residual stream."""
         return self.size > 1 and self.rule.cuts_features

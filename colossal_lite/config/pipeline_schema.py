@@ -76,21 +76,31 @@ class PipelineConfig(BaseModel):
             )
         return self.micro_batches
 
-    def parts_of(self, sizes: Sequence[int], accumulation_steps: int) -> int:
-        """Micro-batches of each of `turns` accumulated parts of a batch with so many samples on each data rank, the
-        same on all of them. Raises ValueError as `parts`."""
+    def parts_of(self, sizes: Sequence[int], accumulation_steps: int, unit: int = 1) -> int:
+        """Micro-batches of each of `accumulation_steps` parts of a batch with so many samples on each data rank, the
+        same on all of them; by default such that `unit` divides each, where it can. Raises ValueError as `parts`."""
         if self.size == 1:
             return 1
-        return self.parts(
-            -(-max(sizes) // accumulation_steps)
-            if self.micro_batches is None
-            else min(sizes) // accumulation_steps
-        )
+        if self.micro_batches is None:
+            most = self.parts(-(-max(sizes) // accumulation_steps))
+            return _whole_units(most, sizes, accumulation_steps, unit)
+        return self.parts(min(sizes) // accumulation_steps)
 
-    def fewer_of(self, sizes: Sequence[int], accumulation_steps: int) -> int:
+    def fewer_of(self, sizes: Sequence[int], accumulation_steps: int, unit: int = 1) -> int:
         """For evaluation, which takes any batch: no more micro-batches than samples."""
         if self.size == 1:
             return 1
-        return min(
+        most = min(
             self.micro_batches or 4 * self.size, max(1, *(-(-size // accumulation_steps) for size in sizes))
         )
+        return _whole_units(most, sizes, accumulation_steps, unit)
+
+
+def _whole_units(most: int, sizes: Sequence[int], accumulation_steps: int, unit: int) -> int:
+    """The largest number of micro-batches up to `most` such that each has whole units of samples; 1 if none does."""
+    if unit == 1:
+        return most
+    turns = {size // accumulation_steps for size in sizes} | {
+        -(-size // accumulation_steps) for size in sizes
+    }
+    return next(n for n in range(most, 0, -1) if n == 1 or not any(turn % (n * unit) for turn in turns))

@@ -134,6 +134,9 @@ class OptimizerConfig(Section):
     """step: when all gradients are summed; backward: of each chunk as soon as its own are, so that gradients have a few
     slots and no place of their own. For steps of one micro-batch without clipping; a gradient that is not finite ends
     the run, as weights have it by then."""
+    max_skipped_steps: Count | None = 20
+    """Steps in a row whose loss or gradient is not finite, or that have no token: each is skipped with a warning, and
+    the last raises an error. None: no limit."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameters that have settings of their own."""
 

@@ -39,6 +39,8 @@ SHORT_FORMS: Mapping[str, str] = {
 }
 WORDS = {"true": True, "false": False, "null": None}
 SUFFIXES = (".py", ".json", ".toml")
+DEEPEST = 16
+"""Sections and lists within each other; the settings need five."""
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -134,22 +136,55 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A copy made of dicts and tuples, and a problem for every key that is no name."""
+    """A copy made of dicts and tuples, in which a key with dots (`optimizer.lr`) is the setting that it names; and a
+    problem for every key that is no name, and for what holds itself or is nested too deep."""
     problems: list[Problem] = []
 
-    def copied(value: Any, path: str) -> Any:
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    problems.append(
-                        Problem(f"{path}[{key!r}]", value[key], "has a key that is no string", "a name")
-                    )
-            return {key: copied(item, f"{path}.{key}") for key, item in value.items() if isinstance(key, str)}
-        if isinstance(value, (list, tuple)):
-            return tuple(copied(item, f"{path}.{index}") for index, item in enumerate(value))
-        return value
+    def copied(value: Any, path: str, within: tuple[int, ...]) -> Any:
+        if not isinstance(value, (Mapping, list, tuple)):
+            return value
+        if id(value) in within or len(within) == DEEPEST:
+            rule = "holds itself" if id(value) in within else f"is nested more than {DEEPEST} levels deep"
+            problems.append(Problem(path, f"a {type(value).__name__}", rule, "sections of settings"))
+            return None
+        within = (*within, id(value))
+        if not isinstance(value, Mapping):
+            return tuple(copied(item, f"{path}.{index}", within) for index, item in enumerate(value))
+        for key in value:
+            if not isinstance(key, str):
+                problems.append(
+                    Problem(f"{path}[{key!r}]", value[key], "has a key that is no string", "a name")
+                )
+        named = {
+            key: copied(item, f"{path}.{key}", within) for key, item in value.items() if isinstance(key, str)
+        }
+        return _without_dots(named, path, problems)
 
-    return copied(given, "config"), problems
+    return copied(given, "config", ()), problems
+
+
+def _without_dots(section: dict[str, Any], path: str, problems: list[Problem]) -> dict[str, Any]:
+    """A section in which each setting that a key with dots names is in its own section."""
+    made = {key: value for key, value in section.items() if "." not in key}
+    for key, value in section.items():
+        if "." not in key:
+            continue
+        *sections, last = key.split(".")
+        holder: Any = made
+        for name in sections:
+            holder = holder.setdefault(name, {}) if isinstance(holder, dict) else None
+        if not all(sections) or not last:
+            problems.append(
+                Problem(f"{path}.{key}", value, "has an empty name between dots", "section.setting")
+            )
+        elif not isinstance(holder, dict):
+            rule = "names a setting of what is a value here, and no section"
+            problems.append(Problem(f"{path}.{key}", value, rule, "settings in one section"))
+        elif last in holder:
+            problems.append(Problem(f"{path}.{key}", value, "is given twice", "one of the two"))
+        else:
+            holder[last] = value
+    return made
 
 
 def write_out(raw: dict[str, Any]) -> None:

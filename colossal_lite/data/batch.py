@@ -1,8 +1,8 @@
 """Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a dict with `input_ids`, `labels` and perhaps `attention_mask`, `position_ids`.
-It is batch first, holds full sequences, and is the same on all ranks of one data coordinate.  Labels never reach the
-model.
+Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it, with `input_ids`, `labels` and
+perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all ranks of one
+data coordinate.  Labels never reach the model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,19 @@ class Batch:
         return self.args[0] if self.args else self.kwargs["input_ids"]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's arguments and the labels by name."""
+        args = {"inputs": self.args[0]} if self.args else {}
+        return args | dict(self.kwargs) | {"labels": self.labels}
+
+    @property
     def token_positions(self) -> Tensor:
-        """Global positions [T] of the tokens here; inputs without a sequence dimension have one position."""
+        """Global positions [T] of the tokens here; inputs without a sequence dimension, such as vectors, have one."""
         if self.positions is not None:
             return self.positions
-        return torch.arange(self.inputs.shape[1] if self.inputs.dim() > 1 else 1, device=self.inputs.device)
+        vectors = self.inputs.dim() == 2 and self.inputs.is_floating_point()
+        has_tokens = self.inputs.dim() > 1 and not vectors
+        return torch.arange(self.inputs.shape[1] if has_tokens else 1, device=self.inputs.device)
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""

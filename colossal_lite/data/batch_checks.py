@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +14,34 @@ BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
 IGNORED = -100
 
 
-def check_batch(batch: Any, vocabulary: int | None = None) -> None:
+@dataclass(frozen=True)
+class StatedSizes:
+    """Sizes that a model states; None where it states none."""
+
+    vocabulary: int | None = None
+    """Ids and labels are below it."""
+    tokens: int | None = None
+    """The longest sequence, where positions are counted from 0."""
+    positions: int | None = None
+    """`position_ids` are below it: the rows of a table."""
+
+
+def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa: B008 (frozen)
     """Raises ValueError, with path, value, rule and what is legal, where `batch` is no batch to train on.
 
-    A batch is (inputs, labels), or a dict of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
+    A batch is (inputs, labels), or a mapping of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
     (B, T) in int64 or int32, or floating point (B, ...). Beside ids every entry is (B, T), labels are int64,
-    and ids and labels are below `vocabulary` where that is given. All checks of values wait for the device
-    once.
+    and all fits the `sizes` that the model states. All checks of values wait for the device once.
     """
     entries = _entries(batch)
     inputs, *_ = entries.values()
+    given = "position_ids" in entries or inputs.is_floating_point() or inputs.ndim != 2
+    if sizes.tokens is not None and not given and inputs.shape[1] > sizes.tokens:
+        rule = f"at most {sizes.tokens} tokens, which the model states"
+        raise ValueError(f"{next(iter(entries))}: shape {tuple(inputs.shape)}; legal: {rule}")
     for path, x in entries.items():
         _check_form(path, x, inputs)
-    rules = [rule for path, x in entries.items() for rule in _value_rules(path, x, inputs, vocabulary)]
+    rules = [rule for path, x in entries.items() for rule in _value_rules(path, x, inputs, sizes)]
     broken = torch.stack([broken for broken, _ in rules]).tolist()
     if faults := [describe() for (_, describe), bad in zip(rules, broken, strict=True) if bad]:
         raise ValueError("; ".join(faults))
@@ -33,7 +49,7 @@ def check_batch(batch: Any, vocabulary: int | None = None) -> None:
 
 def _entries(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by name, the inputs first."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         faults = [f"unknown key {key!r}{_nearest(key)}" for key in batch if key not in BATCH_KEYS]
         faults += [f"no key {key!r}" for key in ("input_ids", "labels") if key not in batch]
         if faults:
@@ -79,7 +95,11 @@ _Rule = tuple[Tensor, Callable[[], str]]
 """whether the rule is broken, as a 0-d bool on the device of the batch, and its message"""
 
 
-def _value_rules(path: str, x: Tensor, inputs: Tensor, vocabulary: int | None) -> Iterator[_Rule]:
+def _value_rules(path: str, x: Tensor, inputs: Tensor, sizes: StatedSizes) -> Iterator[_Rule]:
+    bound, what = sizes.vocabulary, "the vocabulary"
+    if path == "position_ids":
+        bound, what = sizes.positions, "the positions that the model states"
+
     def first(bad: Tensor) -> str:
         where = tuple(bad.nonzero()[0].tolist())
         return f"{path}[{', '.join(map(str, where))}]: {x[where].item()}"
@@ -90,10 +110,10 @@ def _value_rules(path: str, x: Tensor, inputs: Tensor, vocabulary: int | None) -
         return
     if path == "attention_mask":
         return
-    if vocabulary is None or path == "position_ids":
+    if bound is None:
         outside, legal = x < 0, "0 or more"
     else:
-        outside, legal = (x < 0) | (x >= vocabulary), f"0 to {vocabulary - 1} (the vocabulary)"
+        outside, legal = (x < 0) | (x >= bound), f"0 to {bound - 1} ({what})"
     if path == "labels":
         outside, legal = outside & (x != IGNORED), f"{legal}, or {IGNORED} for a position to be ignored"
     yield outside.any(), lambda: f"{first(outside)}; legal: {legal}"

@@ -12,7 +12,7 @@ Cost: O(1) memory and about 0.1 ms for the permutation of a batch of usual size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +49,25 @@ def cut(n: int, parts: int, part: int) -> tuple[int, int]:
     each, longer = divmod(n, parts)
     start = part * each + min(part, longer)
     return start, start + each + (part < longer)
+
+
+def cut_batch(batch: Any, parts: int, part: int) -> Any:
+    """Piece `part` of a batch: of each tensor of a tuple, list or mapping along its first dimension.
+
+    Raises ValueError for anything else, and for tensors of different lengths.
+    """
+    entries: dict[Any, Any] = {}
+    if isinstance(batch, (Mapping, tuple, list)):
+        entries = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    sizes = {len(x) for x in entries.values() if isinstance(x, Tensor) and x.dim()}
+    if len(sizes) != 1 or not all(isinstance(x, Tensor) and x.dim() for x in entries.values()):
+        raise ValueError(
+            f"local_batch: {type(batch).__name__}; legal: the number of samples of a global batch, or a tuple, list or "
+            f"mapping of tensors with the same number of samples first"
+        )
+    piece = slice(*cut(sizes.pop(), parts, part))
+    taken = {name: x[piece] for name, x in entries.items()}
+    return taken if isinstance(batch, Mapping) else tuple(taken.values())
 
 
 # ----------------------------------------------------------------------------------------------------- loader

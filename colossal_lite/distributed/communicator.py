@@ -9,7 +9,8 @@ A `Communicator` is one rank's end of one group of the mesh.  Every collective o
 - a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any
   world runs on meta tensors in one process.  Its `PendingCollective` holds the tensors that a real exchange holds,
   also those that receive the parts of others, so a meter sees a real step's bytes;
-- every wait has the group's timeout, and its error names axis, ranks, operation and shape.
+- every wait has the group's timeout, and its error names axis, ranks, operation and shape.  A watchdog may end it
+  earlier.  After such an error messages may be under way, so no collective begins any more on that rank's mesh.
 
 Asynchronous methods return a `PendingCollective`.  Its `wait()` must be called, on every rank in the same order.  Sums
 are plain sums: no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
@@ -22,12 +23,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossal_lite.distributed.emulated_ranks import ThreadTransport
 from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.distributed.shared_memory import nothing
 from colossal_lite.distributed.shared_memory_collectives import (
@@ -38,8 +42,10 @@ from colossal_lite.distributed.shared_memory_collectives import (
     cut,
     is_rounded,
 )
-from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog
+from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog, say
 
+NEVER_SENT = 2**31 - 1
+"""The tag of a message that nobody sends."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 deprecates the *_tensor names that are the only ones in 2.11.
 _native_all_gather: Callable[..., Any] = (
@@ -77,8 +83,9 @@ class PendingCollective:
         if not self._done:
             start = time.perf_counter()
             try:
-                for work in self._works:
-                    work.wait()
+                with self._comm.waiting():
+                    for work in self._works:
+                        work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._what, error, self._call, self._peers) from error
             self._finish()
@@ -110,7 +117,7 @@ class Communicator:
         explain: Callable[[], str] | None = None,
         watch: Watchdog | None = None,
         made: CollectiveFingerprint | None = None,
-        host: SharedMemoryTransport | None = None,
+        host: SharedMemoryTransport | ThreadTransport | None = None,
         shares_memory: bool = False,
     ) -> None:
         self.axis, self.ranks, self.rank, self.ledger = axis, tuple(ranks), rank, ledger
@@ -311,11 +318,22 @@ class Communicator:
             f"rank {self.rank}: {what} on axis {self.axis!r} failed (call {call or self._calls} there), waiting for "
             f"ranks {others}; timeout {self.timeout_s:g} s. {str(error).splitlines()[0] if str(error) else error!r}"
         )
-        if reason := self._explain() if self._explain else "":
+        if not self._watch:
+            reason = self._explain() if self._explain else ""
+            return CommError(f"{reason}\n{text}" if reason else text)
+        progress = self._watch.progress
+        say(f"{text}\n{progress.broken}".rstrip())  # before anybody is asked: answers may not come
+        if reason := progress.broken or (self._explain() if self._explain else ""):
+            progress.breaks(reason)
             return CommError(f"{reason}\n{text}")
-        return CommError(
-            f"{text}\n{self._watch.blame(self.axis, waited, what, call)}" if self._watch else text
-        )
+        progress.breaks(text)
+        blame = self._watch.blame(self.axis, waited, what, call)
+        say(f"rank {self.rank}: {blame}")
+        return CommError(f"{text}\n{blame}")
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait of the main thread, which the watch may end."""
+        return self._watch.progress.waiting() if self._watch else nullcontext()
 
     def _run(
         self,
@@ -340,6 +358,8 @@ class Communicator:
         description = tag + (f" ({about})" if about else "")
         if self.size == 1:
             return PendingCollective(self, description, result)
+        if self._watch and (reason := self._watch.progress.broken):
+            raise CommError(f"rank {self.rank}: {description} on axis {self.axis!r}: {refusal(reason)}")
         for _ in range(max(1, len(peers)) if counted else 0):
             self.ledger.add(counted or "", self.axis, _bytes(payload))
         self._calls += 1
@@ -359,12 +379,20 @@ class Communicator:
             raise self.failure(description, error, self._calls, peers) from error
         return PendingCollective(self, description, result, works, finish, self._calls, peers)
 
-    def _wire(self, tensor: Tensor) -> SharedMemoryTransport | TorchTransport:
+    def _wire(self, tensor: Tensor) -> SharedMemoryTransport | ThreadTransport | TorchTransport:
         """The transport of this tensor."""
         if self._host is not None and tensor.device.type == "cpu":
             return self._host
         assert self._torch is not None
         return self._torch
+
+
+def refusal(reason: str) -> str:
+    """Why nothing can follow what has failed for this reason, and what to do."""
+    return (
+        f"these ranks have stopped half-way, so messages may be under way and nothing can follow. The cause: {reason}; "
+        f"legal: leave the context on every rank, launch again, and resume from a checkpoint"
+    )
 
 
 def everyones(words: bytes, world_size: int) -> list[bytes]:
@@ -479,6 +507,17 @@ class TorchTransport:
             dist.P2POp(dist.irecv, tensor, ranks[source], group) for source, tensor in incoming.items()
         ]
         return dist.batch_isend_irecv([*sends, *receives]), nothing
+
+    def interrupt(self) -> None:
+        """End all waits for this group, from another thread; the group cannot be used again. Gloo has no call for it: a
+        receive that times out closes the group's connections, here and at the peers."""
+        self._group.abort()
+        if "gloo" in dist.get_backend(self._group):
+            other = self._ranks[(self._coord + 1) % self._size]
+            with suppress(RuntimeError):
+                never = dist.irecv(torch.empty(1), src=other, group=self._group, tag=NEVER_SENT)
+                if never is not None:
+                    never.wait(timedelta(milliseconds=1))
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Send piece j to coordinate j and receive one from each; the own piece is not moved."""

@@ -10,17 +10,22 @@ group.  `axis("data")` and `axis("data", "sequence")` look up; they never create
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from colossal_lite.distributed.communicator import CommError, Communicator, everyones
+from colossal_lite.distributed.communicator import CommError, Communicator, TorchTransport, everyones, refusal
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld, ThreadTransport
 from colossal_lite.distributed.host_handshake import HostHandshake, host_of
 from colossal_lite.distributed.ledger import Ledger
+from colossal_lite.distributed.progress import Progress, reason_of
 from colossal_lite.distributed.shared_memory import Exchange
 from colossal_lite.distributed.shared_memory_collectives import SharedMemoryTransport
-from colossal_lite.distributed.watchdog import CollectiveFingerprint, Progress, Watchdog, differences
+from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog, differences
 from colossal_lite.sharding.mesh_layout import AXES, MeshLayout
 
 
@@ -37,6 +42,7 @@ class Mesh:
         exchange: Exchange | None = None,
         hosts: Sequence[int] = (),
         recording: bool = False,
+        emulated: EmulatedWorld | None = None,
         timeout_s: float = 0.0,
         explain: Callable[[], str] | None = None,
         watch: Watchdog | None = None,
@@ -46,12 +52,18 @@ class Mesh:
         self._groups, self._exchange = groups or {}, exchange
         self._hosts = tuple(hosts)
         """Of each rank: the first rank of its host. Empty: no rank shares memory with another."""
-        self._recording, self._timeout_s, self._explain = recording, timeout_s, explain
+        self.is_recording, self._emulated = recording, emulated
+        self._timeout_s, self._explain = timeout_s, explain
         self._watch = watch
         self.progress = watch.progress if watch else Progress()
         """What this rank is doing, for the errors of ranks that wait for it."""
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
+        self._meetings = 0
+        self._open = threading.Lock()
+        """Held while wires are closed, or interrupted by the watch."""
+        if watch:
+            watch.breakers.append(self._interrupt)
 
     @classmethod
     def serial(cls) -> Mesh:
@@ -65,6 +77,12 @@ class Mesh:
         `one_host`: as if all its ranks shared memory.
         """
         return cls(layout, rank, recording=True, hosts=[0] * layout.world_size if one_host else ())
+
+    @classmethod
+    def emulated(cls, layout: MeshLayout, world: EmulatedWorld) -> tuple[Mesh, ...]:
+        """The meshes of all ranks of a world whose ranks are threads of this process: `run_emulated` runs them."""
+        ranks = range(layout.world_size)
+        return tuple(cls(layout, rank, emulated=world, timeout_s=world.timeout_s) for rank in ranks)
 
     @classmethod
     def create(
@@ -120,7 +138,7 @@ class Mesh:
                 group=self._groups.get(spanning),
                 host=self._host_wire(spanning, ranks),
                 shares_memory=_on_one_host(self._hosts, ranks),
-                recording=self._recording,
+                recording=self.is_recording,
                 timeout_s=self._timeout_s,
                 explain=self._explain,
                 watch=self._watch,
@@ -128,7 +146,11 @@ class Mesh:
             )
         return self._axes[names]
 
-    def _host_wire(self, spanning: tuple[str, ...], ranks: Sequence[int]) -> SharedMemoryTransport | None:
+    def _host_wire(
+        self, spanning: tuple[str, ...], ranks: Sequence[int]
+    ) -> SharedMemoryTransport | ThreadTransport | None:
+        if self._emulated is not None and len(ranks) > 1:
+            return ThreadTransport(self._emulated, ranks, ranks.index(self.rank))
         if self._exchange is None or len(ranks) == 1 or not _on_one_host(self._hosts, ranks):
             return None
         number = self.layout.communicating_groups().index(spanning)
@@ -169,7 +191,58 @@ class Mesh:
         ranks."""
         if not apart:
             return
-        own = [
+        raise CommError(
+            f"rank {self.rank}: ranks have made other collectives than each other, so sums of this step may be wrong; "
+            f"nothing was updated: {differences(self.world.gather_json(self._own_collectives()))}"
+        )
+
+    @contextmanager
+    def engine_call(self, what: str, *, gives_up: bool = False) -> Iterator[None]:
+        """Around a call of the engine: an error of this rank is recorded, and told to ranks that wait for it.
+
+        `gives_up`: it ends a step without its update.  Raises CommError where an earlier call has failed half-way."""
+        progress = self.progress
+        if progress.broken:
+            raise CommError(f"rank {self.rank}: {what}: {refusal(progress.broken)}")
+        progress.call_begins(gives_up=gives_up)
+        try:
+            if not gives_up:
+                self.meet_after_fault(what)
+            yield
+        except SystemExit:  # the call has done its work, and the run stops
+            progress.call_succeeded()
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            progress.call_raised(reason_of(error), is_own=not isinstance(error, CommError))
+            if self._watch:
+                self._watch.look_now()
+            raise
+        progress.call_succeeded()
+
+    def meet_after_fault(self, what: str) -> bool:
+        """After a call that raised half-way: return True when all ranks have come here, and have made the same
+        collectives; False where none was begun. Collective, through the store: no message can be read by a wrong one.
+
+        Raises CommError where one has not come, or has made others."""
+        if not self.progress.is_half_way or self._watch is None or self.world_size == 1:
+            return False
+        self._meetings += 1
+        word = f"gave up/{self.progress.raised}/{self._meetings}"
+        try:
+            rows = self._watch.meet(word, self._own_collectives(), self._timeout_s)
+        except RuntimeError as error:
+            self.progress.breaks(str(error))
+            raise CommError(f"{error}\nrank {self.rank}: {what}: {refusal(self.progress.broken)}") from error
+        if apart := differences(rows):
+            raise CommError(
+                f"rank {self.rank}: {what}: the last call has failed ({self.progress.fault}), on some ranks after "
+                f"other collectives than on others: {apart}; legal: engine.zero_grad() on every rank first"
+            )
+        return True
+
+    def _own_collectives(self) -> list[dict[str, Any]]:
+        """What this rank has made in each of its groups, as `differences` takes it."""
+        return [
             {
                 "ranks": self.layout.group(self.rank, *names),
                 "calls": made.calls,
@@ -179,19 +252,24 @@ class Mesh:
             for names, made in self._made.items()
             if names
         ]
-        raise CommError(
-            f"rank {self.rank}: ranks have made other collectives than each other, so sums of this step may be wrong; "
-            f"nothing was updated: {differences(self.world.gather_json(own))}"
-        )
+
+    def _interrupt(self, why: str) -> None:
+        """End the waits of this rank, from another thread. Nothing can follow."""
+        with self._open:
+            if self._exchange:
+                self._exchange.interrupt(why)
+            for names, group in self._groups.items():
+                ranks = self.layout.group(self.rank, *names)
+                TorchTransport(group, ranks, ranks.index(self.rank)).interrupt()
 
     def destroy(self) -> None:
         """Destroy the groups of this mesh; they may have ended with the default one. Call once, on every rank."""
-        if self._exchange:
-            self._exchange.close()
-            self._exchange = None
-        for group in self._groups.values() if dist.is_initialized() else ():
+        with self._open:
+            if self._exchange:
+                self._exchange.close()
+            self._exchange, groups, self._groups = None, self._groups, {}
+        for group in groups.values() if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        self._groups.clear()
         self._axes.clear()
 
     def __repr__(self) -> str:

@@ -141,6 +141,8 @@ class Exchange:
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
+        self._interrupted, self._bell = "", os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._bell, select.POLLIN)
         self.unfinished: list[Operation] = []
         self._posted: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
@@ -197,7 +199,7 @@ class Exchange:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise ExchangeError(f"Timed out after {timeout_s:g} s waiting for rank {source.rank}")
-            for descriptor, _ in self._poll.poll(left_s * 1000):
+            for descriptor, _ in self._ready(left_s):
                 self._hear(self._by_descriptor[descriptor], key)
         offset, theirs = source.arrived.pop(key)
         if theirs != tag:
@@ -208,12 +210,26 @@ class Exchange:
         """Send the sender an answer that its part has been read. A sender that has ended needs none."""
         self._tell(source, _HEADER.pack(_DONE, 0, 0, offset, 0), timeout_s)
 
+    def interrupt(self, why: str) -> None:
+        """End the wait under way and all later ones, from another thread: they raise ExchangeError."""
+        self._interrupted = why
+        os.eventfd_write(self._bell, 1)
+
+    def _ready(self, left_s: float) -> list[tuple[int, int]]:
+        """Descriptors of neighbours that are ready within `left_s`, with their events. Raises ExchangeError if
+        interrupted."""
+        ready = self._poll.poll(left_s * 1000)
+        if self._interrupted:
+            raise ExchangeError(self._interrupted)
+        return ready
+
     def close(self) -> None:
         """Close the sockets; shared memory is freed with its last view."""
         for each in self._neighbours.values():
             each.socket.close()
         self._neighbours.clear()
         os.close(self.send_buffer.descriptor)
+        os.close(self._bell)
 
     def _tell(self, reader: Neighbour, words: bytes, timeout_s: float) -> bool:
         """Send one packet; False if the reader has ended. While its socket is full this rank receives, as all may be
@@ -229,8 +245,10 @@ class Exchange:
                     raise ExchangeError(message) from None
                 descriptor = reader.socket.fileno()
                 self._poll.modify(descriptor, select.POLLIN | select.POLLOUT)
-                ready = self._poll.poll(left_s * 1000)
-                self._poll.modify(descriptor, select.POLLIN)
+                try:
+                    ready = self._ready(left_s)
+                finally:
+                    self._poll.modify(descriptor, select.POLLIN)
                 for other, events in ready:
                     if events & ~select.POLLOUT:
                         self._hear(self._by_descriptor[other])

@@ -13,25 +13,25 @@ rules for ranks that end early:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut
+from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
+from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
+from colossal_lite.distributed.key_value_store import LimitedStore
+from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.stopping import Stopped, StopSignals
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
     from colossal_lite.config.config import Config
     from colossal_lite.distributed.mesh import Mesh
-
-REASON_CHARS = 500
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +43,8 @@ class Context:
     mesh: Mesh
     device: torch.device
     local_rank: int
-    store: Store
-    """Key-value store of the ranks of this context; its keys are its own."""
+    store: LimitedStore
+    """Key-value store of the ranks of this context; its keys are its own, and every answer has a limit."""
     launched: str
     """One line for people: the launcher, and this rank's place in its world."""
     _failure_board: FailureBoard
@@ -75,12 +75,25 @@ class Context:
         """The name of the stop signal that this rank has received, or ""."""
         return self._signals.name
 
-    def local_batch(self, global_batch: int) -> slice:
-        """This rank's samples of a batch of `global_batch`: split over the data axis as `tensor_split` does.
+    @overload
+    def local_batch(self, global_batch: int) -> slice: ...
+    @overload
+    def local_batch(self, global_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+    @overload
+    def local_batch(self, global_batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]: ...
 
-        Ranks of one data coordinate get the same samples. The slice may be empty.
+    def local_batch(self, global_batch: Any) -> Any:
+        """This rank's samples of a global batch: split over the data axis as `tensor_split` does.
+
+        Of a number of samples, a slice; of a batch as `train_step` takes it, the batch of this rank. Ranks of one data
+        coordinate get the same samples. It may be empty. Raises ValueError for anything else.
         """
-        return slice(*cut(global_batch, self.mesh.size("data"), self.mesh.coord("data")))
+        place = self.mesh.size("data"), self.mesh.coord("data")
+        return (
+            slice(*cut(global_batch, *place))
+            if isinstance(global_batch, int)
+            else cut_batch(global_batch, *place)
+        )
 
     def dataloader(
         self,
@@ -93,8 +106,11 @@ class Context:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> Loader:
-        """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`."""
-        return build_loader(
+        """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`.
+
+        Collective: ranks compare length and three samples. Raises ValueError on every rank if these differ.
+        """
+        loader = build_loader(
             dataset,
             num_parts=self.mesh.size("data"),
             part=self.mesh.coord("data"),
@@ -108,10 +124,21 @@ class Context:
             device=self.device,
             timeout_s=self.config.timeout_s,
         )
+        if fault := dataset_fault(self.mesh.world.gather_json(dataset_facts(dataset))):
+            raise ValueError(fault)
+        return loader
 
     def first_failure(self) -> str:
         """`rank r stopped: reason` if a rank has left this world by an error, else ""."""
         return self._failure_board.first_failure()
+
+    def first_loss(self) -> str:
+        """`first_failure`, or which ranks of this host have died, and in which phase; "" if none is known to have."""
+        return self.first_failure() or self._failure_board.ended()
+
+    def standing(self, ranks: Sequence[int]) -> str:
+        """What these ranks are doing, or where those that do not answer were last heard."""
+        return self._failure_board.standing(ranks)
 
     def report_failure(self, reason: str) -> None:
         """Write into the store why this rank stops, unless another rank was first."""
@@ -155,13 +182,18 @@ class Context:
 class FailureBoard:
     """Shares through the store which rank stopped first, and why. No method raises: both run while ranks end."""
 
-    store: Store
+    store: LimitedStore
     rank: int
+    ended: Callable[[], str] = str
+    """Which ranks of this host have died."""
+    standing: Callable[[Sequence[int]], str] = lambda ranks: ""
+    """What these ranks are doing."""
 
     def say(self, reason: str) -> None:
         """Write the reason, unless another rank was first."""
         try:
             self.store.compare_set("stopped", "", f"rank {self.rank} stopped: {reason}")
+            self.store.set("news", "")
         except RuntimeError:  # the rank or launcher that served the store has ended
             return
 
@@ -169,14 +201,8 @@ class FailureBoard:
         """`rank r stopped: reason` of the rank that stopped first, or "" if none has said so."""
         try:
             return self.store.get("stopped").decode() if self.store.check(["stopped"]) else ""
-        except RuntimeError:
-            return "the store is gone: the rank or the launcher that served it has ended"
-
-
-def reason_of(error: BaseException) -> str:
-    """An error in one line for other ranks."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:REASON_CHARS]
+        except RuntimeError:  # its server has ended or is stopped, as the watchdog will say
+            return ""
 
 
 class _OfMesh(Protocol):
@@ -196,12 +222,8 @@ def noting_faults(
 
     @wraps(call)
     def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        try:
-            found = call(self, *args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            self.mesh.progress.fault = reason_of(error)
-            raise
-        self.mesh.progress.fault = ""
-        return found
+        what = {"__call__": "engine(x)"}.get(call.__name__, call.__name__)
+        with self.mesh.engine_call(what, gives_up=what == "zero_grad"):
+            return call(self, *args, **kwargs)
 
     return noting

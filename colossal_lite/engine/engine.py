@@ -24,9 +24,8 @@ so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,15 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.step_totals import LocalSums, OpenStep, StepTotals, all_reduce_totals
+from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
+from colossal_lite.engine.step_totals import (
+    LocalSums,
+    OpenStep,
+    SkippedSteps,
+    StepResult,
+    StepTotals,
+    all_reduce_totals,
+)
 from colossal_lite.engine.stopping import StopPoint
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
@@ -51,36 +58,19 @@ from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
-from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
 from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
-from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
-from colossal_lite.transforms.auxiliary_loss import unbind
-from colossal_lite.transforms.split_backward import (
-    DeferredWeightGrads,
-    restore_weights,
-)
+from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.build_chunks import sharding_of
-from colossal_lite.zero.grad_norm import fast_squares, in_order, ordered_squares
+from colossal_lite.zero.grad_norm import in_order, squares_of
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.user_optimizer import Factory
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. `loss` 0-d, equal on every rank; `grad_norm` before clipping; `lr` of the default group."""
-
-    step: int
-    loss: Tensor
-    grad_norm: float
-    tokens: int
-    skipped: bool
-    lr: float
 
 
 class Engine:
@@ -118,20 +108,24 @@ class Engine:
         )
         self._forecast_batch = forecast_batch
         # forward and backward
-        self._micro_batches = MicroBatches(context, done, self._facts.vocabulary if self._facts else None)
+        self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
+        stated = stated_sizes(built.model, built.names.state)
+        self._micro_batches = MicroBatches(context, done, stated, self._comparison)
         self._plans = StepPlans(config, built.stages, built.packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
-        self._randomness = CountedOnly()
+        self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.
         self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
-        self._loop = UserLoop(parts, self._open, self._micro_batches)
+        self._skips = SkippedSteps(config.optimizer.max_skipped_steps)
+        self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
+        self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.checkpoints.close)
         context.on_close(self._at_end.close)
@@ -162,9 +156,9 @@ class Engine:
         """Compute gradients of the global mean loss. Returns that loss: 0-d, equal on every rank."""
         with self._parts.measured():
             parts = self._begin(batch)
-        self._open.samples = sum(part.size for part in parts)
+        self._open.own_samples = sum(part.size for part in parts)
         self._forecast([part.inputs for part in parts])
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -202,9 +196,7 @@ class Engine:
         )
         if totals.weight:
             self._open.loss_scale = self._open.loss_scale.after(totals.is_finite)
-        tokens = (
-            int(totals.weight) if self._open.by_count is not False else 0
-        )  # unknown if backward got no counts
+        tokens = int(totals.weight) * (self._open.by_count is not False)  # 0: backward got no counts
         self._open.samples_before += totals.samples
         self._open.clear()
         if deferred is None:
@@ -224,6 +216,7 @@ class Engine:
             self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
+        self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
         if totals.stop:
             raise self._state.stop()
         return result
@@ -233,6 +226,7 @@ class Engine:
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         self._updates.refuse_within("eval_step")
+        self._state.refuse_changed("eval_step")
         parts = self._read(batch)
         self._forecast([part.inputs for part in parts])
         self._state.rest()
@@ -242,7 +236,9 @@ class Engine:
         with nullcontext() if self._memory_budget is None else self._memory_budget.evaluated():
             self._run(parts, sums)
         self.model.train(was_training)
-        loss_sum, count = self.mesh.world.all_reduce(sums.reported_loss(self._tells_loss)).tolist()
+        row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
+        loss_sum, count, apart = self.mesh.world.all_reduce(row).tolist()
+        self._comparison.check(apart)
         self._auxiliary.check_count(count)
         return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
 
@@ -252,11 +248,13 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
         self._refuse_closed("engine(x)")
+        self._state.refuse_changed("engine(x)")
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
-        self._open.samples += inputs.shape[0] * torch.is_grad_enabled()
+        self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        with self._parts.measured(), self._weights.forward():
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -264,6 +262,7 @@ class Engine:
         """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
         has to be loaded."""
+        self._comparison.clear()
         self._state.zero_grad()
 
     @noting_faults
@@ -331,17 +330,13 @@ class Engine:
         return self._state.resume(Path(directory))
 
     def save_on_stop(
-        self,
-        directory: str | Path,
-        *,
-        samples: Callable[[], int] | None = None,
+        self, directory: str | Path, *, samples: Callable[[], int] | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
         Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
-        self._state.stop_point = StopPoint(
-            self.context.is_main, Path(directory), extra or {}, samples, is_given=True
-        )
+        point = StopPoint(self.context.is_main, Path(directory), extra or {}, samples, is_given=True)
+        self._state.stop_point = point
 
     # ---- reports ----
 
@@ -414,14 +409,20 @@ class Engine:
         self._state.checkpoints.close()
         self._state.regain_weights()
         parked = self._state.park()
-        self._hooks.remove()
-        remove_activation_checkpoint(self.model)
-        restore_weights(self.model)
-        unbind(self.model)
+        self._parts.detach()
         self._weights.remove()
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
+
+    def _let_go(self) -> None:
+        """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
+        through them raises."""
+        self._is_closed = True
+        self._parts.detach()
+        is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
+        if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
+            self._weights.remove()
 
     # ---- the phases ----
 
@@ -436,11 +437,13 @@ class Engine:
         self._refuse_closed("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")
+        self._state.refuse_changed("forward_backward")
         if not self._hooks.is_clear and not self._weights.has_deferred:
             raise ValueError(
                 "forward_backward: the gradients of the last one were not used; call step or zero_grad"
             )
         self._open.clear()  # losses of a step that ended before any gradient
+        self._comparison.clear()
         self.mesh.ledger.clear()
         self._reports.begin_step()
         return self._read(batch)
@@ -463,7 +466,7 @@ class Engine:
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor)
+                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -477,7 +480,7 @@ class Engine:
         work = Work(
             forward=forward,
             before_backward=before_backward,
-            around_backward=self._weights.backward,
+            around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
@@ -490,7 +493,8 @@ class Engine:
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
-        self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+        with self._hooks.expecting():
+            self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
 
     @property
     def _posts_ahead(self) -> bool:
@@ -506,9 +510,12 @@ class Engine:
     def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
         """Run a stage on a micro-batch. The last stage returns the sum of the token losses, scaled for backward."""
         local = self._parallelized.strategy.local_part(part)
-        self._streams.begin(self.steps, local.samples, local.token_positions)
+        self._streams.begin(
+            self.steps, local.samples, local.token_positions, is_part=local.positions is not None
+        )
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        with self._weights.forward(), self._randomness.held(self.model.training), heard:
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
@@ -531,24 +538,14 @@ class Engine:
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
     def _agree(self) -> StepTotals:
-        """Sum loss, weight and squares over all ranks. Ranks that hold the same sum of a chunk each add the squares of
-        a share of it, so no element counts twice."""
+        """Sum loss, weight and squares over all ranks."""
         self.mesh.progress.phase = "agreement"
-        if self._sharding.ordered:
-            squares = ordered_squares(self._chunks, self._in_order, self.mesh, self.context.device)
-        elif not self._chunks:
-            squares = torch.zeros(1, dtype=torch.float64, device=self.context.device)
-        else:
-            squares = fast_squares(self._chunks)
+        order = self._in_order if self._sharding.ordered else None
+        squares = squares_of(self._chunks, order, self.mesh, self.context.device)
         return all_reduce_totals(
-            self.mesh,
-            self._open.sums.reported_loss(self._tells),
-            squares,
-            self._chunks,
-            self._packed,
-            stop=self.context.stop_requested,
-            samples=self._open.samples,
-        )
+            self.mesh, self._open.sums.reported_loss(self._tells), squares, self._chunks, self._packed,
+            self._comparison, stop=self.context.stop_requested, samples=self._open.own_samples,
+        )  # fmt: skip
 
     @property
     def _tells(self) -> bool:
@@ -563,10 +560,19 @@ class Engine:
     def _finish_user_step(self) -> None:
         """End the backward of a user's own loop: reduce what is left, and agree."""
         self._loop.finish()
-        with self._parts.measured():
+        with self._parts.measured(), self._giving_up_where_ranks_differ():
             self._hooks.conclude()
             self._open.totals = self._agree()
         self._settle()
+
+    @contextmanager
+    def _giving_up_where_ranks_differ(self) -> Iterator[None]:
+        """Drop the gradients if ranks differ, so that another batch can be trained on."""
+        try:
+            yield
+        except RanksDifferError:
+            self.zero_grad()
+            raise
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. Models

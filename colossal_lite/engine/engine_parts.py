@@ -7,8 +7,8 @@ replaced.  Hooks and gates are on the model from here on; `Engine.close` removes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,13 @@ from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
-from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights
+from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
+from colossal_lite.transforms.auxiliary_loss import unbind
+from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
 from colossal_lite.zero.build_chunks import chunk_optimizer, sharding_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
@@ -92,6 +95,21 @@ class EngineParts:
         self.weights.run_deferred()
         if self.memory_budget is None or self.memory_budget.placement is not None:
             self.optimizer.prepare()
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Weights are there, and a dropout that is drawn outside the recomputation of a block is an error."""
+        with self.weights.backward(), self.built.streams.functional(None):
+            yield
+
+    def detach(self) -> None:
+        """Take from the model what only the steps of this engine need; its gates stay."""
+        model = self.built.model
+        self.hooks.remove()
+        remove_activation_checkpoint(model)
+        restore_weights(model)
+        unbind(model)
+        unbind_dropout(model)
 
     def measured(self) -> AbstractContextManager[None]:
         """Measure the device memory in use, if a budget still has to choose a placement."""

@@ -23,7 +23,8 @@ from torch import Tensor
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
-from colossal_lite.engine.context import noting_faults, reason_of
+from colossal_lite.distributed.progress import reason_of
+from colossal_lite.engine.context import noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
 from colossal_lite.engine.step_totals import OpenStep
@@ -46,13 +47,18 @@ class EngineState:
         self._context, self._step, self._updates = context, step, parts.updates
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
+        pipeline = context.config.parallel.pipeline
+        by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"
+        times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
+        self._unit_seconds = times if by_the_clock else None
         self.full = FullState(
             built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
             parts.optimizer, built.frozen,
         )  # fmt: skip
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
-            timeout_s=context.config.timeout_s, heard=context.first_failure,
+            timeout_s=context.config.timeout_s, heard=context.first_loss,
+            standing=context.standing,
         )  # fmt: skip
         self.stop_point = StopPoint(speaks=context.is_main)
         self._task_resume = TaskResume(
@@ -73,6 +79,7 @@ class EngineState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self._updates.refuse_within("full_state_dict")
+        self.refuse_changed("full_state_dict")
         self.rest()
         return self.full.state_dict()
 
@@ -87,6 +94,7 @@ class EngineState:
         self._optimizer.changing(self._frozen)
         try:
             self.full.load(state)
+            self._note_versions()
         except ValueError:  # of tensors that do not fit
             self._optimizer.unchanged()
             raise
@@ -98,6 +106,7 @@ class EngineState:
     ) -> Saving:
         self._updates.refuse_within("save")
         self.refuse_mixed("save")
+        self.refuse_changed("save")
         self.checkpoints.settle()
         self._end_after_failures()
         self.stop_point = self.stop_point.after(directory, extra or {})
@@ -115,7 +124,7 @@ class EngineState:
         config = self._context.config
         facts = RunFacts(
             self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
-            self._optimizer.updates(), extra, self._step.loss_scale.state,
+            self._optimizer.updates(), extra, self._step.loss_scale.state, self._unit_seconds,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())
@@ -198,6 +207,7 @@ class EngineState:
             chunk.start_gather()
         for frozen in self._frozen:
             frozen.count_change()
+        self._note_versions()
         self._optimizer.settle()
         self._weights.flush()
         self._step.clear()
@@ -206,8 +216,28 @@ class EngineState:
         self._optimizer.set_updates(loaded.manifest.updates)
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
         self._step.number, self._step.samples_before = loaded.step, loaded.samples
+        self.mesh.progress.call_succeeded()
+
+    def _note_versions(self) -> None:
+        for chunk in (*self._chunks, *self._frozen):
+            chunk.note_versions()
 
     # ---- steps that do not end well ----
+
+    def refuse_changed(self, what: str) -> None:
+        """Raises ValueError if a parameter was changed in place, and the change will be lost."""
+        for chunk in (*self._chunks, *self._frozen):
+            if name := chunk.lost_change():
+                raise ValueError(
+                    f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own on "
+                    f"engine.model.parameters(), max_norm, or a hand), and the change would be lost: the value that is "
+                    f"updated is elsewhere ({self._where()}); legal: engine.step, initialize(optimizer=...), or "
+                    f"engine.load_full_state_dict"
+                )
+
+    def _where(self) -> str:
+        config = self._context.config
+        return f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
 
     def refuse_mixed(self, what: str) -> None:
         """Raises ValueError while the weights are part old, part new."""
@@ -247,7 +277,8 @@ class EngineState:
 
     def _give_up(self) -> None:
         """End the collectives of a step that was interrupted, as other ranks may have begun them. Collective."""
-        if any([self._weights.give_up(), self._hooks.give_up()]):
+        begun = any([self._weights.give_up(), self._hooks.give_up()])
+        if not self.mesh.meet_after_fault("zero_grad") and begun:
             self.mesh.world.barrier()  # all ranks must have given up before one communicates again
 
     # ---- the next engine of the task ----
@@ -286,7 +317,7 @@ class EngineState:
         fault = self.mesh.progress.fault
         parked = None
         try:
-            is_whole = not self._weights.has_failed  # else its error was raised before
+            is_whole = not (self._weights.has_failed or self.mesh.progress.broken)  # that was raised before
             if is_whole and (self.mesh.world_size == 1 or not self._context.first_failure()):
                 self._weights.flush()
                 parked = None if fault else self.park()

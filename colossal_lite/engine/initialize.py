@@ -11,23 +11,27 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.checkpoint.tools import last_unit_seconds
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
-from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
@@ -45,10 +49,11 @@ from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections
 from colossal_lite.pipeline.partition import Unit
 from colossal_lite.pipeline.stages import Stages, check_hooks, drop_other_stages, lay_out, one_stage
+from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
-from colossal_lite.transforms.batch_statistics import check_batchwide
+from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.memory_budget import Forecast
@@ -64,6 +69,7 @@ def initialize(
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     optimizer: Factory | None = None,
     example: Any = None,
+    directory: str | Path | None = None,
     store: HostStore | None = None,
     task: str = "model",
 ) -> Engine:
@@ -76,6 +82,8 @@ def initialize(
     `optimizer` makes a torch optimizer over a list of parameters, in place of `config.optimizer`.
     `example`: a batch of this rank as in `train_step`, with which `pipeline.partition='profiled'` times the layers. A
     model that states no sizes needs one there.
+    `directory`: where this run has its checkpoints.  If the newest one was cut by the clock, its times are taken again,
+    so that the run has the same stages and the same bits.
     `store`: host memory in which the engine parks its state under the name `task` when it is closed.  The next engine
     of that task in this process resumes from it, as if there had been one engine: weights, masters, moments, step
     counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank if the parked
@@ -91,7 +99,15 @@ def initialize(
         records = store.open(task, beside=context.device)
     try:
         return _initialize(
-            model, context, criterion, plan, optimizer, example, records, outlives=store is not None
+            model,
+            context,
+            criterion,
+            plan,
+            optimizer,
+            example,
+            directory,
+            records,
+            outlives=store is not None,
         )
     except BaseException:
         records.give_up()
@@ -100,8 +116,8 @@ def initialize(
 
 def _initialize(
     model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | None,
-    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, records: TaskRecords, *,
-    outlives: bool,
+    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, directory: str | Path | None,
+    records: TaskRecords, *, outlives: bool,
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
@@ -117,7 +133,9 @@ def _initialize(
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
-    measure = _measure(module, facts, parallelized, streams, context, micro_batch, criterion)
+    measure = _seconds_of_before(directory, context) or _measure(
+        module, facts, parallelized, streams, context, micro_batch, criterion
+    )
     stages = _lay_out(module, facts, context, measure)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     if optimizer is not None and context.mesh.size("pipeline") > 1:
@@ -152,6 +170,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
     check_batchwide(module, _cuts(context.config, context))
+    check_max_norm(module, _copies(context.config, context))
     if context.mesh.size("pipeline") > 1:
         check_hooks(module)
     return facts
@@ -183,14 +202,20 @@ def _swap_layers(
 
 def _cuts(config: Config, context: Context) -> tuple[str, ...]:
     """The settings by which a module sees a batch in parts, or twice."""
-    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
+    data = context.mesh.size("data")
+    return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
+
+
+def _copies(config: Config, context: Context) -> tuple[str, ...]:
+    """The settings by which a weight is kept in more places than the one that forward reads."""
+    precision, memory = Precision.of(config.precision), config.memory
     found = {
-        f"data={context.mesh.size('data')}": context.mesh.size("data") > 1,
-        f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
-        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
-        f"activation_checkpoint={recomputes!r}": recomputes != "none",
+        f"{axis}={context.mesh.size(axis)}": context.mesh.size(axis) > 1 for axis in ("data", "sequence")
+    } | {
+        f"precision with {precision.master} masters": precision.master != precision.compute,
+        f"memory.placement={memory.placement!r}": memory.moves or memory.records_tier != "device",
     }
-    return tuple(name for name, cuts in found.items() if cuts)
+    return tuple(name for name, keeps in found.items() if keeps)
 
 
 def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
@@ -201,9 +226,10 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
     if pipeline.size == 1 or pipeline.partition != "profiled":
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
-    check_batch(example, vocabulary=facts.vocabulary if facts else None)
+    check_batch(example, StatedSizes(facts.vocabulary if facts else None))
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
-    return first.cut(pipeline.parts(first.size))[0]
+    unit = context.config.parallel.tensor.sample_parts
+    return first.cut(pipeline.parts_of([first.size], 1, unit))[0]
 
 
 def _measure(
@@ -228,6 +254,33 @@ def _measure(
     return partial(profiler.costs, facts=facts)
 
 
+def _seconds_of_before(
+    directory: str | Path | None, context: Context
+) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:
+    """Gives units the times that this run was cut by before, as rank 0 reads them; None if it is new. Collective where
+    there is a directory."""
+    pipeline = context.config.parallel.pipeline
+    if directory is None or pipeline.size == 1 or pipeline.partition != "profiled":
+        return None
+    mine = last_unit_seconds(Path(directory)) if context.is_main else None
+    seconds = context.mesh.world.gather_json(mine)[0]
+    if seconds is None:
+        return None
+
+    def measured(sections: Sections, units: Sequence[Unit]) -> Sequence[Unit]:
+        if len(seconds) != len(units):
+            raise ValueError(
+                f"directory: {directory} is of a model of {len(seconds)} units, this one has {len(units)}; legal: the "
+                f"same model, or a new directory"
+            )
+        return [
+            replace(unit, forward=f, input=i, weight=w)
+            for unit, (f, i, w) in zip(units, seconds, strict=True)
+        ]
+
+    return measured
+
+
 def _lay_out(
     module: nn.Module,
     facts: ModelFacts | None,
@@ -238,13 +291,22 @@ def _lay_out(
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
-    return lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
+    if pipeline.partition == "profiled" and context.is_main:
+        counts = [stop - start for start, stop in stages.cut.bounds]
+        warnings.warn(
+            f"initialize: pipeline.partition='profiled' cuts by the clock, now {counts} units; another run may be cut "
+            f"otherwise, and then has other bits; partition={counts} or initialize(directory=...) repeats it",
+            stacklevel=5,
+        )
+    return stages
 
 
 def _forecast_batch(
     model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
 ) -> Forecast | None:
-    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other."""
+    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other, and for one
+    whose forward reads values."""
     pipeline = context.config.parallel.pipeline
     by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
     if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
@@ -275,6 +337,8 @@ def _forecast_batch(
             if not changes:
                 raise
             return None
+        except ValuesError:
+            return None  # it is measured in the first step instead
         activations = made.bytes_of("activations") + made.bytes_of("logits")
         beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
         return {"activations": activations, "device": made.peak_bytes} | beside

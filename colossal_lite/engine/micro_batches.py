@@ -15,32 +15,34 @@ import torch
 from torch import Tensor
 
 from colossal_lite.data.batch import Batch, read_batch
-from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.parallel.parallelize import Parallelized
 
 
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
-    def __init__(self, context: Context, parallelized: Parallelized, vocabulary: int | None) -> None:
-        """`vocabulary`: ids must be below it; None if it is not known."""
+    def __init__(
+        self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison
+    ) -> None:
+        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`."""
+        self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
-        self._parallelized, self._vocabulary = parallelized, vocabulary
+        self._parallelized, self._stated = parallelized, stated
 
     def of(self, batch: Any) -> tuple[Batch, ...]:
         """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
         `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
-        check_batch(batch, vocabulary=self._vocabulary)
+        check_batch(batch, self._stated)
         labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
+        self._comparison.add_batch(whole.tensors)
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
-        count = (
-            pipeline.parts_of(sizes, accumulation_steps)
-            if torch.is_grad_enabled()
-            else pipeline.fewer_of(sizes, accumulation_steps)
-        )
+        count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
+        count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)
         parts = tuple(part for turn in whole.cut(accumulation_steps) for part in turn.cut(count))
         if pipeline.size > 1:
             for (

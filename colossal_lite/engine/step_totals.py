@@ -1,13 +1,15 @@
 """Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, which
-parameters were used, and, in one number, whether to stop and the samples.  With `sum_order="ordered"` a square for each
-block of 1,024 elements stands in place of their sum.  Every rank has the same row afterwards, so all decide alike.
+Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, whether
+ranks differ (rank_comparison.py), which parameters were used, and, in one number, whether to stop and the samples.
+With `sum_order="ordered"` a square for each block of 1,024 elements stands in place of their sum.  Every rank has the
+same row afterwards, so all decide alike.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import to_device
@@ -41,6 +44,15 @@ class StepTotals:
         return math.isfinite(self.loss) and math.isfinite(self.squares)
 
     @property
+    def why_skipped(self) -> str:
+        """Why a step with these totals changes nothing."""
+        if not self.weight:
+            return "no label of the global batch counts"
+        if not math.isfinite(self.loss):
+            return f"its loss is {self.loss}"
+        return f"its gradient is not finite (the sum of squares is {self.squares})"
+
+    @property
     def grad_norm(self) -> float:
         return math.sqrt(self.squares) / self.weight if self.weight else 0.0
 
@@ -52,6 +64,41 @@ class StepTotals:
     def clip_factor(self, limit: float | None) -> float:
         """Factor on gradients so that their norm is at most `limit`."""
         return min(1.0, limit / (self.grad_norm + 1e-6)) if limit is not None else 1.0
+
+
+@dataclass
+class SkippedSteps:
+    """Tells of skipped steps, and ends a run that skips too many in a row."""
+
+    limit: int | None
+    in_a_row: int = 0
+
+    def note(self, skipped: int | None, totals: StepTotals, *, tells: bool) -> None:
+        """After a step; `skipped`: its number if it was skipped. Warns if this rank `tells`. Raises ValueError on every
+        rank at the limit."""
+        self.in_a_row = 0 if skipped is None else self.in_a_row + 1
+        if skipped is None:
+            return
+        told = f"step {skipped} changed nothing, as {totals.why_skipped}"
+        if self.limit is not None and self.in_a_row >= self.limit:
+            raise ValueError(
+                f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: a "
+                f"checkpoint from before, with a lower lr, clip_grad_norm or other data; None for no limit"
+            )
+        if tells:
+            warnings.warn(f"{told} ({self.in_a_row} in a row)", stacklevel=5)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `loss` 0-d, equal on every rank; `grad_norm` before clipping; `lr` of the default group."""
+
+    step: int
+    loss: Tensor
+    grad_norm: float
+    tokens: int
+    skipped: bool
+    lr: float
 
 
 class LocalSums:
@@ -98,32 +145,38 @@ class OpenStep:
         self.calls = 0
         """In a loop of the user's own, the calls of `backward`."""
         self.samples = 0
+        """In a loop of the user's own, the samples of all data ranks in these calls."""
+        self.own_samples = 0
         """Samples that this data coordinate has trained on in this step."""
         self.samples_before = 0
         """Samples that all steps before it have used, or as a save or a load has stated since."""
 
     def clear(self) -> None:
-        """Drop the sums and totals; what counts steps and samples, and the loss scale, stay."""
+        """Drop the sums and totals; what counts steps and samples before, and the loss scale, stay."""
+        self.own_samples = 0
         self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
 
 
 def all_reduce_totals(
-    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], *, stop: bool,
-    samples: int,
+    mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec],
+    comparison: RankComparison, *, stop: bool, samples: int,
 ) -> StepTotals:  # fmt: skip
     """One all-reduce over the world of each rank's (loss, weight) `told` [2], its terms of the sum of `squares`, the
     entries of its `chunks` in use, its request to `stop`, and its data coordinate's `samples`. Collective.
 
-    `packed`: the chunks of the whole pipeline.  Raises as `Mesh.check_together` if collectives differ."""
+    `packed`: the chunks of the whole pipeline.  Raises as `RankComparison.check` if batches or buffers
+    differ, and as `Mesh.check_together` if collectives do."""
     here = {chunk.spec.id: chunk.used for chunk in chunks}
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
     counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
-    flags = [stop * STOP + counted, mesh.collectives_differ, *(flag for mine in used for flag in mine)]
+    flags = [stop * STOP + counted, *(flag for mine in used for flag in mine)]
     marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
-    row = mesh.world.all_reduce(torch.cat([told, marks, squares]))
-    total = row[2 + len(flags) :].sum().item()
-    loss, weight, stops_and_samples, apart, *counts = row[: 2 + len(flags)].tolist()
+    differs = comparison.term() + mesh.collectives_differ
+    row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
+    total = row[3 + len(flags) :].sum().item()
+    loss, weight, apart, stops_and_samples, *counts = row[: 3 + len(flags)].tolist()
+    comparison.check(apart)
     mesh.check_together(apart)
     stops, all_samples = divmod(int(stops_and_samples), STOP)
     found, start = dict[int, tuple[bool, ...]](), 0

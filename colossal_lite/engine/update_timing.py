@@ -6,7 +6,7 @@ rate.  Both are known at the end of a step, and every update runs then.  Where s
 deferred and run beside the next forward (zero/deferred_updates.py).  With `optimizer.update_when="backward"` the ranks
 agree on the tokens before backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
 (zero/backward_updates.py).  The actions are the same, `Updates._actions`.  Cost within backward: one more all-reduce of
-two float64.
+three float64.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.memory_report import Metering
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import StepTotals
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.schedule.optimizer_updates import holds_up
@@ -90,10 +92,12 @@ class Updates:
 
     # ---- within backward ----
 
-    def begin(self, told: Tensor, factor: float) -> None:
-        """Before a backward that updates: sum the (loss, weight) `told` by each rank, to divide by. Collective."""
+    def begin(self, told: Tensor, factor: float, comparison: RankComparison) -> None:
+        """Before a backward that updates: sum the (loss, weight) `told` by each rank, to divide by. Collective. Raises
+        as `RankComparison.check`."""
         assert self._in_backward is not None
-        loss, weight = self._mesh.world.all_reduce(told).tolist()
+        loss, weight, apart = self._mesh.world.all_reduce(torch.cat([told, comparison.term()])).tolist()
+        comparison.check(apart)
         if not math.isfinite(loss) or weight == 0:
             self._in_backward.begin(None)
             return

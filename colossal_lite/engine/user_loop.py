@@ -3,7 +3,8 @@
 Note: what such a loop gets.
 The loop calls `engine(x)`, computes its own loss, and calls `engine.backward(loss)` and `engine.step()`.  Logits are
 gathered over vocabulary, tokens and samples, so every tensor rank has the loss of the whole micro-batch.  One of them
-reports it.  A pipeline is refused, since only the engine can run its plan.  Auxiliary losses are refused too.
+reports it.  Samples are counted over the micro-batches of a step, so each has dropout masks of its own.  A pipeline is
+refused, since only the engine can run its plan.  Auxiliary losses are refused too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.zero.build_chunks import sharding_of
 
@@ -28,28 +30,36 @@ class UserLoop:
     The phases of a step: 1. `local_part` and `whole_outputs` around each forward; 2. `backward` for each micro-batch;
     3. `finish`, when the engine's `step` is called."""
 
-    def __init__(self, parts: EngineParts, step: OpenStep, micro_batches: MicroBatches) -> None:
+    def __init__(
+        self, parts: EngineParts, step: OpenStep, micro_batches: MicroBatches, comparison: RankComparison
+    ) -> None:
         built = parts.built
         self._parts, self._step, self._micro_batches = parts, step, micro_batches
+        self._comparison = comparison
         self._streams, self._chunks = built.streams, built.chunks
         self._strategy, self._auxiliary = built.parallelized.strategy, built.parallelized.auxiliary
         self._config, self._mesh = parts.context.config, parts.context.mesh
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
+        self._samples = 0  # of all data ranks in that micro-batch
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
-        first = self._micro_batches.first_sample(self._micro_batches.sizes(inputs))
+        self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
+        sizes = self._micro_batches.sizes(inputs)
+        self._samples = sum(sizes)
+        first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
         self._is_empty = local.inputs.shape[0] == 0
         if self._is_empty:
             local = _with_one_row(local)
-        self._streams.begin(self._step.number, local.samples, local.token_positions)
+        is_part = local.positions is not None
+        self._streams.begin(self._step.number, local.samples, local.token_positions, is_part=is_part)
         return local
 
     def whole_outputs(self, outputs: Any) -> Any:
@@ -85,11 +95,12 @@ class UserLoop:
         if self._updates.within_backward:
             if count is None:
                 step.sums.weigh_alike()
-            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor)
+            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor, self._comparison)
         step.calls += 1
+        step.samples += self._samples
         is_last = step.calls == self._config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
-        with self._parts.measured(), self._parts.weights.backward():
+        with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
         if self._by_micro_batch:
             self._reduce_all()

@@ -174,6 +174,10 @@ class Chunk(LocalShard, WeightChunk):
 
     # ---- masters ----
 
+    @property
+    def takes_changes(self) -> bool:
+        return super().takes_changes and self.master is self.local_shard
+
     def _load_own(self, local: slice, own: Tensor) -> None:
         if self.residual is not None:
             self.set_masters(local, own)

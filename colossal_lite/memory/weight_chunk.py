@@ -121,6 +121,7 @@ class WeightChunk:
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
+        self._versions: list[int] = []  # of the parameters, as our own changes have made them
         self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
 
@@ -165,6 +166,7 @@ class WeightChunk:
             for entry in self.spec.entries:
                 self.load(entry, initial[entry.name])
         (self._hide if self.is_sharded else self._show)()
+        self.note_versions()
 
     def load(self, entry: Entry, value: Tensor) -> None:
         """Set one entry's weight, and its master, from all its elements."""
@@ -187,6 +189,23 @@ class WeightChunk:
         not see changes of views that parameters were given as their `data`."""
         self.version += 1
         increment_version(self._parameters)
+        self._versions = [version + 1 for version in self._versions]
+
+    def note_versions(self) -> None:
+        """All weights were set: what changed them before does not matter."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether a parameter that is changed in place stays changed: it is then the value that is updated."""
+        return not self.is_sharded
+
+    def lost_change(self) -> str | None:
+        """The name of a parameter that was changed in place by others, where the next gather or update undoes it."""
+        if self.takes_changes:
+            return None
+        changed = zip(self.spec.entries, self._parameters, self._versions, strict=True)
+        return next((entry.name for entry, p, version in changed if p._version != version), None)
 
     def defer(self) -> None:
         """Hide the weights until their deferred update."""

@@ -5,7 +5,8 @@ Every random number of a run is a pure function of (key, counter) through Philox
 (seed and name), the counter the element.
 - Initial values: key = (seed, parameter name, ordinal of the draw), counter = global element index.
 - Dropout: key = (seed, module name, index of the call within one forward pass), counter = (step, index of the sample
-  in the step's global batch, position, feature); never a rank or a micro-batch.
+  in the step's global batch, position, feature); never a rank or a micro-batch.  Attention weights have the head in the
+  place of the position, and query and key together as the feature.
 So weights and masks are the same on every mesh and for every number of micro-batches.  There is no generator state to
 save, and recomputation draws the same mask again.
 
@@ -19,7 +20,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,9 @@ class Place:
     sample: Tensor
     position: Tensor
     calls: Mapping[str, int]
+    is_part: bool = False
+    behind: str = ""
+    is_open: bool = True
 
 
 class DropoutStreams:
@@ -65,35 +69,72 @@ class DropoutStreams:
         self._step = 0
         self._sample = self._position = torch.empty(0, dtype=torch.int64)
         self._calls: dict[str, int] = {}
+        self._is_part = self._is_open = False
+        self.behind = ""
+        """The linear behind which activations are cut in another way than the residual stream, while they are."""
+        self.functional: Callable[[nn.Module | None], AbstractContextManager[Any]] = nullcontext
+        """Within it, functional dropouts draw from these counters too; for a module whose forward runs again."""
 
-    def begin(self, step: int, sample: Tensor, position: Tensor) -> None:
-        """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64."""
-        self._step, self._sample, self._position = step, sample, position
+    def begin(self, step: int, sample: Tensor, position: Tensor, *, is_part: bool = False) -> None:
+        """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64. `is_part`: the
+        sequence has other tokens, which are not here."""
+        self._step, self._sample, self._position, self._is_part = step, sample, position, is_part
         self._calls.clear()
+        self._is_open, self.behind = True, ""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass, which `begin` has begun."""
+        try:
+            with self.functional(None):
+                yield
+        finally:
+            self._is_open = False
 
     def place(self) -> Place:
         """The position that `go_to` restores, so that a part of the pass draws the same masks a second time."""
-        return Place(self._step, self._sample, self._position, dict(self._calls))
+        return Place(
+            self._step,
+            self._sample,
+            self._position,
+            dict(self._calls),
+            self._is_part,
+            self.behind,
+            self._is_open,
+        )
 
     def go_to(self, place: Place) -> None:
         self._step, self._sample, self._position = place.step, place.sample, place.position
         self._calls = dict(place.calls)
+        self._is_part, self.behind, self._is_open = place.is_part, place.behind, place.is_open
 
     def rows(self, name: str, parts: int = 1, part: int = 0) -> Rows:
         """Counters of the next call of module `name`; of part `part` of `parts` of the positions, where the module sees
-        only those."""
+        only those. Raises ValueError outside a forward pass."""
+        if not self._is_open:
+            raise ValueError(
+                f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a forward that a "
+                f"checkpoint of the model's own runs again: its mask would be another; legal: activation_checkpoint, "
+                f"which draws the same masks again, engine(x), or the model in eval()"
+            )
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         position = self._position.tensor_split(parts)[part]
-        return Rows(key(self._seed, name, call), self._step, self._sample, position)
+        whole = self._position if parts > 1 or self._is_part else None
+        return Rows(key(self._seed, name, call), self._step, self._sample, position, whole=whole)
 
 
 class CountedOnly:
     """Holds the first forward that trains to random numbers of the streams above: those of torch's own generator would
     differ between meshes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._has_held = False
+
+    def _states(self) -> tuple[Tensor, ...]:
+        on_device = (torch.cuda.get_rng_state(self._device),) if self._device.type == "cuda" else ()
+        return (torch.get_rng_state(), *on_device)
 
     @contextmanager
     def held(self, trains: bool) -> Iterator[None]:
@@ -101,13 +142,15 @@ class CountedOnly:
         if self._has_held or not trains:
             yield
             return
-        before = torch.get_rng_state()
+        before = self._states()
         yield
         self._has_held = True
-        if not torch.equal(torch.get_rng_state(), before):
+        if not all(map(torch.equal, self._states(), before)):
             raise ValueError(
-                "model: its forward draws from torch's own generator (a functional dropout?), so that masks would "
-                "depend on the number of ranks; use nn.Dropout, which is replaced, or set its probability to 0"
+                "model: its forward draws from torch's own generator (torch.rand, bernoulli, dropout in an RNN, or a "
+                "functional dropout in blocks that compile='block' compiles), so that its numbers would depend on the "
+                "number of ranks; legal: nn.Dropout, torch.nn.functional.dropout, scaled_dot_product_attention with "
+                "dropout_p, or a probability of 0"
             )
 
 

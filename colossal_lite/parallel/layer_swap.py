@@ -11,19 +11,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.swap_checks import (
+    LINEAR_ROLES,
+    embedding_faults,
+    hook_faults,
+    linear_faults,
+    parameter_hook_faults,
+    position_faults,
+)
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import Dim, Factor, Partial, Placements, ShardSpec, dims_of
 
 # Attributes under which attention modules keep what a share of the heads changes: ours, and Hugging Face's.
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_head")
 KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads")
+TABLES = ("embedding", "position")
+LEGAL = {
+    **dict.fromkeys(LINEAR_ROLES, "nn.Linear, or Hugging Face's Conv1D, as they are, without hooks"),
+    "embedding": "an nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
+    "position": "an nn.Embedding without max_norm, scale_grad_by_freq and sparse",
+}
 TOKENS_CUT: Placements = (("data", Partial), ("sequence", Partial))
 
 
@@ -78,6 +94,7 @@ class Swap(ABC):
         faults += [
             text for name, role in self.roles.items() for text in self.size_faults(name, role, owners[name])
         ]
+        faults += self._module_faults(owners)
         for name, role in self.roles.items():
             if role.name == "adapter" and not self.has_adapters:
                 faults.append(f"{name}: the role adapter is not built in this tensor mode; legal: mode='1d'")
@@ -93,6 +110,30 @@ class Swap(ABC):
         for name, held in heads.items():
             _set_heads(owners[name], held, self.head_parts)
         return self.specs
+
+    def replaces(self, name: str, role: Role) -> bool:
+        """Whether a layer takes the place of this module, which is neither a linear nor a token embedding."""
+        return False
+
+    def _module_faults(self, owners: Mapping[str, nn.Module]) -> list[str]:
+        """What the modules that are replaced have, and the layers in their place would not."""
+        found: list[tuple[str, str]] = []
+        for name, role in self.roles.items():
+            module = owners[name]
+            if role.name in LINEAR_ROLES:
+                found += [(name, words) for words in linear_faults(module)]
+            elif role.name in TABLES:
+                found += [(name, words) for words in embedding_faults(module)]
+            if role.name == "position" and self.replaces(name, role):
+                found += [(name, words) for words in position_faults(module)]
+            if role.name in (*LINEAR_ROLES, "embedding") or self.replaces(name, role):
+                found += [(name, words) for words in hook_faults(module)]
+        faults = [
+            f"{name} ({type(owners[name]).__name__}): {words}, which no layer in its place carries; legal in the role "
+            f"{self.roles[name].name}: {LEGAL.get(self.roles[name].name, 'a module without it')}"
+            for name, words in found
+        ]
+        return [*faults, *parameter_hook_faults(self.module)]
 
     def parameter(
         self, original: nn.Parameter | None, dims: tuple[Dim, ...] | None = None, value: Placements = (),
@@ -150,11 +191,6 @@ def plain(name: str, size: int) -> Dim:
 def padded(name: str, size: int, parts: int) -> Dim:
     """A dimension of one factor, stored with the next size that `parts` divide."""
     return ((Factor(name, size, -(-size // parts) * parts),),)
-
-
-def is_transposed(module: Any) -> bool:
-    """Whether a linear stores its weight [D_in, D_out], as Conv1D of Hugging Face's GPT-2 does."""
-    return type(module).__name__ == "Conv1D"
 
 
 def oriented(outputs: Dim, inputs: Dim, transposed: bool) -> tuple[Dim, ...]:
@@ -223,3 +259,25 @@ def cut_values(
             )
             local[into] = part[(slice(None), *(slice(p.start, p.start + p.length) for p in box))]
     return fetch(0, 0).new_zeros(spec.local_shape(layout)) if local is None else local
+
+
+def fill_placeholders(
+    module: nn.Module, originals: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: Mesh
+) -> None:
+    """Replace the placeholders by this rank's values of the originals; ties remain."""
+    real: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            fetch = partial(_part, originals[name].detach().reshape(-1))
+            value = cut_values(specs[name], mesh.layout, mesh.coords, fetch)
+            real[id(parameter)] = nn.Parameter(
+                value.contiguous().clone(), requires_grad=parameter.requires_grad
+            )
+    for owner in module.modules():
+        for name, held in owner.named_parameters(recurse=False):
+            if id(held) in real:
+                setattr(owner, name, real[id(held)])
+
+
+def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat[start:stop]

@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from colossal_lite.kernels import Rows
-from colossal_lite.parallel.layer_swap import is_transposed
 from colossal_lite.parallel.roles import Role, match_name
+from colossal_lite.parallel.swap_checks import is_transposed
 
 CUT = ("colwise", "rowwise")
 
@@ -113,7 +113,7 @@ def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: i
         seen = args[0].shape[-1]
 
     def local() -> Rows:
-        return replace(rows(), feature=coord * width) if seen == width else rows()
+        return replace(rows(), feature=coord * width, width=width) if seen == width else rows()
 
     module.register_forward_pre_hook(look)
     return local

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.kernels import Ops
+from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 Criterion = Callable[[Tensor, Tensor], Any]
+
+
+class _Parallelized(Protocol):
+    """What a loss asks of `parallelize.Parallelized`."""
+
+    @property
+    def strategy(self) -> TensorStrategy: ...
+
+    @property
+    def ops(self) -> Ops: ...
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -29,7 +40,7 @@ def logits_of(outputs: Any) -> Tensor:
 class Loss:
     """`criterion`: None for cross-entropy."""
 
-    parallelized: Parallelized
+    parallelized: _Parallelized
     criterion: Criterion | None
 
     def of(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:

@@ -8,8 +8,9 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,17 +19,27 @@ from torch import nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
+from colossal_lite.data.batch_checks import StatedSizes
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.kernels import Dropout, Ops, Rows
+from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
-from colossal_lite.parallel.layer_swap import ancestors
+from colossal_lite.parallel.dropout_rows import (
+    CutLinear,
+    adapters_of,
+    bind_dropout,
+    cut_linears,
+    in_several_places,
+    is_known,
+    rows_behind,
+)
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
-from colossal_lite.parallel.sequence_parallel import OnSequence, SequenceParallel
-from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
+from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
@@ -75,38 +86,44 @@ def parallelize(
     """
     if mesh.size("sequence") > 1:
         _check_attention(module, sequence_mode)
+        known = known_plan(*_names(module))
+        check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
     _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
+    chosen: Mapping[str, str] = {}
+    roles: Mapping[str, Role] = {}
+    linears: tuple[CutLinear, ...] = ()
     if mesh.size("tensor") == 1:
-        chosen: Mapping[str, str] = {}
         made = _serial(module)
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
+        check_plan(
+            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+        )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
+        linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
-        if streams and not isinstance(module, GPT) and not hugging_face.is_hugging_face(module):
-            made = _with_dropout_outside(module, roles, made)
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
+    if streams and linears:
+        local_rows = rows_behind(module, roles, linears, streams, strategy.cut_behind, local_rows)
     if mesh.size("sequence") > 1:
-        sequence, theirs = SequenceParallel.on(mesh, sequence_mode), hugging_face.is_hugging_face(module)
-        if theirs:
-            hugging_face.bind(module)
         facts = facts_of(module)
         longest = facts.sequence if facts else None
-        strategy, ops = OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
-    has_dropout = _bind_dropout(module, streams, local_rows) if streams else False
+        strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
+    refused = {**adapters_of(roles), **(in_several_places(module) if mesh.size("pipeline") > 1 else {})}
+    has_dropout = (
+        bind_dropout(module, streams, local_rows, None if compiled else refused) if streams else False
+    )
     if replaced := emitting.keys() - modules_of(module).keys():
         raise ValueError(
             f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
             f"{mode_of(mesh)}; legal: in the module around that"
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
-    for owner in module.modules():
-        if hasattr(owner, "ops"):
-            setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+    give_ops(module, ops)
     return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
 
 
@@ -165,51 +182,6 @@ def _check_attention(module: nn.Module, mode: str) -> None:
         )
 
 
-def _with_dropout_outside(module: nn.Module, roles: Mapping[str, Role], made: ModeResult) -> ModeResult:
-    """`made`, with an error for a dropout between a column-wise linear and its row-wise one.
-
-    Features are cut differently there than in the residual stream, whose counters the dropout would use.  So its mask
-    would differ from the serial one.
-
-    Hooks on the linears record where a forward is; names cannot.  An adapter's own dropout has counters of its own, and
-    known models have no dropout there.
-    """
-    strategy, specs, local_rows, share_at = made
-    inside: list[str] = []  # the column-wise linear whose row-wise one has not run yet
-
-    def enter(name: str, *_: Any) -> None:
-        inside[:] = [name]
-
-    def leave(*_: Any) -> None:
-        inside.clear()
-
-    module.register_forward_pre_hook(leave)
-    for name, role in roles.items():
-        if role.name == "colwise":
-            module.get_submodule(name).register_forward_hook(partial(enter, name))
-        elif role.name in ("rowwise", "block"):
-            module.get_submodule(name).register_forward_pre_hook(leave)
-    adapters = {name for name, role in roles.items() if role.name == "adapter"}
-
-    def outside(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
-        local = local_rows(name, rows)
-        if not adapters.isdisjoint(ancestors(name)):
-            return local
-
-        def checked() -> Rows:
-            if inside:
-                raise ValueError(
-                    f"{name}: a dropout between {inside[0]}, whose features are cut over the tensor axis, and the "
-                    f"row-wise linear of the pair: its mask would not be that of one process; legal: a dropout behind "
-                    f"the row-wise linear, p=0, or tensor=1"
-                )
-            return local()
-
-        return checked
-
-    return strategy, specs, outside, share_at
-
-
 def _serial(module: nn.Module) -> ModeResult:
     strategy, ties = Serial(), tied_names(module)
     specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
@@ -246,6 +218,10 @@ _FACT_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+_POSITIONS = re.compile(r"(^|\.)(wpe|[^.]*pos[^.]*)\.weight$")
+"""Names of tables of learned positions."""
+
+
 def facts_of(module: nn.Module) -> ModelFacts | None:
     """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
     config = getattr(module, "config", None)
@@ -261,6 +237,19 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
 
 
+def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> StatedSizes:
+    """What a batch must fit. `shapes`: of the whole `state_dict()`, as `module` may have lost a part to other ranks.
+
+    A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
+    no end."""
+    facts, config = facts_of(module), getattr(module, "config", None)
+    sequence = next((n for name in _FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
+    positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
+    tokens = sequence if isinstance(module, GPT) else positions
+    return StatedSizes(facts.vocabulary if facts else None, tokens, positions)
+
+
 def tied_names(module: nn.Module) -> dict[str, str]:
     """First name -> itself, for each parameter that has several names: the name of its tie group."""
     seen: dict[int, str] = {}
@@ -270,20 +259,3 @@ def tied_names(module: nn.Module) -> dict[str, str]:
         if first != name:
             tied[first] = first
     return tied
-
-
-def _bind_dropout(module: nn.Module, streams: DropoutStreams, local_rows: LocalRows) -> bool:
-    """Give every dropout its counters, torch's own included: it is replaced under its own name. One that stands in
-    several places has a name in each."""
-    found, bound = False, set[int]()
-    for path, owner in list(module.named_modules()):
-        for name, child in list(owner._modules.items()):
-            if type(child) is nn.Dropout or (type(child) is Dropout and id(child) in bound):
-                setattr(owner, name, Dropout(child.p))
-                child = getattr(owner, name)
-            if isinstance(child, Dropout):
-                full_name = f"{path}.{name}" if path else name
-                child.rows = local_rows(full_name, partial(streams.rows, full_name))
-                bound.add(id(child))
-                found = found or child.p > 0
-    return found

@@ -32,6 +32,7 @@ class Serial:
         return total, count
 
     owns_loss = True
+    cut_behind = (0, 1)
 
     def local_part(self, batch: Batch) -> Batch:
         return batch

@@ -25,6 +25,7 @@ ROLES = (
     "adapter",  # module around a colwise or rowwise linear that adds a product of low rank; what it holds needs no role
 )
 DETAILS = {
+    # rows of one weight: [q, k, v]; keys or values, which ranks share where there are fewer heads; [gate, up]
     "colwise": ("qkv", "kv", "gate_up"),
     # `embedding:whole`: the model counts on whole sequences outside its blocks, so activations are cut within them only
     "embedding": ("whole",),

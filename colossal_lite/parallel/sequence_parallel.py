@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
@@ -34,8 +34,9 @@ from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Mask, Ops
-from colossal_lite.parallel.hugging_face import local_arguments
+from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
+from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
 
@@ -220,6 +221,11 @@ class OnSequence:
         tells: bool = self.inner.owns_loss
         return tells
 
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        cut: tuple[int, int] | None = self.inner.cut_behind
+        return cut
+
     def local_part(self, batch: Batch) -> Batch:
         tokens = batch.inputs.shape[1]
         if self.longest is not None and tokens > self.longest:
@@ -231,7 +237,7 @@ class OnSequence:
                 "batch: position_ids of a Hugging Face model under sequence > 1, where packed documents are not read "
                 "from them; legal: input_ids, attention_mask, labels"
             )
-        return local_arguments(self.sequence.local_part(self.inner.local_part(batch)))
+        return hugging_face.local_arguments(self.sequence.local_part(self.inner.local_part(batch)))
 
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.inner.cross_entropy(ops, logits, labels)
@@ -245,3 +251,20 @@ class OnSequence:
         tokens = self.sequence.in_order(autograd_collectives.join(logits, self.sequence.comm, 1), 1)
         whole: Tensor = self.inner.whole_batch(tokens)
         return whole
+
+
+def across_sequence(
+    module: nn.Module, mesh: Mesh, mode: str, strategy: TensorStrategy, ops: Ops, longest: int | None = None
+) -> tuple[OnSequence, Ops]:
+    """The strategy and the ops with which `module` sees this rank's tokens; attention of Hugging Face becomes ours."""
+    sequence, theirs = SequenceParallel.on(mesh, mode), hugging_face.is_hugging_face(module)
+    if theirs:
+        hugging_face.bind(module)
+    return OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
+
+
+def give_ops(module: nn.Module, ops: Ops) -> None:
+    """Have every module that computes by a table of ops use this one."""
+    for owner in module.modules():
+        if hasattr(owner, "ops"):
+            setattr(owner, "ops", ops)  # noqa: B010  (nn.Module types its attributes as tensors and modules)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout
 from colossal_lite.parallel import parallelize as layers
-from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.parallel.layer_swap import fill_placeholders
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import modules_of
@@ -90,7 +89,7 @@ def parallelize(
         kernels=kernels,
         device_type=first.device.type if first is not None else "cpu",
     )
-    _fill(module, originals, made.specs, mesh)
+    fill_placeholders(module, originals, made.specs, mesh)
     done = Layers(mesh, made)
     object.__setattr__(module, MEMORY, done)
     return done
@@ -159,25 +158,3 @@ def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh)
             f"parallelize: dropout ({', '.join(dropping[:3])}) under tensor parallelism needs masks that agree "
             f"between ranks; use initialize, or set p=0"
         )
-
-
-def _part(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat[start:stop]
-
-
-def _fill(
-    module: nn.Module, originals: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: Mesh
-) -> None:
-    """Replace the placeholders by this rank's values; ties remain."""
-    real: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters()):
-        if parameter.is_meta:
-            fetch = partial(_part, originals[name].detach().reshape(-1))
-            value = cut_values(specs[name], mesh.layout, mesh.coords, fetch)
-            real[id(parameter)] = nn.Parameter(
-                value.contiguous().clone(), requires_grad=parameter.requires_grad
-            )
-    for owner in module.modules():
-        for name, held in owner.named_parameters(recurse=False):
-            if id(held) in real:
-                setattr(owner, name, real[id(held)])

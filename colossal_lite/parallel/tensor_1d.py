@@ -37,7 +37,6 @@ from colossal_lite.parallel.layer_swap import (
     Swap,
     ancestors,
     heads_of,
-    is_transposed,
     oriented,
     output_rows,
     padded,
@@ -45,6 +44,7 @@ from colossal_lite.parallel.layer_swap import (
 )
 from colossal_lite.parallel.lora import Adapter, read_adapter, rows_on_features
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_1d_layers import (
     AXIS,
     ColwiseLinear,
@@ -122,6 +122,9 @@ class TensorParallel1D(Swap):
             return self.mode
         return replace(self.mode, sequence_parallel=False)
 
+    def replaces(self, name: str, role: Role) -> bool:
+        return role.name == "position" and self.mode_at(name).sequence_parallel
+
     def size_faults(self, name: str, role: Role, module: Any) -> list[str]:
         if role.name == "adapter":
             return self._adapter_faults(name, module)
@@ -183,7 +186,8 @@ class TensorParallel1D(Swap):
                 self._adapt(self._adapters[name], module, mode)
                 return kept
             case "embedding":
-                return VocabularyEmbedding(mode, self._cut_vocabulary(module.weight))
+                made = VocabularyEmbedding(mode, self._cut_vocabulary(module.weight), module)
+                return made.standing_in(module)
             case "lm_head":
                 weight, bias = (
                     self._cut_vocabulary(p) for p in (module.weight, getattr(module, "bias", None))
@@ -193,7 +197,8 @@ class TensorParallel1D(Swap):
             case "position" if mode.sequence_parallel:
                 return PositionEmbedding(mode, self.parameter(module.weight, gradient=per_token))
         for parameter in module.parameters(recurse=False):
-            self.parameter(parameter, gradient=per_token if role.name == "norm" else ())
+            # of the tokens, or the heads, that a rank sees
+            self.parameter(parameter, gradient=per_token if role.name in ("norm", "replicate") else ())
         return kept
 
     # ---- adapters ----

@@ -6,6 +6,7 @@ collective overlaps with a product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Ops
+from colossal_lite.parallel.swap_checks import has_forward_of
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import (
     WeightGradStore,
@@ -57,6 +59,10 @@ class Tensor1D:
     def owns_loss(self) -> bool:
         """All ranks of the axis compute the same loss."""
         return self.coord == 0
+
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        return self.coord, self.size
 
     def local_part(self, batch: Batch) -> Batch:
         return batch
@@ -158,19 +164,58 @@ class RowwiseLinear(nn.Module):
         return out
 
 
-class VocabularyEmbedding(nn.Module):
-    """Embedding with its rows cut: ids [B, T] -> [B, T(/n), D]."""
+class TablePart(nn.Module):
+    """Part `part` of a table [V, D] cut over V: looks ids up, and gives zeros for words of other parts.
 
-    def __init__(self, mode: Tensor1D, weight: nn.Parameter) -> None:
+    `own`: an embedding with a forward of its own, which acts on each word alone and is run on words of this part.  Then
+    that module stands in the model, with the weight and this forward.
+    """
+
+    def __init__(self, weight: nn.Parameter, part: int, module: nn.Embedding) -> None:
         super().__init__()
         self.weight_grad_store: WeightGradStore | None = None
-        self.mode, self.weight = mode, weight
+        self.weight, self.rows, self.start = weight, weight.shape[0], part * weight.shape[0]
+        self.padding_idx = self._local(module.padding_idx)
+        self.own: Callable[[Tensor], Tensor] | None = None
+
+    def standing_in(self, module: nn.Embedding) -> nn.Module:
+        """This layer; or `module` itself, if it has a forward of its own, with the weight of this part."""
+        if has_forward_of(module, nn.Embedding):
+            return self
+        self.own = module.forward
+        module.weight, module.padding_idx = self.weight, self.padding_idx
+        del self.weight
+        module.forward = self.forward  # type: ignore[method-assign]
+        return module
+
+    def terms(self, ids: Tensor) -> Tensor:
+        """Rows [..., D] of ids [...]."""
+        here = (ids >= self.start) & (ids < self.start + self.rows)
+        local = torch.where(here, ids - self.start, 0)
+        return self._rows_of(local) * here.unsqueeze(-1)
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        if self.own is not None:
+            return self.own(ids)
+        rows = embedding(ids, self.weight, self.weight_grad_store)
+        if self.padding_idx is None:
+            return rows
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+    def _local(self, word: int | None) -> int | None:
+        """The row of a word, if it is one of these."""
+        return word - self.start if word is not None and 0 <= word - self.start < self.rows else None
+
+
+class VocabularyEmbedding(TablePart):
+    """Embedding with its rows cut: ids [B, T] -> [B, T(/n), D]."""
+
+    def __init__(self, mode: Tensor1D, weight: nn.Parameter, module: nn.Embedding) -> None:
+        super().__init__(weight, mode.coord, module)
+        self.mode = mode
 
     def forward(self, ids: Tensor) -> Tensor:
-        start = self.mode.coord * self.weight.shape[0]
-        here = (ids >= start) & (ids < start + self.weight.shape[0])
-        x = embedding(torch.where(here, ids - start, 0), self.weight, self.weight_grad_store)
-        return reduce_scatter_to_sequence_region(x * here.unsqueeze(-1), self.mode)
+        return reduce_scatter_to_sequence_region(self.terms(ids), self.mode)
 
 
 class PositionEmbedding(nn.Module):

@@ -34,13 +34,13 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.grid_layers import GridLinear, OperandAxis, ProductSpec
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.tensor_1d_layers import TablePart
 from colossal_lite.parallel.tensor_grid import (
     Grid,
     GridPlacement,
     GridSizes,
     PayloadCounter,
     TensorParallelGrid,
-    looked_up,
     parts_of,
     swapped,
     table_dims,
@@ -48,7 +48,6 @@ from colossal_lite.parallel.tensor_grid import (
 )
 from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
-from colossal_lite.transforms.split_backward import WeightGradStore
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
 
@@ -89,18 +88,16 @@ class Tensor2D(Grid):
         return autograd_collectives.join(autograd_collectives.join(logits, self.row, 0), self.depth, 0)
 
 
-class Embedding2D(nn.Module):
+class Embedding2D(TablePart):
     """ids [B/q, T] of this rank's samples -> [B/q, T, D/q]; weight [V/q, D/q], V along rows of the grid."""
 
-    def __init__(self, mode: Tensor2D, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight_grad_store: WeightGradStore | None = None
-        self.mode, self.weight = mode, weight
+    def __init__(self, mode: Tensor2D, weight: nn.Parameter, module: nn.Embedding) -> None:
+        super().__init__(weight, mode.row.coord, module)
+        self.mode = mode
 
     def forward(self, ids: Tensor) -> Tensor:
         sheet = self.mode.row.all_gather(ids.contiguous())  # every row of the grid looks its words up for all
-        terms = looked_up(sheet, self.weight, self.mode.row.coord, self.weight_grad_store)
-        return autograd_collectives.reduce_scatter(terms, self.mode.row, 0)
+        return autograd_collectives.reduce_scatter(self.terms(sheet), self.mode.row, 0)
 
 
 # ---- formulas (parallel.md 1.2, 1.4), as the ledger counts them ----
@@ -172,7 +169,7 @@ class TensorParallel2D(TensorParallelGrid):
         return GridPlacement(cut, mode.column, (mode.row,), terms_of(mode.depth), self.stream_terms)
 
     def embedding(self, module: Any) -> nn.Module:
-        return Embedding2D(self.mode, self.table(module.weight))
+        return Embedding2D(self.mode, self.table(module.weight), module).standing_in(module)
 
     def tied_head(self, module: Any, bias: Any, missing: int) -> nn.Module:
         """The table has its outputs cut along rows and its inputs along columns, and is used so."""

@@ -39,13 +39,13 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.grid_layers import OperandAxis, ProductSpec
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.tensor_1d_layers import TablePart
 from colossal_lite.parallel.tensor_grid import (
     Grid,
     GridPlacement,
     GridSizes,
     PayloadCounter,
     TensorParallelGrid,
-    looked_up,
     parts_of,
     swapped,
     table_dims,
@@ -69,6 +69,7 @@ class Tensor3D(Grid):
     vocabulary: int = 0
     overlap: bool = True
     name = "3d"
+    cut_behind = None
 
     @classmethod
     def on(cls, mesh: Mesh, vocabulary: int) -> Tensor3D:
@@ -93,20 +94,18 @@ class Tensor3D(Grid):
         return autograd_collectives.join(logits, self.plane, 0)
 
 
-class Embedding3D(nn.Module):
+class Embedding3D(TablePart):
     """ids [B/l^2, T] of samples (i, k) -> [B/l^2, T, D/l] of samples (i, j); weight [V/l, D/l^2]."""
 
-    def __init__(self, mode: Tensor3D, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight_grad_store: WeightGradStore | None = None
-        self.mode, self.weight = mode, weight
+    def __init__(self, mode: Tensor3D, weight: nn.Parameter, module: nn.Embedding) -> None:
+        super().__init__(weight, mode.j.coord, module)
+        self.mode = mode
 
     def forward(self, ids: Tensor) -> Tensor:
         mode, edge = self.mode, self.mode.edge
         everyone = mode.plane.all_gather(ids.contiguous())
         by_j = rearrange(everyone, "(i j b) t -> (j i b) t", i=edge, j=edge)
-        terms = looked_up(by_j, self.weight, mode.j.coord, self.weight_grad_store)
-        own_j = autograd_collectives.reduce_scatter(terms, mode.j, 0)  # [(i b), T, D/l^2]
+        own_j = autograd_collectives.reduce_scatter(self.terms(by_j), mode.j, 0)  # [(i b), T, D/l^2]
         parts = autograd_collectives.heads_to_tokens(
             rearrange(own_j, "(i b) t d -> 1 (i b) 1 (t d)", i=edge), mode.i
         )
@@ -200,11 +199,14 @@ class TensorParallel3D(TensorParallelGrid):
         return GridPlacement(cut, outer, (inner, mode.i), (), terms_of(mode.i, inner))
 
     def embedding(self, module: Any) -> nn.Module:
-        return Embedding3D(self.mode, self.table(module.weight))
+        return Embedding3D(self.mode, self.table(module.weight), module).standing_in(module)
 
     def table(self, weight: nn.Parameter) -> Any:
         value: Placements = ((J, Shard("vocabulary")), (K, Shard("features")), (I, Shard("features")))
         return self.parameter(weight, table_dims(weight, self.mode.edge), value)
+
+    def replaces(self, name: str, role: Role) -> bool:
+        return role.name == "position"
 
     def position(self, module: Any, weight: Any) -> nn.Module:
         return Positions3D(self.mode, weight)

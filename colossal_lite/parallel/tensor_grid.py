@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from colossal_lite.config.parallel_schema import ModelFacts
@@ -30,22 +29,22 @@ from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.kernels import Ops, Rows
 from colossal_lite.parallel.grid_layers import GridLinear, GridNorm, ProductSpec
+from colossal_lite.parallel.grid_norms import NormKind, key_of, norm_kind, on_whole_features
 from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
-    is_transposed,
     oriented,
     output_rows,
     padded,
     plain,
 )
 from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_1d import shared_head
 from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy
 from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
 from colossal_lite.transforms.auxiliary_loss import Share
-from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
 
 class Grid:
@@ -63,6 +62,10 @@ class Grid:
     def owns_loss(self) -> bool:
         """Ranks of one part of the batch compute the same loss."""
         return self.vocabulary_axis.coord == 0
+
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        return self.vocabulary_axis.coord, self.vocabulary_axis.size
 
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(sum over this part's valid tokens, their number) from logits [B, T, V], B and V this rank's parts."""
@@ -87,18 +90,12 @@ def parts_of(batch: Batch, parts: int, words: str) -> tuple[Batch, ...]:
     return batch.cut(parts)
 
 
-def looked_up(ids: Tensor, table: Tensor, part: int, queue: WeightGradStore | None = None) -> Tensor:
-    """Rows of `ids` [...] from part `part` of a table [V, D] cut over V: [..., D], zeros for words of other parts."""
-    start = part * table.shape[0]
-    here = (ids >= start) & (ids < start + table.shape[0])
-    return embedding(torch.where(here, ids - start, 0), table, queue) * here.unsqueeze(-1)
-
-
 def features_of(rows: Callable[[], Rows], comm: Communicator, width: int) -> Callable[[], Rows]:
     """Counters of a dropout that sees this rank's features of `width`."""
 
     def local() -> Rows:
-        return replace(rows(), feature=comm.coord * (width // comm.size))
+        part = width // comm.size
+        return replace(rows(), feature=comm.coord * part, width=part)
 
     return local
 
@@ -195,6 +192,7 @@ class TensorParallelGrid(Swap):
     """Swaps for a mode in which every linear is a `product`."""
 
     _ties: set[int] = field(default_factory=set)
+    _kinds: dict[tuple[Any, ...], NormKind | None] = field(default_factory=dict)
 
     @property
     @abstractmethod
@@ -276,15 +274,24 @@ class TensorParallelGrid(Swap):
                 dims = (plain("positions", module.weight.shape[0]), plain("features", module.weight.shape[1]))
                 return self.position(module, self.parameter(module.weight, dims, features, self.stream_terms))
             case "norm":
-                width = (plain("features", module.weight.shape[0]),)
-                weight = self.parameter(module.weight, width, features, self.stream_terms)
-                bias = self.parameter(getattr(module, "bias", None), width, features, self.stream_terms)
-                centred = isinstance(module, nn.LayerNorm) or getattr(module, "kind", "") == "layer"
-                eps = next(getattr(module, a) for a in ("eps", "variance_epsilon") if hasattr(module, a))
-                eps = torch.finfo(module.weight.dtype).eps if eps is None else eps
-                return GridNorm(self.stream, weight, bias, eps=eps, centred=centred)
+                return self._norm(module, features)
         kept: nn.Module = module
         return kept
+
+    def _norm(self, module: Any, features: Placements) -> nn.Module:
+        key = key_of(module)
+        if key not in self._kinds:
+            self._kinds[key] = norm_kind(module)
+        if (kind := self._kinds[key]) is None:
+            for parameter in module.parameters():
+                self.parameter(parameter, gradient=(*terms_of(self.stream), *self.stream_terms))
+            on_whole_features(module, self.stream)
+            kept: nn.Module = module
+            return kept
+        width = (plain("features", module.weight.shape[0]),)
+        weight = self.parameter(module.weight, width, features, self.stream_terms)
+        bias = self.parameter(getattr(module, "bias", None), width, features, self.stream_terms)
+        return GridNorm(self.stream, weight, bias, eps=kind.eps, centred=kind.centred)
 
     def _linear(self, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         lie, transposed = self.lie(role), is_transposed(module)

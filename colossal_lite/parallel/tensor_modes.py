@@ -32,6 +32,11 @@ class TensorStrategy(Protocol):
     def owns_loss(self) -> bool:
         """Whether this rank's loss counts: of ranks that compute the same loss, the first does."""
 
+    @property
+    def cut_behind(self) -> tuple[int, int] | None:
+        """(part, parts) of the heads and features behind a column-wise linear that this rank has; None where these are
+        of other samples than the residual stream."""
+
     def local_part(self, batch: Batch) -> Batch:
         """The samples that this rank's layers see. Raises ValueError if the batch cannot be cut so."""
 

@@ -117,7 +117,8 @@ class Profiler:
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
-        outputs = sections.run(index, index + 1, came, part)
+        with self.streams.forward():
+            outputs = sections.run(index, index + 1, came, part)
         if is_last:
             outputs, _ = self.loss.of(logits_of(outputs), part.labels)
         giver = f"unit {sections.parts[index].name!r}"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
-from colossal_lite.distributed.watchdog import Progress
+from colossal_lite.distributed.progress import Progress
 from colossal_lite.memory.arena import Pool
 from colossal_lite.memory.transfers import to_device, to_host
 from colossal_lite.schedule.footprint import HEADER_BYTES, IN_FLIGHT, Subject
@@ -188,12 +188,17 @@ class Runtime:
         here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
         step = _Step(self, actions, work, shapes, slots, agrees=not self.knows(here))
         self.plan, self.spans, self.live_peak = plan, [], 0
-        for action in step.actions:
-            self.progress.phase = self._phase(action)
-            step.start_s = time.perf_counter()
-            step.do(action)
-            self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
-        step.finish()
+        try:
+            for action in step.actions:
+                self.progress.phase = self._phase(action)
+                step.start_s = time.perf_counter()
+                step.do(action)
+                self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
+            step.finish()
+        except BaseException as error:
+            if self.comm.size > 1:  # other ranks wait for its messages, or have sent theirs
+                self.progress.breaks(f"rank {self.comm.rank} stopped in {self.progress.phase}: {error!r}")
+            raise
         self._agreed |= here
 
     def timeline(self) -> ScheduleTimeline:
@@ -212,6 +217,8 @@ class Runtime:
 
     def _phase(self, action: Action) -> str:
         word = WORDS.get(action.kind, action.kind.lower())
+        if action.kind is ActionKind.F and not torch.is_grad_enabled():
+            word = "evaluation"
         return f"{word} of {_about(action)}" if len(self.placement) > 1 and action.stage is not None else word
 
     def slots(self, dtype: torch.dtype, numel: int, planned: int) -> Pool:

@@ -25,6 +25,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.parallel.tensor_modes import mode_file
+from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.planner import facts_of_config, plan
 from colossal_lite.planner.run_plan import size
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -111,6 +112,7 @@ def compare_tensor(
     `batch`: samples a step, over all ranks.  Nothing is allocated.  Raises ConfigError where no mode is legal.
     """
     config = Config.load(config)
+    check_sizes(config, facts_of_config(model), batch=batch, sequence=sequence, world_size=world_size)
     inner = config.parallel.pipeline.size * config.parallel.sequence.size
     rows: list[ModeCost] = []
     refused: list[Refused] = []

@@ -194,7 +194,8 @@ class DryRun:
         ]
         with _FlashAttention(), meter:
             part = self.batch(done, streams, samples)
-            logits = logits_of(module(*part.args, **part.kwargs))
+            with streams.forward():
+                logits = logits_of(module(*part.args, **part.kwargs))
             logits_bytes = logits.numel() * logits.element_size()
             loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
             del logits
@@ -216,7 +217,8 @@ class DryRun:
         """One micro-batch forward, of which nothing is kept."""
         with _FlashAttention(), meter, torch.no_grad():
             part = self.batch(done, streams, samples)
-            logits = logits_of(module.eval()(*part.args, **part.kwargs))
+            with streams.forward():
+                logits = logits_of(module.eval()(*part.args, **part.kwargs))
             done.strategy.cross_entropy(done.ops, logits, part.labels)
         module.train()
         rows = self.mesh.ledger.rows()
@@ -240,11 +242,11 @@ class DryRun:
         weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention(), self.forms:
             part = self.batch(done, streams, samples)
-            with weights.forward():
+            with weights.forward(), streams.forward():
                 logits = logits_of(module(*part.args, **part.kwargs))
             loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
             hooks.begin(is_last=True)
-            with weights.backward():
+            with weights.backward(), hooks.expecting():
                 loss.backward()
         assert weights.trace is not None
         return weights.trace, (*chunks, *frozen)
@@ -266,7 +268,7 @@ class DryRun:
             if p.requires_grad
         ]
         for stage in sorted(stages.placement):
-            run = partial(self._stage, stages, stage, carried, part, done)
+            run = partial(self._stage, stages, stage, carried, part, done, streams)
             self.mesh.ledger.clear()
             cost, carried = run(queue)
             rows = self.mesh.ledger.rows()
@@ -286,14 +288,15 @@ class DryRun:
 
     def _stage(
         self, stages: Stages, stage: int, carried: Tensor | None, part: Batch, done: Parallelized,
-        queue: WeightGradStore | None,
+        streams: DropoutStreams, queue: WeightGradStore | None,
     ) -> tuple[StageCost, Tensor]:  # fmt: skip
         """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
         tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
         leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
         meter, came, logits = LiveBytes(self.forms.run), list[Tensor](), 0
         with _FlashAttention(), meter:
-            outputs = stages.run(stage, leaf, part)
+            with streams.functional(None):
+                outputs = stages.run(stage, leaf, part)
             outputs = logits_of(outputs) if stage == stages.last else outputs
             if not isinstance(outputs, Tensor):
                 raise ValueError(
@@ -408,10 +411,23 @@ def gathers_of(
     )  # fmt: skip
 
 
+class ValuesError(ValueError):
+    """The forward of a model reads values of tensors, and a run without tensors has none."""
+
+
+_READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+
+
 class _FlashAttention(TorchFunctionMode):
-    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix."""
+    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix.
+    Raises ValuesError where a value is read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args[0].is_meta:
+            raise ValuesError(
+                f"plan: the model's forward reads a value ({func.__name__} of {tuple(args[0].shape)}), which a run "
+                f"without tensors does not have; legal: a forward whose course depends on shapes alone"
+            )
         if func is F.scaled_dot_product_attention:
             return _flash(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

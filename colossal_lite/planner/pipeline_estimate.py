@@ -105,7 +105,8 @@ def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...
     data = mesh.size("data")
     sizes = [stop - start for start, stop in (cut(batch, data, part) for part in range(data))]
     try:
-        count = config.parallel.pipeline.parts_of(sizes, config.gradient_accumulation)
+        unit = config.parallel.tensor.sample_parts
+        count = config.parallel.pipeline.parts_of(sizes, config.gradient_accumulation, unit)
     except ValueError as error:
         given = config.parallel.pipeline.micro_batches
         raise ConfigError([Problem("parallel.pipeline.micro_batches", given, str(error), "fewer")]) from error

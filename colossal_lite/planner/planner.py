@@ -27,6 +27,7 @@ from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, gathers_of, measured
+from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.pipeline_estimate import staged_plan
 from colossal_lite.planner.run_plan import RunPlan, libraries_bytes
 from colossal_lite.planner.step_estimate import (
@@ -125,25 +126,13 @@ def _check_request(
 ) -> tuple[Config, ModelFacts | None]:
     """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
     config.check_built()
-    config = config.check_world(world_size)
-    _check_sizes(batch, sequence, world_size, rank)
     facts = _facts(model)
+    check_sizes(config, facts, batch=batch, sequence=sequence, world_size=world_size, rank=rank)
+    config = config.check_world(world_size)
     if facts is not None:
         _check_sequence(facts, sequence)
         config.check_model(replace(facts, sequence=sequence))
     return config, facts
-
-
-def _check_sizes(batch: int, sequence: int, world_size: int, rank: int) -> None:
-    problems = [
-        Problem(name, value, "is out of range", "an int >= 1")
-        for name, value in (("batch", batch), ("sequence", sequence))
-        if value < 1
-    ]
-    if not 0 <= rank < world_size:
-        problems.append(Problem("rank", rank, "is out of range", f"0 to {world_size - 1}"))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_sequence(facts: ModelFacts, sequence: int) -> None:

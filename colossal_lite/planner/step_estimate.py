@@ -56,7 +56,7 @@ def record_step(
                 chunk.keep_squares()
                 chunk.free_gradient()
     if sharding.frees_gradient_on_update:
-        mesh.world.all_reduce(torch.empty(2, dtype=torch.float64, device=META))  # loss, weight
+        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
     for chunk in chunks if not sharding.frees_gradient_on_update else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)

@@ -374,6 +374,10 @@ def _interleaved_live(p: int, r: int, m: int, v: int) -> float:
     return min(m, (2 * (p - 1 - r) + (v - 1) * longest + 1) / v)
 
 
+MOST_SUBJECTS = 40_000
+"""Micro-batches times stages of a plan: more take minutes."""
+
+
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, (1, 1), _refill_s, lambda p, r, m, v: m, _loop),
     "1f1b": Schedule(one_forward_one_backward, (1, 1), _refill_s, lambda p, r, m, v: min(p - r, m), _loop),
@@ -413,4 +417,9 @@ def generate(name: str, ranks: int, micro_batches: int, stages_per_rank: int | N
     check_stages_per_rank(name, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
         raise ValueError(f"{ranks} stages and {micro_batches} micro-batches: give at least 1 of each")
+    if (subjects := ranks * stages_per_rank * micro_batches) > MOST_SUBJECTS:
+        raise ValueError(
+            f"{ranks} ranks of {stages_per_rank} stages and {micro_batches} micro-batches: {subjects:,} forwards, and "
+            f"as many backwards; legal: up to {MOST_SUBJECTS:,}"
+        )
     return SCHEDULES[name].generate(ranks, micro_batches, stages_per_rank)

@@ -77,10 +77,20 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
             f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList of blocks of one class; "
             f"hold its blocks in one, or use 'none'"
         )
+    cached = _without_cache(module)
     for name, block in blocks.items():
         # On the instance: names of modules and parameters, and hooks on the block, do not change.
-        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
+        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams, cached)
     return tuple(blocks)
+
+
+def _without_cache(module: nn.Module) -> Any:
+    """Have a model of a library keep no cache of keys while it trains; its config, if that said otherwise."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", None) is not True:
+        return None
+    setattr(config, "use_cache", False)  # noqa: B010  (the config's class is not known)
+    return config
 
 
 def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,10 +100,12 @@ def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_activation_checkpoint(module: nn.Module) -> None:
-    """Give every block its own forward back."""
+    """Give every block its own forward back, and the config its `use_cache`."""
     for block in blocks_of(module).values():
-        if isinstance(block.__dict__.get("forward"), CheckpointedBlock):
+        if isinstance(changed := block.__dict__.get("forward"), CheckpointedBlock):
             del block.forward
+            if changed.cached is not None:
+                changed.cached.use_cache = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +117,8 @@ class CheckpointedBlock:
     forward: Callable[..., Any]
     mode: Mode
     streams: DropoutStreams
+    cached: Any = None
+    """The model's config, if it said `use_cache` before."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
@@ -113,7 +127,7 @@ class CheckpointedBlock:
         if any(given.get(name) is not None for name in CACHES):
             raise ValueError(
                 f"activation_checkpoint: {self.name} is handed a cache of keys, which a second forward would fill "
-                f"twice; set model.config.use_cache = False"
+                f"twice; legal: a call without one"
             )
         return checkpoint(
             self.forward, *args, **kwargs,
@@ -142,6 +156,7 @@ class _RecomputeContext:
     def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
         self._now, self._versions = place, block.versions
+        self._draws = block.streams.functional(block.block)
 
     def __enter__(self) -> None:
         if self._block.versions != self._versions:
@@ -151,10 +166,13 @@ class _RecomputeContext:
             )
         self._now = self._streams.place()
         self._streams.go_to(self._place)
+        self._draws.__enter__()
         self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         self._streams.go_to(self._now)
-        return self._inner.__exit__(kind, error, trace)
+        done = self._inner.__exit__(kind, error, trace)
+        self._draws.__exit__(kind, error, trace)
+        return done

@@ -253,9 +253,9 @@ def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
         made: Any = owner
         if hasattr(made, "weight_grad_store"):
             made.weight_grad_store = queue
-        elif isinstance(made, nn.Linear) and type(made).forward is nn.Linear.forward:
+        elif isinstance(made, nn.Linear) and _runs_as(made, nn.Linear):
             made.__dict__["forward"] = partial(_linear_forward, made, queue)
-        elif isinstance(made, nn.Embedding) and _is_plain(made):
+        elif isinstance(made, nn.Embedding) and _runs_as(made, nn.Embedding) and _is_plain(made):
             made.__dict__["forward"] = partial(_embedding_forward, made, queue)
         elif isinstance(made, Norm | nn.LayerNorm | nn.RMSNorm) or type(made).__name__.endswith("RMSNorm"):
             made.__dict__["forward"] = partial(_norm_forward, made, made.forward, queue)
@@ -268,8 +268,18 @@ def restore_weights(module: nn.Module) -> None:
         given = made.__dict__.get("forward")
         if isinstance(given, partial) and given.func in (_linear_forward, _embedding_forward, _norm_forward):
             del made.forward
+            if (
+                given.func is _norm_forward
+                and getattr(given.args[1], "__func__", None) is not type(made).forward
+            ):
+                made.forward = given.args[1]  # which was on the instance
         elif hasattr(made, "weight_grad_store"):
             made.weight_grad_store = None
+
+
+def _runs_as(made: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module's forward is that of torch's class, and no wrapper of it."""
+    return type(made).forward is kind.forward and "forward" not in made.__dict__
 
 
 def _is_plain(table: nn.Embedding) -> bool:

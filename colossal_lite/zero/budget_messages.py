@@ -35,10 +35,11 @@ ChangedForecast = Callable[[Sequence[str]], Mapping[str, int] | None]
 
 
 def device_problems(
-    memory: MemoryConfig, placed: StatePlacement, smaller: Iterator[tuple[str, int]], whose: str = ""
-) -> Iterator[Problem]:
+    memory: MemoryConfig, placed: StatePlacement, smaller: Iterator[tuple[str, int]], whose: str = "", *,
+    is_floor: bool = False,
+) -> Iterator[Problem]:  # fmt: skip
     """Why the device's budget is too small, if it is. `smaller`: changes and the bytes with them, from
-    `smaller_steps`; `whose`: what the placement is for."""
+    `smaller_steps`; `whose`: what the placement is for; `is_floor`: it is of no batch yet."""
     budget, need = memory.device_budget, placed.device_bytes
     if budget is None or need <= budget:
         return
@@ -48,7 +49,12 @@ def device_problems(
     change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
     largest = "; or begin with the largest batch, beside which state is then placed" if whose else ""
     others = "" if is_least else ", or, if that is enough, memory.placement='auto' or a higher zero.stage"
-    legal = f"{need:,} or more{f'; or {change}' if change else others}{largest}"
+    figure = (
+        f"more than {need:,}, by what a batch needs, which the first step tells"
+        if is_floor
+        else f"{need:,} or more"
+    )
+    legal = f"{figure}{f'; or {change}' if change else others}{largest}"
     yield Problem(
         "memory.device_budget", budget, f"{whose}the device needs {need:,} bytes {what}({rows})", legal
     )

@@ -20,6 +20,16 @@ from colossal_lite.memory.gradient_squares import blocks_of
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 
 
+def squares_of(
+    chunks: Sequence[Chunk], order: Sequence[Entry] | None, mesh: Mesh, device: torch.device
+) -> Tensor:
+    """This rank's terms of the sum of squares: one, or those of `ordered_squares` in an `order`. Ranks that hold the
+    same sum of a chunk each add the squares of a share of it, so no element counts twice."""
+    if order is not None:
+        return ordered_squares(chunks, order, mesh, device)
+    return fast_squares(chunks) if chunks else torch.zeros(1, dtype=torch.float64, device=device)
+
+
 def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
     """This rank's term [1] of the sum over all ranks."""
     return torch.stack([chunk.squares() for chunk in chunks]).sum().view(1)

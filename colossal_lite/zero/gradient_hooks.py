@@ -16,7 +16,8 @@ Cost: one copy of each gradient per micro-batch, and the reductions of schedule/
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakMethod
 
@@ -58,6 +59,7 @@ class GradientHooks:
         """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
         where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
+        self._expects = False  # whether a backward of the engine runs
         # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that
         # it hangs on too, and no model would ever be freed after an engine that was not closed.
         arrive = WeakMethod(self._arrive)
@@ -86,6 +88,15 @@ class GradientHooks:
                 self._missing[number] += 1
         self._next, self._complete = len(self._chunks) - 1, 0
 
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Around a backward of the engine. A gradient that comes at any other time is refused."""
+        self._expects = True
+        try:
+            yield
+        finally:
+            self._expects = False
+
     def start_ready(self) -> None:
         """Launch complete chunks, in order, up to the limit."""
         while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
@@ -110,11 +121,14 @@ class GradientHooks:
             self._launch()
 
     def reduce(self, index: int) -> None:
-        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective."""
+        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective.
+
+        Where a sum ends in collectives of its own, those that may be in flight beside it are launched too: so they are,
+        on ranks where backward launched them."""
         if not self._reduces:
             self.begin(is_last=True)
-        while self._next >= index:
-            self._launch()
+        beside = IN_FLIGHT - 1 if self._chunks[index].frees_gradient_on_update else 0
+        self.launch(min(len(self._chunks), len(self._chunks) - index + beside))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
 
@@ -182,6 +196,12 @@ class GradientHooks:
         if parameter.grad is None:  # its layer has put it off (transforms/split_backward.py)
             return
         chunk = self._chunks[number]
+        if not self._expects:
+            raise ValueError(
+                f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
+                f"not run, so it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
+                f"or a model without an engine (engine.close)"
+            )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward, and "
@@ -246,6 +266,14 @@ class StageHooks:
     def began(self) -> Sequence[int] | None:
         """As `GradientHooks.began`; None with several stages on this rank."""
         return self.only.began if len(self._hooks) == 1 else None
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """As `GradientHooks.expecting`."""
+        with ExitStack() as all_of_them:
+            for hooks in self._hooks.values():
+                all_of_them.enter_context(hooks.expecting())
+            yield
 
     def hand_on(self, summed: Callable[[Chunk], None]) -> None:
         """Set the callback for gradients that are freed on their update."""

@@ -106,7 +106,7 @@ class MemoryBudget:
         """Of the batch that was looked at last, with such changes of the config."""
         self._samples = 0
         """Of that batch."""
-        self._refuse(self._placed(self._gathered_bytes(None), 0))
+        self._refuse(self._placed(self._gathered_bytes(None), 0), is_floor=True)
         self._begin()
 
     def _begin(self) -> None:
@@ -350,15 +350,17 @@ class MemoryBudget:
         assert isinstance(self._optimizer, ChunkOptimizer)
         return pieces_of(self._chunks, self._optimizer, plan, self._accumulation, self._frozen)
 
-    def _refuse(self, placed: StatePlacement) -> None:
-        refuse([*self._device_problems(placed), *self._host_problems(placed)])
+    def _refuse(self, placed: StatePlacement, *, is_floor: bool = False) -> None:
+        refuse([*self._device_problems(placed, is_floor=is_floor), *self._host_problems(placed)])
 
-    def _device_problems(self, placed: StatePlacement, whose: str = "") -> Iterator[Problem]:
+    def _device_problems(
+        self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False
+    ) -> Iterator[Problem]:
         chunks = (*self._chunks, *self._frozen)
         smaller = smaller_steps(
             self._config, self._samples, placed, self._weights, chunks, self._changed_forecast
         )
-        return device_problems(self._memory, placed, smaller, whose)
+        return device_problems(self._memory, placed, smaller, whose, is_floor=is_floor)
 
     def _host_problems(self, placed: StatePlacement) -> Iterator[Problem]:
         return host_problems(

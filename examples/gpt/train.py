@@ -44,7 +44,7 @@ class Options:
     """steps between checkpoints; there is one at the end, and when a signal stops the run, anyway"""
     fresh: bool = False
     """start over: what checkpoints there are is set aside, not deleted"""
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    metrics: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """further places for the numbers, offline"""
     prompt: str = "def "
     """how the sample at the end begins"""
@@ -78,7 +78,7 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
     start = resume(engine, run_folder / "checkpoints", facts, fresh=options.fresh)
     loader = context.dataloader(windows, global_batch=global_batch, start=start)
     scale = describe(context, corpus, recipe, options.data, folder) if folder else Scale()
-    sinks = run_sinks(options.log, folder, facts)
+    sinks = run_sinks(options.metrics, folder, facts)
 
     def after_step(result: cl.StepResult) -> None:  # before a signal stops the run, too
         log.step(result, engine.ledger.payload_bytes)

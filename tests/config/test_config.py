@@ -637,3 +637,48 @@ def test_an_old_file_with_settings_at_top_level_is_read(tmp_path: Path) -> None:
     config = Config.load(file)
     assert config.parallel.pipeline.micro_batches == 4 and config.precision.dtype == "fp16"
     assert config.parallel.tensor.mode == "2d" and len(config.notices) == 3
+
+
+def test_a_key_with_dots_is_the_setting_that_it_names() -> None:
+    flat = {"optimizer.lr": 1e-3, "parallel.tensor": 2, "parallel": {"data": 4}, "zero": {"stage": 1}}
+    nested = {"optimizer": {"lr": 1e-3}, "parallel": {"data": 4, "tensor": 2}, "zero": {"stage": 1}}
+    made = Config.load(flat)
+    assert made == Config.load(nested)
+    assert {
+        row.origin for row in made.resolved() if row.path in ("optimizer.lr", "parallel.tensor.size")
+    } == {"user"}
+
+
+def cycle() -> dict[str, Any]:
+    given: dict[str, Any] = {"optimizer": {}}
+    given["optimizer"]["groups"] = [given]
+    return given
+
+
+def deep() -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for _ in range(10_000):
+        given = {"optimizer": given}
+    return given
+
+
+BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "twice": (
+        {"optimizer.lr": 1e-3, "optimizer": {"lr": 2e-3}},
+        "config.optimizer.lr = 0.001: is given twice",
+    ),
+    "in a value": ({"seed.of.what": 1, "seed": 7}, "names a setting of what is a value here"),
+    "empty name": ({"optimizer..lr": 1}, "has an empty name between dots"),
+    "dots alone": ({".": 1}, "has an empty name between dots"),
+    "misspelt": ({"optimizer.lrr": 1e-3}, "optimizer.lrr"),
+    "of a list": ({"optimizer.groups.0.lr": 1e-3}, "optimizer.groups"),
+    "cycle": (cycle(), "config.optimizer.groups.0 = .*: holds itself"),
+    "deep": (deep(), "is nested more than 16 levels deep"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_KEYS)
+def test_a_key_with_dots_or_a_cycle_is_refused_by_name(what: str) -> None:
+    given, words = BAD_KEYS[what]
+    with pytest.raises(ConfigError, match=words):
+        Config.load(given)

@@ -87,6 +87,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer.nesterov": FLAG,
     "optimizer.moments": choice("fp32", "bfloat16"),
     "optimizer.update_when": choice("backwards", "host"),
+    "optimizer.max_skipped_steps": COUNT_OR_NONE,
     "optimizer.groups": ({"match": "*.bias"}, "*.bias", None, 3),
     "lr_scheduler.type": choice("cosin", "step", "onecycle"),
     "lr_scheduler.warmup_steps": STEPS,

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +19,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from colossal_lite.data.batch_checks import check_batch
-from colossal_lite.data.dataloader import Loader, cut, dataloader
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from colossal_lite.data.dataloader import Loader, cut, cut_batch, dataloader
 from colossal_lite.data.sample_order import Order, Permutation
 
 SIZES = st.one_of(st.integers(1, 70), st.integers(1, 5000))
@@ -306,6 +306,7 @@ NAN = torch.tensor([[0.0, 1.0], [float("nan"), 2.0]])
         [X, Y],
         {"input_ids": X, "labels": Y},
         {"input_ids": X, "labels": Y, "position_ids": X + 100, "attention_mask": X > 0},
+        UserDict(input_ids=X, labels=Y, attention_mask=X > 0),  # what a tokenizer gives is one
         (X.int(), Y),
         (X[:0], Y[:0]),
         (X, torch.full_like(X, -100)),
@@ -317,7 +318,7 @@ NAN = torch.tensor([[0.0, 1.0], [float("nan"), 2.0]])
 )
 def test_a_good_batch_passes(batch: Any) -> None:
     check_batch(batch)
-    check_batch(batch, vocabulary=10)
+    check_batch(batch, StatedSizes(vocabulary=10))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,16 @@ def test_a_good_batch_passes(batch: Any) -> None:
 )
 def test_a_bad_batch_is_refused_with_path_value_and_rule(batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_batch(batch, vocabulary=10)
+        check_batch(batch, StatedSizes(vocabulary=10))
+
+
+def test_a_sequence_or_position_beyond_what_the_model_states_is_refused() -> None:
+    sizes = StatedSizes(tokens=2, positions=2)
+    with pytest.raises(ValueError, match=re.escape("inputs: shape (2, 4); legal: at most 2 tokens")):
+        check_batch((X, Y), sizes)
+    check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2}, sizes)  # packed documents
+    with pytest.raises(ValueError, match=r"position_ids\[0, 0\]: 2; legal: 0 to 1 \(the positions that"):
+        check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2 + 2 - X[:1, :1] % 2}, sizes)
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.data())
@@ -377,3 +387,20 @@ def test_next_tokens_are_never_taken_for_unshifted_labels(text: list[int], data:
     inputs, labels = tokens(text[:-1]), tokens(text[1:])
     ignored = data.draw(st.lists(st.booleans(), min_size=len(text) - 1, max_size=len(text) - 1))
     check_batch((inputs, labels.masked_fill(torch.tensor([ignored]), -100)))
+
+
+def test_a_local_batch_of_a_batch_is_cut_as_its_number_of_samples_is() -> None:
+    x, y = torch.arange(10).view(5, 2), torch.arange(5)
+    for part in range(3):
+        piece = slice(*cut(5, 3, part))
+        assert [t.tolist() for t in cut_batch((x, y), 3, part)] == [x[piece].tolist(), y[piece].tolist()]
+        taken = cut_batch(UserDict(input_ids=x, labels=y), 3, part)
+        assert list(taken) == ["input_ids", "labels"] and torch.equal(taken["labels"], y[piece])
+
+
+@pytest.mark.parametrize(
+    "batch", [None, "text", torch.zeros(4), (torch.zeros(4), torch.zeros(3)), (1, 2), ()]
+)
+def test_a_local_batch_of_anything_else_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match="local_batch: .*; legal: the number of samples"):
+        cut_batch(batch, 2, 0)

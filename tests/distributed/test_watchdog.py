@@ -14,6 +14,7 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.writer import SaveJob
 from colossal_lite.distributed import watchdog
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine import engine as engine_module
@@ -49,7 +50,7 @@ def plant(env: RankEnv, engine: cl.Engine, patch: pytest.MonkeyPatch, where: str
         "forward": (engine.model.get_submodule("blocks.1"), "forward"),
         "backward": (Chunk, "accept"),
         "reduce": (Chunk, "finish_reduce"),
-        "agreement": (engine_module, "fast_squares"),
+        "agreement": (engine_module, "squares_of"),
         "update": (ChunkOptimizer, "update"),
     }
     if where in target:
@@ -182,25 +183,63 @@ def test_a_run_without_faults_raises_no_alarm_and_leaves_no_thread() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
 
 
-def test_a_watch_that_the_store_keeps_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_ends_though_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    gate = threading.Event()
+    gate, asked = threading.Event(), threading.Event()
 
     class Deaf(torch.distributed.HashStore):
         def check(self, keys: list[str]) -> bool:
+            asked.set()
             return not gate.wait(60)
 
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.0)
-    monkeypatch.setattr(watchdog, "END_S", 0.1)
-    ours = watchdog.Watchdog(Deaf(), rank=1, world_size=2)
-    time.sleep(0.05)
-    with pytest.warns(UserWarning, match=r"rank 1: its watch has not ended in 0.1 s.* nothing is lost"):
-        ours.close()
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
+    ours = watchdog.Watchdog(Deaf(), rank=1, world_size=2, server=0)
+    assert asked.wait(20)
+    said = ours.blame("data", [0, 1], "all_reduce", 1)
+    assert said.startswith(
+        "the store does not answer: rank 0, which serves it, has died or is stopped; it was never"
+    )
+    assert said == ours.standing([0])
+    ours.close()
     gate.set()
-    assert ours._thread is not None
-    ours._thread.join(20)
-    assert not ours._thread.is_alive()
+    assert ours._thread is not None and not ours._thread.is_alive()
+
+
+def dies_in_a_save(env: RankEnv, folder: str) -> None:
+    with env.launch(CASE.full_config | dict(timeout_s=60)) as context, pytest.MonkeyPatch.context() as patch:
+        engine = cl.initialize(CASE.model, context=context)
+        batch = tuple(t[context.local_batch(CASE.global_batch)] for t in CASE.batch(0))
+        engine.train_step(batch)
+        if env.rank == 1:
+            patch.setattr(
+                SaveJob, "_write", lambda *args: time.sleep(0.6) or os.kill(os.getpid(), signal.SIGKILL)
+            )
+        engine.save(folder)
+
+
+def test_a_death_in_a_save_is_told_long_before_the_timeout(tmp_path: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        run_world(dies_in_a_save, 2, str(tmp_path), grace_s=10)
+    assert time.monotonic() - start < 10 and caught.value.ranks("died") == [1]
+    said = caught.value.failures[0].summary
+    assert said.startswith("CheckpointError: rank 1 has died; it was last heard in phase 'save' of step 1"), (
+        said
+    )
+
+
+def leaves_in_peace(env: RankEnv) -> bool:
+    """Rank 0 leaves first. Rank 1 stays for a while, and makes no collective."""
+    with env.launch(CASE.full_config) as context:
+        context.mesh.world.barrier()
+        if env.rank == 1:
+            time.sleep(1.5)
+        return bool(context.mesh.progress.broken)
+
+
+def test_a_rank_that_leaves_in_peace_breaks_nothing_for_those_who_stay() -> None:
+    assert run_world(leaves_in_peace, 2) == [False, False]
 
 
 def keep(env: RankEnv) -> list[bool]:
@@ -214,7 +253,6 @@ def keep(env: RankEnv) -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "LOOK_S", 0.0)
-        patch.setattr(watchdog, "BEAT_S", 0.0)
         with env.launch(CASE.full_config):
             return [holder()() is None for _ in range(300)]
 

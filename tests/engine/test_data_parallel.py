@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import colossal_lite as cl
 from tests.shared.parity import Case, assert_parity, chunk_numel, initial_values, parallel_steps
 from tests.shared.pool import RankEnv, run_world
 
@@ -90,3 +92,23 @@ def test_bytes_of_a_step_are_the_formula(accumulation: int, dropout: float) -> N
     for rows in run_world(step_and_ledger, 2, case):
         assert set(rows) == expected
     assert run_world(step_and_ledger, 1, case) == [[]]
+
+
+def on_vectors(env: RankEnv, accumulation: int) -> dict[str, torch.Tensor]:
+    """Weights after a step of a classifier of vectors [B, features], with dropout."""
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), gradient_accumulation=accumulation)
+    with env.launch(config) as context:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        engine = cl.initialize(model, context=context)
+        inputs, labels = torch.randn(5, 3, dtype=torch.float64), torch.randint(4, (5,))
+        cut = context.local_batch(5)
+        engine.train_step((inputs[cut], labels[cut]))
+        return engine.full_state_dict()
+
+
+def test_a_vector_has_one_position_and_its_dropout_masks_are_the_same_on_every_mesh() -> None:
+    (truth,) = run_world(on_vectors, 1, 1)
+    for world_size, accumulation in ((1, 2), (2, 1), (2, 3)):
+        for weights in run_world(on_vectors, world_size, accumulation):
+            assert all(torch.allclose(weights[name], truth[name], rtol=1e-12) for name in truth)

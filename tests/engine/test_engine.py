@@ -189,12 +189,14 @@ def both_loops(env: RankEnv, case: Case) -> dict[str, Tensor]:
                 if not is_own:
                     engine.train_step((inputs, labels))
                     continue
-                outputs = engine(inputs)
-                logits = getattr(outputs, "logits", outputs)
-                assert logits.shape[:2] == inputs.shape
-                count = int((labels != -100).sum())
-                total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-                engine.backward(total / max(count, 1), count=count)
+                parts = context.config.gradient_accumulation
+                for x, y in zip(inputs.tensor_split(parts), labels.tensor_split(parts), strict=True):
+                    outputs = engine(x)
+                    logits = getattr(outputs, "logits", outputs)
+                    assert logits.shape[:2] == x.shape
+                    count = int((y != -100).sum())
+                    total = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+                    engine.backward(total / max(count, 1), count=count)
                 engine.step()
             found.append(engine.full_state_dict())
             engine.close()
@@ -213,6 +215,12 @@ def both_loops(env: RankEnv, case: Case) -> dict[str, Tensor]:
     ids=["our GPT", "sharded, with dropout", "hf-gpt2", "hf-llama, sharded", "hf-gpt2, tensor 2"],
 )
 def test_a_rank_without_samples_takes_part_in_a_users_own_loop(case: Case) -> None:
+    for errors in run_world(both_loops, case.world_size, case):
+        assert max(errors.values()) < 1e-12
+
+
+def test_every_micro_batch_of_a_users_own_loop_has_dropout_masks_of_its_own() -> None:
+    case = Case(global_batch=5, tensor=2, dropout=0.3, config=dict(gradient_accumulation=2))
     for errors in run_world(both_loops, case.world_size, case):
         assert max(errors.values()) < 1e-12
 
@@ -359,9 +367,6 @@ def misused(env: RankEnv, what: str) -> None:
         torch.manual_seed(env.rank if what == "differs" else 0)
         if what == "differs":
             cl.initialize(Branches(), context=context)
-        if what == "functional dropout":
-            module = nn.Sequential(nn.Embedding(8, 8), _FunctionalDropout())
-            cl.initialize(module, context=context).train_step(batch_of(0))
         if what == "frozen":
             cl.initialize(Branches().requires_grad_(False), context=context)
         engine = cl.initialize(Branches(), context=context, criterion=_wrong if what == "criterion" else None)
@@ -377,14 +382,8 @@ def misused(env: RankEnv, what: str) -> None:
         engine.forward_backward(batch_of(0))
 
 
-class _FunctionalDropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.5, self.training)
-
-
 MISUSES = {
     "differs": "embedding.weight on ranks \\[1\\] differs",
-    "functional dropout": "torch's own generator",
     "frozen": "nothing to train",
     "criterion": "legal: a tuple \\(sum, count\\)",
     "step": "there are no gradients",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser
 
 from colossal_lite.config.config import Config
 from colossal_lite.models import GPT, GPTConfig
@@ -285,3 +287,11 @@ def test_the_offload_example_trains_to_the_same_bits_wherever_state_rests(tmp_pa
     assert {each.name for each in tmp_path.iterdir()} == {
         f"{n}.svg" for n in ("device", "host", "disk", "budget")
     }
+
+
+def test_every_option_is_passed_on_by_torchrun(example: Callable[[str], ModuleType]) -> None:
+    """One that begins like several of torchrun's own ends there as ambiguous."""
+    for field in fields(example("train").Options):
+        given = [f"--{field.name.replace('_', '-')}", "value"]
+        parsed = get_args_parser().parse_args(["--standalone", "--nproc-per-node", "2", "train.py", *given])
+        assert parsed.training_script_args == given

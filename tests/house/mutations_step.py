@@ -32,12 +32,14 @@ def _reduce_averaged(original: Any, self: Any) -> None:
     self.gradient.div_(2)
 
 
-def _mask_shifted(original: Any, self: Any, step: int, sample: Any, position: Any) -> None:
-    original(self, step, sample, position + 1)
+def _mask_shifted(original: Any, self: Any, step: int, sample: Any, position: Any, **more: Any) -> None:
+    original(self, step, sample, position + 1, **more)
 
 
-def _micro_batch_in_the_counter(original: Any, self: Any, step: int, sample: Any, position: Any) -> None:
-    original(self, step, sample - sample.min() if len(sample) else sample, position)
+def _micro_batch_in_the_counter(
+    original: Any, self: Any, step: int, sample: Any, position: Any, **more: Any
+) -> None:
+    original(self, step, sample - sample.min() if len(sample) else sample, position, **more)
 
 
 def _rank_in_the_stream(original: Any, self: Any, sizes: Any) -> int:
@@ -45,8 +47,8 @@ def _rank_in_the_stream(original: Any, self: Any, sizes: Any) -> int:
     return 0
 
 
-def _same_step(original: Any, self: Any, step: int, sample: Any, position: Any) -> None:
-    original(self, 0, sample, position)
+def _same_step(original: Any, self: Any, step: int, sample: Any, position: Any, **more: Any) -> None:
+    original(self, 0, sample, position, **more)
 
 
 def _tied_twice(original: Any, self: Any, index: int, gradient: torch.Tensor, **more: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -67,3 +68,57 @@ def test_blocks_are_found_with_their_line() -> None:
     text = "a\n```python\nx = 1\ny = 2\n```\n```bash\nls\n```\n```python\nz\n```\n"
     assert blocks(text, "python") == [(2, "x = 1\ny = 2\n"), (9, "z\n")]
     assert blocks(text, "bash") == [(6, "ls\n")]
+
+
+LOOP = blocks(README, "python")[0][1]
+NOTEBOOK = """
+import contextlib, gc, io, json, os, sys, threading
+import torch.distributed as dist
+sys.path.insert(0, "")
+code, cells = json.loads(sys.argv[1]), {"__name__": "__main__"}
+exec("from transformers import GPT2LMHeadModel, LlamaForCausalLM", cells)  # `kernels` of the root hides no package
+held = []
+
+def cell(text):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(compile(text, "cell", "exec"), cells)
+    except KeyError:
+        said.write("KeyError")
+    cells.pop("engine", None), cells.pop("context", None)
+    gc.collect()
+    threads = sorted(thread.name for thread in threading.enumerate())
+    held.append((threads, len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm"), dist.is_initialized()))
+    return said.getvalue()
+
+wrong = code.replace("if context.is_main:", "if result.step == 2: raise KeyError\\n        if context.is_main:")
+print(json.dumps([[cell(code), cell(code), cell(wrong), cell(code)], held]))
+"""
+
+
+def told(*command: str) -> str:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def losses_of(said: str) -> list[float]:
+    return [float(line.split()[1]) for line in said.splitlines()]
+
+
+def test_the_loop_gives_the_same_numbers_in_a_script_under_torchrun_and_in_a_notebook_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    alone = told(sys.executable, str(script))
+    assert len(losses_of(alone)) == 3
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert losses_of(told(*torchrun, str(script))) == pytest.approx(losses_of(alone), rel=1e-6)
+    (first, second, wrong, third), held = json.loads(told(sys.executable, "-c", NOTEBOOK, json.dumps(LOOP)))
+    assert first == second == third == alone and wrong == alone.splitlines(keepends=True)[0] + "KeyError"
+    assert held[1:] == held[:1] * 3, "threads, descriptors, groups"
+    assert held[0][0] == ["MainThread"] and not held[0][-1]

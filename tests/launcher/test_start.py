@@ -552,6 +552,16 @@ def test_what_all_ranks_find_is_printed_once(script: Path) -> None:
     assert second[2] == ""
 
 
+def test_ranks_whose_configurations_differ_both_refuse_in_words_where_rank_0_serves_the_store(
+    script: Path,
+) -> None:
+    port = free_port()
+    ended = outcomes([start(script, slurm(rank, port), "go", "0", f"--seed={rank}") for rank in range(2)])
+    (first, _, errors), (second, printed, silence) = ended
+    assert first == 2 and "rank 1 has seed=1 against 0 on rank 0" in errors and "Traceback" not in errors
+    assert second == 2 and printed == silence == "", silence
+
+
 def test_torchrun_starts_a_world_and_its_summary_names_the_error(script: Path) -> None:
     [(code, printed, errors)] = outcomes([torchrun(script, "go")])
     assert code == 0 and printed.count("turn 1: 4 over 2, listening beyond: []") == 2, errors

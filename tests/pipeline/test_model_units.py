@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -492,6 +493,37 @@ def test_a_model_without_sizes_is_cut_by_the_clock_of_an_example() -> None:
         assert even == ((0, 3), (3, 6)) and bounds == ((0, 1), (1, 6)), "one slow layer on each stage"
         assert seen == 0, "buffers are as they were before the profile"
         assert math.isclose(loss, same, rel_tol=1e-6)
+
+
+def cut_again(env: RankEnv, folder: str) -> tuple[list[Any], list[str]]:
+    """Stages of a run, of its resume after the clock has changed, and of one that knows no directory; warnings."""
+    pipeline = dict(size=2, micro_batches=3, partition="profiled")
+    config = dict(parallel=dict(pipeline=pipeline), optimizer=dict(type="sgd", lr=0.1), precision="fp32")
+    batch = torch.randn(6, 4, V), torch.randn(6, 4)
+    bounds, slow = list[Any](), Slow.forward
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        for directory in (folder, folder, None):
+            torch.manual_seed(3)
+            with env.launch(config) as context:
+                engine = cl.initialize(
+                    lopsided(), context=context, criterion=squares, example=batch, directory=directory
+                )
+                engine.resume(folder)
+                bounds.append(engine._stages.cut.bounds)
+                engine.train_step(batch)
+                if engine.steps == 1:
+                    engine.save(folder)
+            patch.setattr(Slow, "forward", nn.Linear.forward)  # all layers are alike from now on
+        patch.setattr(Slow, "forward", slow)
+    return bounds, [str(each.message) for each in caught if "by the clock" in str(each.message)]
+
+
+def test_a_cut_by_the_clock_is_kept_with_the_run_and_repeated(tmp_path: Path) -> None:
+    for rank, (bounds, said) in enumerate(run_world(cut_again, 2, str(tmp_path))):
+        assert bounds[0] == bounds[1] == ((0, 1), (1, 6)) and bounds[2] != bounds[0]
+        assert len(said) == (3 if rank == 0 else 0)
+        assert all("partition=[1, 5] or initialize(directory=...) repeats it" in line for line in said[:2])
 
 
 def test_a_plan_says_in_words_that_it_does_not_know_the_clock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from colossal_lite.config.errors import ConfigError
 from colossal_lite.launcher import command as cli
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
+from colossal_lite.planner.compare import compare_tensor
 from colossal_lite.planner.planner import parse_model, plan
 from colossal_lite.planner.run_plan import RunPlan
+from colossal_lite.schedule.schedule_drawing import draw
 
 ROOT = Path(__file__).parents[2]
 DEEP = GPTConfig(vocabulary=96, layers=7, heads=4, width=32, sequence=24, dropout=0.1)
@@ -228,3 +231,37 @@ def test_a_plan_is_data() -> None:
     assert made.peak_bytes == sum(row.bytes for row in made.memory) and made.fits is None
     assert replace(made, device_bytes=made.peak_bytes).fits
     assert not replace(made, device_bytes=made.peak_bytes - 1).fits
+
+
+ABSURD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "layers": (dict(layers=10**6), {}, "model.layers = 1000000"),
+    "world": ({}, dict(world_size=10**9), "world = 1000000000"),
+    "micro-batches": (
+        {}, dict(config=dict(parallel=dict(pipeline=dict(size=2, micro_batches=10**5))), batch=10**5, world_size=2),
+        "parallel.pipeline.micro_batches = 100000",
+    ),
+    "accumulation": ({}, dict(config=dict(gradient_accumulation=10**9)), "gradient_accumulation = 1000000000"),
+    "width": (dict(width=10**9), {}, "makes a tensor of more than"),
+    "batch": ({}, dict(batch=10**17), "makes a tensor of more than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_absurd_sizes_are_refused_within_a_second(what: str) -> None:
+    model, given, words = ABSURD[what]
+    options = dict(config={}, batch=4, sequence=24, world_size=1) | given
+    begun_s = time.process_time()
+    with pytest.raises(ConfigError, match=words):
+        plan(options.pop("config"), replace(DEEP, **model), **options)
+    assert time.process_time() - begun_s < 1
+
+
+def test_comparing_modes_in_an_absurd_world_and_drawing_an_absurd_schedule_are_refused_within_a_second() -> (
+    None
+):
+    begun_s = time.process_time()
+    with pytest.raises(ConfigError, match="world = 1000000000"):
+        compare_tensor({}, DEEP, batch=4, sequence=24, world_size=10**9)
+    with pytest.raises(ValueError, match="4000 micro-batches: 16,000,000 forwards.*legal: up to 40,000"):
+        draw(4000, 4000, "1f1b")
+    assert time.process_time() - begun_s < 1

@@ -447,6 +447,14 @@ def test_micro_batches_follow_the_batch_unless_given() -> None:
         PipelineConfig(size=2, micro_batches=8).parts(7)
 
 
+def test_by_default_micro_batches_have_whole_parts_for_a_grid() -> None:
+    pipeline = PipelineConfig(size=2)
+    for count_of in (pipeline.parts_of, pipeline.fewer_of):
+        assert [count_of([n], 1, 2) for n in (2, 4, 8, 12, 16, 24, 7)] == [1, 2, 4, 6, 8, 6, 1]
+        assert count_of([8, 4], 1, 2) == 2 and count_of([16], 2, 2) == 4
+    assert PipelineConfig(size=2, micro_batches=4).parts_of([4], 1, 2) == 4, "what is given stays"
+
+
 def test_a_drawing_states_bubble_peak_and_messages() -> None:
     text = draw(4, 8, "zb-v")
     assert "step 25.5 s, bubble 5.9%" in text

@@ -9,28 +9,41 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 VOCABULARY, SEQUENCE = 37, 16
+SIZES: dict[str, Any] = dict(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=2, heads=4, width=16)
 
 
 def gpt2(dropout: float = 0.0, tied: bool = True, causal: bool = True) -> nn.Module:
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=16, n_layer=2, n_head=4, attn_pdrop=0.0,
-        embd_pdrop=dropout, resid_pdrop=dropout, tie_word_embeddings=tied, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(_attending(config, causal))
+    return sized("hf-gpt2", **SIZES, dropout=dropout, tied=tied, causal=causal)
 
 
 def llama(dropout: float = 0.0, tied: bool = False, causal: bool = True) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, hidden_size=16, intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, use_cache=False,
-    )  # fmt: skip
     assert not dropout, "Llama has no dropout"
+    return sized("hf-llama", **SIZES, ffn=32, kv_heads=2, tied=tied, causal=causal)
+
+
+def sized(
+    kind: str, *, vocabulary: int, sequence: int, layers: int, heads: int, width: int, tied: bool, causal: bool = True,
+    dropout: float = 0.0, ffn: int | None = None, kv_heads: int | None = None,
+) -> nn.Module:  # fmt: skip
+    """A GPT-2 (`ffn` None: 4 width) or a Llama of these sizes."""
+    shared: dict[str, Any] = dict(vocab_size=vocabulary, tie_word_embeddings=tied, use_cache=False)
+    shared |= dict(bos_token_id=None, eos_token_id=None)
+    if kind == "hf-gpt2":
+        config = GPT2Config(
+            n_positions=sequence, n_embd=width, n_layer=layers, n_head=heads, n_inner=ffn, attn_pdrop=0.0,
+            embd_pdrop=dropout, resid_pdrop=dropout, **shared,
+        )  # fmt: skip
+        return GPT2LMHeadModel(_attending(config, causal))
+    config = LlamaConfig(
+        max_position_embeddings=sequence, hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, **shared,
+    )  # fmt: skip
     model = LlamaForCausalLM(_attending(config, causal))
     # Its own norm rounds to float32 whatever it is given, and parity is measured in float64.
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if isinstance(child, LlamaRMSNorm):
-                setattr(owner, name, nn.RMSNorm(16, eps=child.variance_epsilon))
+                setattr(owner, name, nn.RMSNorm(width, eps=child.variance_epsilon))
     return model
 
 

@@ -186,6 +186,18 @@ def serial_run(case: Case) -> list[Step]:
     return list(_SERIAL[repr(alone)][1])
 
 
+def counted_dropout(model: nn.Module, seed: int) -> DropoutStreams:
+    """Put the product's counted masks in the place of every dropout; who runs the model tells the streams a step."""
+    streams = DropoutStreams(seed)
+    for path, owner in list(model.named_modules()):
+        for child_name, child in list(owner._modules.items()):  # repeats included
+            if isinstance(child, nn.Dropout | Dropout):
+                setattr(owner, child_name, Dropout(child.p))
+                name = f"{path}.{child_name}" if path else child_name
+                getattr(owner, child_name).rows = partial(streams.rows, name)
+    return streams
+
+
 def _serial_run(case: Case) -> list[Step]:
     config = case.full_config
     model = case.model().to(DTYPE[case.precision]).train()
@@ -193,13 +205,7 @@ def _serial_run(case: Case) -> list[Step]:
     masters = initial_values(case)
     trainable = {n: nn.Parameter(masters[n]) for n, p in named.items() if p.requires_grad}
     masters |= {n: p.detach() for n, p in trainable.items()}
-    streams = DropoutStreams(config["seed"])
-    for path, owner in list(model.named_modules()):
-        for child_name, child in list(owner._modules.items()):  # repeats included
-            if isinstance(child, nn.Dropout | Dropout):
-                setattr(owner, child_name, Dropout(child.p))
-                name = f"{path}.{child_name}" if path else child_name
-                getattr(owner, child_name).rows = partial(streams.rows, name)
+    streams = counted_dropout(model, config["seed"])
     if case.own is not None:
         optimizers = [case.own(list(trainable.values()))]
     else:

@@ -115,5 +115,7 @@ def _optimizers(config: dict[str, Any], named: dict[str, nn.Parameter]) -> Itera
         chosen = [named.pop(name) for name in list(named) if fnmatchcase(name, group["match"])]
         own = {key: value for key, value in group.items() if key not in ("match", "type")}
         shared = config if group.get("type", kind) == kind else {"lr": config["lr"]}
-        yield PLAIN[group.get("type", kind)](chosen, **(shared | own))
-    yield PLAIN[kind](list(named.values()), **config)
+        if chosen:
+            yield PLAIN[group.get("type", kind)](chosen, **(shared | own))
+    if named:
+        yield PLAIN[kind](list(named.values()), **config)

@@ -136,6 +136,8 @@ Features that are not built alone (`NOT_BUILT` of `config/rules.py`) are not in 
 Models have one block, two under `1f1b` and `zb-h1`, four under `zb-v`, and Hugging Face's always two, too few for the
 four stages of `zb-v`. `usp` is 2 x 2, but 2 without a ring beside 2.5d, 3d and Hugging Face's models. A pipeline has
 two ranks, and so has data where the world then has no more than 16.
+
+Which classes a swap of layers carries, and how a plan is proven, is in `docs/plans.md`.
 """
 
 

@@ -115,6 +115,9 @@ OTHERS: dict[str, Case] = {
     "a rank without samples, sharded weights": replace(
         CASE, world_size=4, global_batch=3, config=ADAMW | dict(zero=dict(stage=3))
     ),
+    "a rank without samples, copies in order": replace(
+        CASE, global_batch=1, config=ADAMW | dict(zero=dict(stage=1, shard_size=1, sum_order="ordered"), timeout_s=10)
+    ),
     "untied, gloo, float32": replace(
         CASE, family="llama", tied=False,
         config=ADAMW | dict(zero=dict(stage=1), backend="gloo", precision="fp32"),

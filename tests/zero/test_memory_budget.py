@@ -32,7 +32,7 @@ from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_optimizer_states import slow
 from tests.shared.covering import covering_array, name_of
 from tests.shared.link_bound import Phase, Use, link_bound
-from tests.shared.parity import Case, Step, start, steps_of
+from tests.shared.parity import Case, Step, assert_parity, start, steps_of
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_zero import (
     ADAMW,
@@ -676,6 +676,9 @@ def test_a_budget_that_no_batch_fits_is_refused_when_the_engine_is_made(placemen
         slots = "arena" if placement == "auto" else "staging"
         assert "memory.device_budget = 10000" in text and needed(text) > 10_000 and slots in text
         assert ("memory.placement='auto'" in text) == (placement != "auto")
+        assert "; legal: more than " in text and "which the first step tells" in text, (
+            "a floor is not what is legal"
+        )
 
 
 def test_what_does_not_fit_is_refused_before_the_first_forward_and_a_smaller_change_is_told() -> None:
@@ -685,6 +688,22 @@ def test_what_does_not_fit_is_refused_before_the_first_forward_and_a_smaller_cha
     assert text == other and needed(text) > 200_000 and "activations" in text
     (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=needed(text) - 1), 1)
     assert "zero.prefetch=1" in text, text
+
+
+def steps_within(env: RankEnv, case: Case, memory: dict[str, Any]) -> int:
+    with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
+        return len(list(steps_of(start(case, context), context, case)))
+
+
+@pytest.mark.parametrize("build", ["callable", "module"])
+def test_a_device_budget_that_an_error_names_as_legal_is_taken_when_it_is_tried(build: str) -> None:
+    more: dict[str, Any] = dict(adapters=2) if build == "module" else {}  # then it is measured, not foretold
+    case = replace(DEEP, build=build, config=config_of(3, precision="fp32"), **more)
+    (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=200_000), 1)
+    found = re.search(r"legal: ([\d,]+) or more", text)
+    assert found, text
+    legal = dict(placement="auto", device_budget=int(found[1].replace(",", "")))
+    assert run_world(steps_within, 2, case, legal) == [case.steps] * 2
 
 
 # ---- batches that no step has shown yet ----
@@ -1074,3 +1093,16 @@ def test_i5_goes_red_where_gradients_do_not_wait_for_the_records_in_their_place(
     found = run_world(slow_and_hasty, 1, away, {"d2h": LinkSpeed(latency_s=0.03)})
     with pytest.raises(AssertionError):
         assert_same_bits(found, run_world(bits, 1, case))
+
+
+def test_a_model_whose_forward_reads_values_is_measured_in_the_first_step() -> None:
+    """Hugging Face's look into their positions for packed documents, which a forecast on meta cannot."""
+    memory = dict(placement="auto", device_budget="4MiB")
+    for family in ("hf-gpt2", "hf-llama"):
+        assert_parity(Case(family=family, tied=False, world_size=2, steps=2, config=dict(memory=memory)))
+
+
+def test_a_plan_of_such_a_model_says_what_it_reads() -> None:
+    case = Case(family="hf-llama", tied=False)
+    with pytest.raises(ValueError, match=r"plan: the model's forward reads a value \(__bool__ of \(\)\)"):
+        planner.plan(Config.load(case.full_config), case.model, batch=2, sequence=12, world_size=1)

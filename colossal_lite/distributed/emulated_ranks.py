@@ -1,0 +1,163 @@
+"""Runs the ranks of a small world as threads of one process, with collectives between them.
+
+Note: every collective is a meeting: each rank puts its tensor down, and all read.  So the numbers are those of real
+ranks, in rank order, and no message leaves the process.  For checks of small models; nothing here is fast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, Queue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from colossal_lite.distributed.shared_memory import nothing
+from colossal_lite.distributed.shared_memory_collectives import ReduceOp, Started, cut
+
+T = TypeVar("T")
+
+
+class EmulatedWorld:
+    """What the threads of one world share. A meeting lasts at most `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._mail: dict[tuple[int, int], Queue[Tensor]] = {}
+        self._is_over = False
+
+    def meeting(self, ranks: Sequence[int]) -> _Meeting:
+        """The meeting of these ranks, made by the first that asks."""
+        with self._lock:
+            made = self._meetings.setdefault(tuple(ranks), _Meeting(len(ranks), self.timeout_s))
+            if self._is_over:
+                made.barrier.abort()
+            return made
+
+    def mail(self, source: int, to: int) -> Queue[Tensor]:
+        with self._lock:
+            return self._mail.setdefault((source, to), Queue())
+
+    def end(self) -> None:
+        """Wake all that wait; they raise RuntimeError."""
+        with self._lock:
+            self._is_over = True
+            for meeting in self._meetings.values():
+                meeting.barrier.abort()
+
+
+class _Meeting:
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.barrier, self.timeout_s = threading.Barrier(size), timeout_s
+        self.table: list[Any] = [None] * size
+
+    def all_of(self, coord: int, mine: Tensor) -> list[Tensor]:
+        """Copies of what every rank brings, in order. A rank that does not come is a RuntimeError for all."""
+        self.table[coord] = mine.detach().clone()
+        self.barrier.wait(self.timeout_s)
+        everyone = list(self.table)
+        self.barrier.wait(self.timeout_s)
+        return everyone
+
+
+class ThreadTransport:
+    """The collectives of one group of an emulated world, as `SharedMemoryTransport` has them."""
+
+    def __init__(self, world: EmulatedWorld, ranks: Sequence[int], coord: int) -> None:
+        self._world, self._ranks, self._coord = world, tuple(ranks), coord
+        self._meeting = world.meeting(ranks)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, tag: str) -> Started:
+        every = torch.stack(self._all_of(tensor))
+        tensor.data.copy_(every.sum(0) if op == "sum" else every.amax(0))
+        return (), nothing
+
+    def all_gather(self, shard: Tensor, whole: Tensor, dim: int, tag: str) -> Started:
+        whole.data.copy_(torch.cat(self._all_of(shard), dim).view(whole.shape))
+        return (), nothing
+
+    def reduce_scatter(
+        self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
+    ) -> Started:
+        total = torch.stack(self._all_of(full)).sum(0)
+        target.data.copy_(cut(total, len(self._ranks), dim, target.shape)[self._coord])
+        return (), nothing
+
+    def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
+        tensor.data.copy_(self._all_of(tensor)[source])
+        return (), nothing
+
+    def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
+        every = self._all_of(tensor)
+        if self._coord == target:
+            tensor.data.copy_(torch.stack(every).sum(0))
+        return (), nothing
+
+    def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
+        size = len(self._ranks)
+        pieces = [each.chunk(size)[self._coord] for each in self._all_of(tensor)]
+        out.data.copy_(torch.cat(pieces).view(out.shape))
+        return (), nothing
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Started:
+        return self.exchange({to: tensor}, {}, tag)
+
+    def receive(self, into: Tensor, source: int, tag: str) -> Started:
+        return self.exchange({}, {source: into}, tag)
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Tensor],
+        tag: str,
+        *,
+        of_all: bool = False,
+    ) -> Started:
+        own = self._ranks[self._coord]
+        for to, tensor in outgoing.items():
+            self._world.mail(own, self._ranks[to]).put(tensor.detach().clone())
+
+        def take() -> None:
+            for source, into in incoming.items():
+                try:
+                    into.data.copy_(
+                        self._world.mail(self._ranks[source], own).get(timeout=self._world.timeout_s)
+                    )
+                except Empty as error:
+                    raise RuntimeError(f"no message from emulated rank {self._ranks[source]}") from error
+
+        return (), take
+
+    def _all_of(self, tensor: Tensor) -> list[Tensor]:
+        return self._meeting.all_of(self._coord, tensor.contiguous())
+
+
+def run_emulated(world: EmulatedWorld, ranks: Sequence[Callable[[], T]]) -> list[T]:
+    """What each rank's function gives, all run at once. Raises the first error of a rank; the others are woken."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = ranks[rank]()
+        except (
+            BaseException
+        ) as error:  # whatever it is, it is raised again below, and nobody may wait for this rank
+            errors.append(error)
+            world.end()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"emulated rank {rank}", daemon=True)
+        for rank in range(len(ranks))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(len(ranks))]

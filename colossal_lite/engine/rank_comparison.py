@@ -1,0 +1,207 @@
+"""Compares between ranks what must be equal: the batch of one replica, and buffers that a forward changes.
+
+Note: how ranks compare.
+Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group counts its own
+once for each of the others, and these subtract theirs.  So the sum is zero if all are equal, whatever they are.  It is
+read before anything is updated.  Cost: 8 bytes in that sum, and a pass over the batch where a replica has several
+ranks.  A buffer costs a pass over it once, and again each time that it is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.config.config import Config
+from colossal_lite.data.fingerprint import fingerprint
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.transfers import to_device
+
+REPLICA = ("pipeline", "sequence", "tensor")
+STAGE = ("data", "sequence", "tensor")
+"""The ranks along these axes have the same modules, or parts of the same."""
+SHOWN = 4
+"""Elements of a tensor that a message shows."""
+
+
+def repeats(config: Config) -> tuple[str, ...]:
+    """The settings by which a rank runs a module several times a step, each time on a part of its batch or twice."""
+    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
+    found = {
+        f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
+        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
+        f"activation_checkpoint={recomputes!r}": recomputes != "none",
+    }
+    return tuple(name for name, is_so in found.items() if is_so)
+
+
+class RanksDifferError(ValueError):
+    """Ranks have different batches or buffers where these must be equal. Raised on every rank; nothing was updated."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that was compared, for the message."""
+
+    shape: tuple[int, ...]
+    first: Tensor
+    mark: Tensor
+
+    def plain(self) -> dict[str, Any]:
+        return dict(shape=[*self.shape], first=self.first.tolist(), mark=int(self.mark))
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer when it was looked at."""
+
+    tensor: Tensor | None
+    version: int
+    mark: Tensor
+
+
+@dataclass
+class RankComparison:
+    """Collects the fingerprints of a step on this rank; `check` raises on every rank where they differ."""
+
+    mesh: Mesh
+    model: nn.Module
+    device: torch.device
+    cuts: Sequence[str]
+    """The settings by which one rank runs the model several times a step."""
+    _batches: list[dict[str, _Seen]] = field(default_factory=list)
+    _changed: set[str] = field(default_factory=set)
+
+    _looked_at: dict[str, _Buffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._buffers = {
+            f"{path}.{name}".removeprefix("."): (module, name)
+            for path, module in self.model.named_modules()
+            for name in module._buffers
+        }
+
+    # ---- what is compared ----
+
+    def add_batch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the tensors of a batch, those of the whole replica. Costs nothing where a replica is one rank."""
+        if self.mesh.size(*REPLICA) == 1:
+            return
+        salt = f"{self.mesh.coord('data')}/{len(self._batches)}"
+        self._batches.append(
+            {
+                name: _Seen(tuple(x.shape), x.reshape(-1)[:SHOWN], fingerprint({name: x}, salt))
+                for name, x in tensors.items()
+                if isinstance(x, Tensor)
+            }
+        )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward of the model: notes the buffers that it changes."""
+        for name in self._buffers:
+            self._look_at(name)
+        yield
+        for name in self._buffers:
+            before = self._looked_at[name]
+            if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):
+                self._changed.add(name)
+
+    def _look_at(self, name: str) -> _Buffer:
+        """The buffer as it is; what was seen last if it was not written to since."""
+        module, key = self._buffers[name]
+        now, last = module._buffers[key], self._looked_at.get(name)
+        version = 0 if now is None else now._version
+        if last is None or last.tensor is not now or last.version != version:
+            self._looked_at[name] = last = _Buffer(now, version, fingerprint({name: self._buffer(name)}))
+        return last
+
+    def clear(self) -> None:
+        """Forget the batches and buffers of a step."""
+        self._batches.clear()
+        self._changed.clear()
+
+    # ---- the sum over the ranks ----
+
+    def term(self) -> Tensor:
+        """This rank's term, [1] in float64, of a sum over the world that is zero where all is equal."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        marks = [seen.mark for batch in self._batches for seen in batch.values()]
+        if marks:
+            total += torch.stack(marks).sum() * self._factor(*REPLICA)
+        if self._changed:
+            total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
+        return total
+
+    def check(self, apart: float) -> None:
+        """Raise `RanksDifferError` where `apart`, the sum of the terms over the world, is not zero, if it was one of
+        these that differed. Clears. Collective where it is not zero."""
+        told = self.mesh.world.gather_json(self._told()) if apart else ()
+        self.clear()
+        if fault := _batch_fault(told) or _buffer_fault(told, self.cuts):
+            raise RanksDifferError(fault)
+
+    def _factor(self, *axes: str) -> int:
+        return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
+
+    def _buffer_mark(self) -> Tensor:
+        return fingerprint({name: self._buffer(name) for name in sorted(self._changed)})
+
+    def _buffer(self, name: str) -> Tensor:
+        module, key = self._buffers[name]
+        found = module._buffers[key]
+        return torch.zeros(0, device=self.device) if found is None else to_device(found, self.device)
+
+    def _told(self) -> dict[str, Any]:
+        coords = {axis: self.mesh.coord(axis) for axis in ("pipeline", "data")}
+        batches = [{name: seen.plain() for name, seen in batch.items()} for batch in self._batches]
+        marks = {name: int(fingerprint({name: self._buffer(name)})) for name in sorted(self._changed)}
+        return dict(coords, batches=batches, buffers=marks)
+
+
+def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first two ranks of one replica whose batches differ, or ""."""
+    first_of: dict[int, int] = {}
+    for rank, row in enumerate(told):
+        first = first_of.setdefault(row["data"], rank)
+        for one, other in zip(told[first]["batches"], row["batches"], strict=False):
+            if one != other:
+                name = next(name for name in one if one[name] != other.get(name))
+                return (
+                    f"batch: ranks {first} and {rank} train one replica on different samples: {name} is "
+                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}; nothing was "
+                    f"updated; legal: the same batch on all ranks of a data coordinate (context.dataloader, or a "
+                    f"sampler with one seed, cut by context.mesh.coord('data') of context.mesh.size('data'))"
+                )
+    return ""
+
+
+def _shown(seen: Mapping[str, Any] | None) -> str:
+    return "absent" if seen is None else f"{seen['shape']} from {', '.join(map(str, seen['first']))}"
+
+
+def _buffer_fault(told: Sequence[Mapping[str, Any]], cuts: Sequence[str]) -> str:
+    """The message for the first buffer that a forward changed where it must not, or ""."""
+    first_of: dict[int, int] = {}
+    for rank, row in enumerate(told):
+        first = first_of.setdefault(row["pipeline"], rank)
+        names = row["buffers"] if cuts else {**row["buffers"], **told[first]["buffers"]}
+        for name in names:
+            if cuts:
+                return (
+                    f"model: its forward changes the buffer {name}, and {' and '.join(cuts)} would change it more "
+                    f"often than one run of the whole batch; nothing was updated; legal: without these settings, or a "
+                    f"model that changes no buffer"
+                )
+            if row["buffers"].get(name) != told[first]["buffers"].get(name):
+                return (
+                    f"model: its forward changes the buffer {name}, which is another on rank {rank} than on rank "
+                    f"{first}, as each rank has a part of the batch; nothing was updated; legal: a model whose buffers "
+                    f"do not depend on the batch, or one rank"
+                )
+    return ""

@@ -1,0 +1,276 @@
+"""Proves a plan of roles on a small copy of the model, and names the module and the role that does not fit.
+
+Note: where there is no proof.
+A model that does not run on random words by itself, or whose blocks are too large for a small copy, cannot be proven.
+Then classes and settings alone are checked, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.kernels import TORCH
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.narrowing import Narrowing, narrowing
+from colossal_lite.parallel.replicated import Serial
+from colossal_lite.parallel.roles import DETAILS, PLANS, Role
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
+from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, small_copy
+from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
+from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
+from colossal_lite.parallel.tensor_modes import ModeResult, mode_file, mode_of
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.transforms.auxiliary_loss import Share
+
+T = TypeVar("T")
+MOST_SIDES = {1: 4, 2: 3, 3: 2}
+"""Ranks along each side of an emulated mesh, by its dimensions, where so few divide the real number."""
+TOKENS = 8
+QUICK_BYTES = 4 << 20
+"""Copies above this size are made narrower, if that is possible."""
+MOST_TRIES = 12
+OUR_PARTS = (nn.ModuleList, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """How a small copy is run in a tensor mode."""
+
+    small: SmallCopy
+    layout: MeshLayout
+    mode: str
+    regather_inputs: bool
+
+    def difference(self, roles: Mapping[str, Role], sequence_parallel: bool) -> Difference | None:
+        """Raises NotRunError if the plain copy does not run."""
+        ranks = self.layout.world_size
+        tokens = TOKENS if TOKENS % ranks == 0 else 2 * ranks
+        batch = words(max(ranks, 2), tokens, self.small.words, self.small.padding)
+        options = (sequence_parallel, self.regather_inputs)
+
+        def swap(module: nn.Module, mesh: Mesh) -> ModeResult:
+            return mode_file(self.mode).swap_layers(module, mesh, roles, *options)
+
+        return prove(self.small.model, batch, swap, self.layout)
+
+    def fitting(self, sequence_parallel: bool) -> str:
+        """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, role in self.small.roles.items():
+            if role.name == "colwise":
+                parts = [part for part in name.split(".") if not part.isdigit()]
+                groups.setdefault((".".join(parts), role.detail), []).append(name)
+        forms = ("", *DETAILS["colwise"])
+        tries: list[tuple[list[str], str]] = [([], "")]
+        tries += [(names, form) for (_, now), names in groups.items() for form in forms if form != now]
+        whole = [False] if sequence_parallel and "sequence_parallel" in TENSOR_MODES[self.mode].reads else []
+        for names, form in tries[:MOST_TRIES]:
+            roles = {**self.small.roles, **dict.fromkeys(names, Role("colwise", form))}
+            for cuts in [sequence_parallel, *whole] if names else whole:
+                if self._is_exact(roles, cuts):
+                    return self._words(names, form, needs_whole=cuts != sequence_parallel)
+        return ""
+
+    def _is_exact(self, roles: Mapping[str, Role], sequence_parallel: bool) -> bool:
+        try:
+            return self.difference(roles, sequence_parallel) is None
+        except (ValueError, AssertionError):
+            return False
+
+    def _words(self, names: Sequence[str], form: str, *, needs_whole: bool) -> str:
+        setting = "parallel.tensor.sequence_parallel=False" if needs_whole else ""
+        if not names:
+            return f"with {setting} they agree"
+        found = self.small.roles[names[0]]
+        role = _text(Role("colwise", form)) + (f" and {setting}" if setting else "")
+        kind = type(self.small.model.get_submodule(names[0])).__name__
+        return f"{names[0]} ({kind}) has the role {_text(found)}, and with {role} they agree"
+
+
+def check_plan(
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], *, sequence_parallel: bool,
+    regather_inputs: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError for roles with which the swapped model is not the plain one; the same on every rank.
+
+    Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
+    """
+    if mesh.is_recording or is_our_own(model, plan):
+        return
+
+    def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, Difference | None]:
+        trial = _trial(small, mesh, sequence_parallel, regather_inputs, as_it_is=as_it_is)
+        return trial, trial.difference(small.roles, sequence_parallel)
+
+    try:
+        trial, found = _on_a_copy(model, roles, tried)
+    except NoCopyError as error:
+        return _without_proof(model, mesh, roles, error)
+    if found is not None:
+        text = (
+            f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
+            f"mode {trial.mode} is not that of one process: {found.what}"
+        )
+        raise ValueError(f"{text}; {trial.fitting(sequence_parallel) or _place(trial.small, found)}")
+
+
+def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, Role]) -> None:
+    """Raises ValueError for a model that is another where a rank sees a part of each sequence; the same on every rank.
+
+    `roles`: of tables and linears, where they are known; without them the copy has all rows. Nothing is communicated.
+    """
+    if mesh.is_recording or is_our_own(model, {}):
+        return
+    layout = _emulated_sequence(mesh, mode)
+
+    def across(module: nn.Module, rank: Mesh) -> ModeResult:
+        plain = Serial()
+        strategy, ops = across_sequence(module, rank, mode, plain, TORCH)
+        give_ops(module, ops)
+        specs = {name: plain.spec(name, tuple(p.shape)) for name, p in module.named_parameters()}
+        return strategy, specs, lambda name, rows: rows, lambda name: Share()
+
+    def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
+        batch = words(2, 4 * layout.world_size, small.words, small.padding)
+        return small, prove(small.model, batch, across, layout)
+
+    try:
+        small, found = _on_a_copy(model, roles, tried)
+    except NoCopyError as error:
+        return _without_proof(model, mesh, {}, error)
+    if found is not None:
+        where = f" at {_named(small, found.where)}" if found.where else ""
+        raise ValueError(
+            f"sequence: a small copy of the model on {layout.world_size} emulated ranks (mode {mode!r}) is not that of "
+            f"one process: {found.what}{where}; a module sees a rank's tokens, and only attention that it finds as "
+            f"`ops.attend`, or by Hugging Face's attention interface, sees all; legal: modules that act on each token "
+            f"alone beside it, or sequence=1"
+        )
+
+
+def _emulated_sequence(mesh: Mesh, mode: str) -> MeshLayout:
+    """A sequence axis of as few ranks as divide the real one."""
+    if mode == "usp":
+        return MeshLayout.build(sequence=4, ulysses=2)
+    size = mesh.size("sequence")
+    return MeshLayout.build(sequence=next(n for n in range(2, size + 1) if size % n == 0))
+
+
+def _without_proof(
+    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: NoCopyError
+) -> None:  # fmt: skip
+    """Refuses what only a proof can admit, and warns of the rest."""
+    own = [
+        f"{name} ({type(model.get_submodule(name)).__name__})"
+        for name, role in roles.items()
+        if role.name == "embedding" and not has_forward_of(model.get_submodule(name), nn.Embedding)
+    ]
+    if own:
+        raise ValueError(
+            f"plan: {', '.join(own)} has a forward of its own, which must be proven, and cannot be: {error}; legal: "
+            f"nn.Embedding as it is"
+        )
+    if mesh.rank == 0:
+        warnings.warn(
+            f"plan: {type(model).__name__} is not proven on a small copy ({error}); the classes, settings and hooks of "
+            f"its layers are checked, and roles are taken as they are",
+            stacklevel=4,
+        )
+
+
+def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
+    """Whether a model is models.GPT as it is built, under the plan of its own names."""
+    if type(model) is not GPT or any(PLANS["gpt"].get(pattern) != role for pattern, role in plan.items()):
+        return False
+    return all(
+        (type(module) in OUR_PARTS or type(module).__module__.startswith("colossal_lite."))
+        and "forward" not in module.__dict__
+        and not any(getattr(module, kind) for kind in HOOKS)
+        for module in model.modules()
+    ) and isinstance(model.config, GPTConfig)
+
+
+def _on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
+    """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
+    wide as it may be. Raises NoCopyError if none does."""
+    why = ""
+    for narrow, limit_bytes in _forms(model, roles):
+        try:
+            return look(small_copy(model, roles, narrow, limit_bytes), narrow is None)
+        except (NoCopyError, NotRunError) as error:
+            why = str(error)
+    raise NoCopyError(why)
+
+
+def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrowing | None, int]]:
+    yield None, QUICK_BYTES
+    try:
+        if narrow := narrowing(model, roles):
+            yield narrow, LIMIT_BYTES
+    except (AttributeError, ValueError):  # heads that are stated nowhere: the swap says so
+        pass
+    yield None, LIMIT_BYTES
+
+
+def _trial(
+    small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool, *, as_it_is: bool
+) -> _Trial:
+    """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
+    cut, if the copy is `as_it_is`."""
+    mode, options = mode_of(mesh), (small.roles, sequence_parallel, regather_inputs)
+    swap_layers = mode_file(mode).swap_layers
+    if as_it_is:
+        swap_layers(copy.deepcopy(small.model), Mesh.recording(mesh.layout, mesh.rank), *options)
+    for layout in emulated_layouts(mesh):
+        try:
+            swap_layers(copy.deepcopy(small.model), Mesh.recording(layout), *options)
+        except ValueError:  # fewer ranks may not divide what the real number does
+            continue
+        return _Trial(small, layout, mode, regather_inputs)
+    raise NoCopyError("no small number of ranks divides its heads as the real number does")
+
+
+def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
+    """Small worlds of the mode of a mesh, best first: sides of as many ranks as are few and divide the real number."""
+    mode = TENSOR_MODES[mode_of(mesh)]
+    edge = max(leaf.size for leaf in mesh.layout.leaves if leaf.name in ("tensor", "tensor.row", "tensor.i"))
+    few = sorted((d for d in range(2, MOST_SIDES[mode.sides] + 1) if edge % d == 0), reverse=True)
+    for side in few or [edge]:
+        config = TensorConfig(size=side**mode.sides, mode=mode_of(mesh))
+        yield MeshLayout.build(tensor=config.axis())
+
+
+def _place(small: SmallCopy, found: Difference) -> str:
+    """Where a copy differs, and what is legal there."""
+
+    if bypassed := [name for name in found.bypassed if name in small.roles]:
+        return (
+            f"the forward of {_named(small, bypassed)} is called directly, which skips what a swap does where it "
+            f"begins; legal: call the module itself, block(x)"
+        )
+    where = f"at {_named(small, found.where)}: " if found.where else ""
+    return (
+        f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "
+        f"roles that fit ({', '.join(f'colwise:{form}' for form in DETAILS['colwise'])} for fused linears), code that "
+        f"takes sizes from its input, or tensor=1"
+    )
+
+
+def _named(small: SmallCopy, names: Sequence[str]) -> str:
+    return ", ".join(
+        f"{name} ({type(small.model.get_submodule(name)).__name__}"
+        + (f", role {_text(small.roles[name])})" if name in small.roles else ")")
+        for name in names[:3]
+    )
+
+
+def _text(role: Role) -> str:
+    return f"{role.name}:{role.detail}" if role.detail else role.name

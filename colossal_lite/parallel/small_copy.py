@@ -1,0 +1,163 @@
+"""Makes a small copy of a model for proofs: a few blocks of each kind, tables of a few rows, random float64 values.
+
+Note: what is cut, and what is not.
+The copy runs the model's own code, its hooks included.  Of blocks that are alike two are kept.  Tables and the head
+keep `ROWS` rows.  Widths are divided where the model is wide.  Values are drawn from a generator of the copy.  Of the
+model only shapes and buffers are read, so parameters may be on meta.  The run's random state stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.parallel.narrowing import Narrowing
+from colossal_lite.parallel.roles import Role
+
+ROWS = 37
+"""Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
+POSITIONS = 64
+LIMIT_BYTES = 64 << 20
+KEPT_ALIKE = 2
+SHARED_NUMEL = 1 << 18
+"""Buffers above this size are not copied: tables that forwards read."""
+
+
+@dataclass(frozen=True)
+class SmallCopy:
+    """The copy, the roles of the modules in it, and its words."""
+
+    model: nn.Module
+    roles: Mapping[str, Role]
+    words: int
+    padding: tuple[int, ...]
+    """Words whose rows are not trained."""
+
+
+class NoCopyError(ValueError):
+    """A model of which no small copy can be made; the text says why."""
+
+
+def small_copy(
+    model: nn.Module,
+    roles: Mapping[str, Role],
+    narrow: Narrowing | None = None,
+    limit_bytes: int = LIMIT_BYTES,
+) -> SmallCopy:
+    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths.
+
+    Raises NoCopyError, saying why there is none."""
+    dropped = _alike(model, roles)
+    kept = {n: p for n, p in model.named_parameters() if not n.startswith(dropped)} if dropped else None
+    named = dict(model.named_parameters()) if kept is None else kept
+    rows = _rows(model, roles)
+    shapes = {name: _shape(p, rows.get(id(p)), narrow) for name, p in named.items()}
+    size_bytes = 8 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    if size_bytes > limit_bytes:
+        raise NoCopyError(
+            f"a small copy of it needs {size_bytes >> 20} MiB; at most {limit_bytes >> 20} are taken"
+        )
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(0, device="meta"), requires_grad=False) for p in model.parameters()
+    }
+    for name, parameter in named.items():
+        value = _drawn(name, shapes[name], generator)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.is_meta:
+            raise NoCopyError("it has buffers on meta")
+        memo[id(buffer)] = _copied(buffer if narrow is None else narrow.part(buffer))
+    try:
+        made = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise NoCopyError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    for name in dropped:
+        parent, _, child = name.removesuffix(".").rpartition(".")
+        del made.get_submodule(parent)._modules[child]
+    left = {n: role for n, role in roles.items() if not f"{n}.".startswith(dropped)} if dropped else roles
+    if narrow is not None:
+        narrow.tell(made)
+    words, padding = _resize(made, left)
+    return SmallCopy(made.eval(), dict(left), words, padding)
+
+
+def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    if rows is not None and shape:
+        return (min(rows, shape[0]), *(narrow.shape(shape[1:]) if narrow else shape[1:]))
+    return narrow.shape(shape) if narrow else shape
+
+
+def _alike(model: nn.Module, roles: Mapping[str, Role]) -> tuple[str, ...]:
+    """Prefixes, with a dot, of blocks beyond the first ones that are like them in class, shapes and roles."""
+    dropped: list[str] = []
+    for path, owner in model.named_modules():
+        if not isinstance(owner, nn.ModuleList | nn.Sequential) or path.startswith(tuple(dropped)):
+            continue
+        seen: dict[Any, int] = {}
+        for name, child in owner.named_children():
+            full = f"{path}.{name}." if path else f"{name}."
+            if not any(True for _ in child.children()):
+                continue
+            inside = tuple(
+                (f"{n}.".removeprefix(full), r) for n, r in roles.items() if f"{n}.".startswith(full)
+            )
+            kind = (
+                tuple((n, type(m)) for n, m in child.named_modules()),
+                tuple((n, p.shape, p.requires_grad) for n, p in child.named_parameters()),
+                inside,
+            )
+            seen[kind] = seen.get(kind, 0) + 1
+            if seen[kind] > KEPT_ALIKE:
+                dropped.append(full)
+    return tuple(dropped)
+
+
+def _rows(model: nn.Module, roles: Mapping[str, Role]) -> dict[int, int]:
+    """Rows that the copy keeps of tables, by parameter."""
+    found: dict[int, int] = {}
+    for name, role in roles.items():
+        if role.name in ("embedding", "lm_head", "position"):
+            for parameter in model.get_submodule(name).parameters(recurse=False):
+                found[id(parameter)] = POSITIONS if role.name == "position" else ROWS
+    return found
+
+
+def _resize(made: nn.Module, roles: Mapping[str, Role]) -> tuple[int, tuple[int, ...]]:
+    """Tell tables how many rows they have now: the words, and those that are padding."""
+    words, padding = ROWS, set[int]()
+    for name, role in roles.items():
+        owner: Any = made.get_submodule(name)
+        weight = getattr(owner, "weight", None)
+        if role.name not in ("embedding", "lm_head", "position") or not isinstance(weight, Tensor):
+            continue
+        for attribute in ("num_embeddings", "out_features"):
+            if isinstance(getattr(owner, attribute, None), int):
+                setattr(owner, attribute, weight.shape[0])
+        if role.name == "position":
+            continue
+        words = min(words, weight.shape[0])
+        if isinstance(getattr(owner, "padding_idx", None), int):
+            owner.padding_idx %= weight.shape[0]
+            padding.add(owner.padding_idx)
+    return words, tuple(sorted(padding))
+
+
+def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    value = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if len(shape) < 2:
+        return value.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
+    return value.mul_(float(shape[-1]) ** -0.5)
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    if buffer.numel() > SHARED_NUMEL and not buffer.is_cuda:
+        return buffer
+    dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
+    return torch.empty(buffer.shape, dtype=dtype, device="cpu").copy_(buffer)

@@ -1,0 +1,233 @@
+"""Proves that a model whose layers were replaced is the plain model: loss and every gradient, on emulated ranks.
+
+Note: what is proven.
+A small model is run as it is, and as every rank of a small world runs it after the swap: threads of this process, with
+real collectives between them.  Both have the same random values in float64.  What a rank gives must be its part of what
+the plain model gives.  Conversions to lower precision, which norms and softmax make, are left out on both sides, so
+that the two agree to rounding.  No message leaves the process and nothing is drawn from torch's generator, so every
+rank of the real world comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld, run_emulated
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.kernels import TORCH
+from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
+from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.tensor_modes import ModeResult
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from colossal_lite.sharding.shard_spec import ShardSpec
+
+TOLERANCE = 1e-6
+"""Of a gradient, relative to its norm and to a hundredth of the largest: far above rounding in float64."""
+LONGEST_S = 20.0
+Replace = Callable[[nn.Module, Mesh], ModeResult]
+
+
+class NotRunError(ValueError):
+    """The plain model does not run on random words, so nothing can be said of it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a replaced model differs from the plain one. `where`: module names, in the order in which they run."""
+
+    what: str
+    where: tuple[str, ...] = ()
+    bypassed: tuple[str, ...] = ()
+    """Modules that ran without being called as modules, so that no hook of theirs did."""
+
+
+@dataclass
+class _Calls:
+    """Which modules of one model are being called, and which have been."""
+
+    stack: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def watch(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._enter(name), prepend=True)
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.stack.append(name)
+            self.seen.add(name)
+
+        return hook
+
+    def _leave(self, *_: Any) -> None:
+        self.stack.pop()
+
+    @property
+    def place(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+
+class Wide(TorchFunctionMode):
+    """Leaves out conversions to a precision below float64."""
+
+    NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
+        return func(
+            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        )
+
+    def _is_narrow(self, value: Any) -> bool:
+        return isinstance(value, torch.dtype) and value in self.NARROW
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run of a model gave: its loss and gradients (None where none came)."""
+
+    loss: float
+    gradients: Mapping[str, Tensor | None]
+
+
+def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) -> Difference | None:
+    """How `replace`, which swaps the layers of a copy for one rank of `layout`, makes `model` another; None if not.
+
+    `model` has float64 values on the CPU and is changed in no way but its gradients. Raises NotRunError if it does not
+    run by itself.
+    """
+    calls = _Calls()
+    plain = copy.deepcopy(model)
+    calls.watch(plain)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            truth = _plain_run(plain, batch)
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(
+                f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
+            ) from error
+        bypassed = _bypassed(plain, calls)
+        world = EmulatedWorld(LONGEST_S)
+        meshes = Mesh.emulated(layout, world)
+        watched = [_Calls() for _ in meshes]
+        ranks = [
+            _Rank(copy.deepcopy(model), mesh, batch, replace, calls)
+            for mesh, calls in zip(meshes, watched, strict=True)
+        ]
+        try:
+            found = run_emulated(world, [rank.differences(truth) for rank in ranks])
+        except Exception as error:  # as above
+            where = next((each.place for each in watched if each.place), "")
+            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else (), bypassed)
+    every = [each for each in found if each is not None]
+    if not every:
+        return None
+    first = every[0]
+    places = dict.fromkeys(place for each in every for place in each.where)
+    return Difference(first.what, tuple(places), bypassed)
+
+
+def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
+    """Modules never called, of which a module within was."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name and name not in calls.seen and type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        and any(f"{name}.{inner}" in calls.seen for inner, _ in module.named_modules() if inner)
+    )  # fmt: skip
+
+
+def _plain_run(model: nn.Module, batch: Batch) -> _Run:
+    with torch.enable_grad(), Wide():
+        logits = logits_of(model(*batch.args, **batch.kwargs))
+        loss = F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), reduction="sum")
+    loss.backward()
+    return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One emulated rank."""
+
+    model: nn.Module
+    mesh: Mesh
+    batch: Batch
+    replace: Replace
+    calls: _Calls
+
+    def differences(self, truth: _Run) -> Callable[[], Difference | None]:
+        return lambda: self._compared(truth)
+
+    def _compared(self, truth: _Run) -> Difference | None:
+        originals = dict(self.model.named_parameters())
+        strategy, specs, *_ = self.replace(self.model, self.mesh)
+        fill_placeholders(self.model, originals, specs, self.mesh)
+        self.calls.watch(self.model)
+        part = strategy.local_part(self.batch)
+        with torch.enable_grad(), Wide():
+            logits = logits_of(self.model(*part.args, **part.kwargs))
+            total, _ = strategy.cross_entropy(TORCH, logits, part.labels)
+        total.backward()
+        told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
+        loss = float(self.mesh.world.all_reduce(told.clone()))
+        count = self.batch.labels.numel()
+        if not abs(loss - truth.loss) <= TOLERANCE * abs(truth.loss):
+            return Difference(f"its loss is {loss / count:.6f}, that of one process "
+                              f"{truth.loss / count:.6f}")  # fmt: skip
+        return self._of_gradients(specs, truth)
+
+    def _of_gradients(self, specs: Mapping[str, ShardSpec], truth: _Run) -> Difference | None:
+        largest = max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)
+        named, wrong = dict(self.model.named_parameters()), dict[str, str]()
+        for name, expected in truth.gradients.items():
+            spec, own = specs[name], named[name]
+            local = torch.zeros_like(own) if own.grad is None else own.grad.clone()
+            if axes := spec.sync_axes(self.mesh.layout):
+                local = self.mesh.axis(*axes).all_reduce(local.contiguous())
+            whole = (_zeros(spec) if expected is None else expected).reshape(-1)
+            right = cut_values(spec, self.mesh.layout, self.mesh.coords, partial(_elements, whole))
+            bound = TOLERANCE * (float(right.norm()) + 0.01 * largest)
+            if not float((local - right).norm()) <= bound:
+                wrong[name] = f"{float(local.norm()):.4g} for {float(right.norm()):.4g}"
+        if not wrong:
+            return None
+        name, sizes = next(iter(wrong.items()))
+        owners = dict.fromkeys(each.rpartition(".")[0] for each in wrong)
+        return Difference(
+            f"its loss is right, but the gradient of {name} is not (norm {sizes})", tuple(owners)
+        )
+
+
+def _zeros(spec: ShardSpec) -> Tensor:
+    return torch.zeros(spec.shape, dtype=torch.float64)
+
+
+def _elements(flat: Tensor, start: int, stop: int) -> Tensor:
+    return flat[start:stop]
+
+
+def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) -> Batch:
+    """Random words with every padding word among them, and random labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary, (samples, tokens), generator=generator)
+    for place, word in enumerate(padding):
+        ids[:, -1 - place] = word
+    labels = torch.randint(vocabulary, (samples, tokens), generator=generator)
+    return Batch((ids,), {}, labels=labels, samples=torch.arange(samples))
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:300]

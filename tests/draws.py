@@ -1,0 +1,200 @@
+"""Trains drawn cases on a world of ranks and compares each with the plain loop: `python -m tests.draws --world 2`.
+
+Note. A case is a model, batches, habits, a configuration and another mesh to resume on, drawn from the whole schema
+(tests/shared/drawn_cases.py).  Its outcome is exact, refused (before anything is trained, in the same words on all
+ranks), WRONG, CRASH, HANG or UNLIKE (ranks tell different things).  A line for each of the last four says how to run it
+again; a tally comes last.  The exit code is 1 if there was one.
+
+    python -m tests.draws --world 2 --seconds 60              # seed: a hash of the commit
+    python -m tests.draws --world 4 --draws 500 --seed 7      # draws 0 to 499
+    python -m tests.draws --world 4 --draws 500 --seed 7 --from 500
+    python -m tests.draws --case wrong.case                   # one case again, with every detail
+    python -m tests.draws --faults                            # draw for each planted fault until it shows
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.shared.drawn_cases import DrawnCase, case_of, draw
+from tests.shared.drawn_runs import Seen, first_part, plain_run, second_part
+from tests.shared.drawn_verdicts import BAD, Verdict, judge_end, masked, unlike, wrong
+from tests.shared.pool import WorldError, pool, run_world
+
+LIMIT_S = 60.0
+"""For each of a case's two worlds; a collective waits `timeout_s` of the case, which is shorter."""
+FAULT_S = 60.0
+"""Of draws for each planted fault."""
+NARROW = ("bf16", "fp16")
+ROOT = Path(__file__).parents[1]
+
+
+def outcome_of(case: DrawnCase, fault: str | None = None) -> Verdict:
+    """Run a case and judge it. `fault`: a name of tests.house.drawn_faults, planted on every rank."""
+    with tempfile.TemporaryDirectory(prefix="drawn-") as folder:
+        first = _part(first_part, case.world, case, folder, fault)
+        if isinstance(first, Verdict):
+            return first
+        resumes = case.resume_world > 0
+        second = _part(second_part, case.resume_world, case, folder, fault) if resumes else None
+    ends = second[0] if isinstance(second, list) else None
+    skipped = first[0].skipped + (ends.skipped if ends else [False])
+    truth = plain_run(case, "fp64", skipped)
+    plain = plain_run(case, case.dtype, skipped) if case.dtype in NARROW else None
+    if why := wrong(case, first[0], ends, truth, plain):
+        return Verdict("WRONG", why)
+    if isinstance(second, Verdict):
+        return Verdict(second.outcome, f"resume: {second.why}", trained=True, detail=second.detail)
+    return Verdict("exact", trained=True)
+
+
+def _part(
+    run: Callable[..., Seen], world: int, case: DrawnCase, folder: str, fault: str | None
+) -> list[Seen] | Verdict:
+    name = run.__name__.split("_")[0]
+    try:
+        seen = run_world(run, world, case, folder, fault, timeout_s=LIMIT_S)
+    except WorldError as error:
+        died = [failure for failure in error.failures if failure.kind in ("died", "raised")]
+        told = died or [failure for failure in error.failures if failure.kind != "done"]
+        why = f"{name}: rank {told[0].rank} {told[0].kind}: {told[0].summary}"
+        return Verdict("CRASH" if died else "HANG", " ".join(why.split())[:300], detail=str(error))
+    return judge_end(seen, name) or unlike(seen, name) or seen
+
+
+# ---- the command ----
+
+
+def commit_seed() -> int:
+    """A number that follows from the commit; 0 outside of git."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return int(done.stdout[:8], 16) if done.returncode == 0 else 0
+
+
+def campaign(asked: argparse.Namespace, cases: Path) -> Counter[str]:
+    """Draw until the time or the number of draws is used up; outcomes and refusals by their words."""
+    end = time.monotonic() + (asked.seconds or float("inf"))
+    tally: Counter[str] = Counter()
+    number = asked.start
+    while time.monotonic() < end and (asked.draws is None or number < asked.start + asked.draws):
+        case = draw(asked.world, asked.seed, number)
+        verdict = outcome_of(case)
+        tally[verdict.outcome] += 1
+        tally["trained"] += verdict.trained
+        if verdict.outcome == "refused":
+            tally[f"refused: {masked(verdict.why)}"] += 1
+        if verdict.outcome in BAD:
+            file = cases / f"{asked.seed}-{asked.world}-{number}.case"
+            file.write_text(case.text())
+            print(f"draw {number}: {verdict.outcome} {verdict.why}\n  python -m tests.draws --case {file}")
+            if asked.verbose:
+                print(case.text())
+        sys.stdout.flush()
+        number += 1
+    tally["next"] = number
+    return tally
+
+
+def report(asked: argparse.Namespace, tally: Counter[str], seconds: float) -> int:
+    """Print the tally; the exit code."""
+    count = tally["next"] - asked.start
+    if asked.refusals:
+        rows = [(n, words) for words, n in tally.most_common() if words.startswith("refused: ")]
+        print("\n".join(f"{n:5d} {words}" for n, words in rows))
+    words = ", ".join(f"{tally[name]} {name}" for name in ("exact", "refused", *BAD))
+    print(
+        f"world {asked.world}, seed {asked.seed}, draws {asked.start} to {tally['next'] - 1}: {words}; "
+        f"{tally['trained']} of {count} trained; {seconds:.0f} s; go on with --from {tally['next']}"
+    )
+    return int(any(tally[name] for name in BAD))
+
+
+def found_within(fault: str, seconds: float, seed: int) -> tuple[float, int, str]:
+    """Seconds and draws, on 2 and 4 ranks in turn, until a case that is right shows a fault; "" where none has."""
+    begun, number = time.monotonic(), 0
+    while time.monotonic() - begun < seconds:
+        case = draw((2, 4)[number % 2], seed, number)
+        verdict = outcome_of(case, fault)
+        if verdict.outcome in BAD and outcome_of(case).outcome not in BAD:
+            return time.monotonic() - begun, number + 1, f"{verdict.outcome} {verdict.why}"
+        number += 1
+    return time.monotonic() - begun, number, ""
+
+
+def hunt(asked: argparse.Namespace) -> int:
+    """Plant the faults one by one and draw for each; print which are found."""
+    from tests.house.drawn_faults import FAULTS
+
+    names = [name for name in FAULTS if asked.faults in name]
+    missed = []
+    for name in names:
+        seconds, number, how = found_within(name, asked.seconds or FAULT_S, asked.seed)
+        print(
+            f"{'found' if how else 'MISSED'} {seconds:5.1f} s {number:4d} draws: {name}: {how[:150]}",
+            flush=True,
+        )
+        missed += [] if how else [name]
+    print(f"{len(names) - len(missed)} of {len(names)} found; missed: {', '.join(missed) or 'none'}")
+    return int(bool(missed))
+
+
+def run_case(file: Path) -> int:
+    case = case_of(file.read_text())
+    verdict = outcome_of(case)
+    print(case.text())
+    print(verdict.outcome, verdict.why)
+    print(verdict.detail)
+    return int(verdict.outcome in BAD)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.draws")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--seconds", type=float, help="time; without it and --draws: 60")
+    parser.add_argument("--draws", type=int, help="number of draws")
+    parser.add_argument("--seed", type=int, help="default: a hash of the commit")
+    parser.add_argument("--from", dest="start", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--case", type=Path, help="a file with one case as a dict")
+    parser.add_argument(
+        "--refusals", action="store_true", help="print refusals by their words, the most first"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print each case that fails as a dict")
+    parser.add_argument("--out", type=Path, help="folder for cases that fail; default: a fresh one")
+    parser.add_argument(
+        "--faults", nargs="?", const="", help="plant tests.house.drawn_faults with this in their names"
+    )
+    asked = parser.parse_args(arguments)
+    if asked.seconds is None and asked.draws is None and asked.faults is None:
+        asked.seconds = 60.0
+    if asked.seed is None:
+        asked.seed = commit_seed()
+    return asked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    torch.set_num_threads(1)
+    asked, begun = parsed(arguments), time.monotonic()
+    if asked.case is not None:
+        return run_case(asked.case)
+    if asked.faults is not None:
+        return hunt(asked)
+    cases = asked.out or Path(tempfile.mkdtemp(prefix="draws-"))
+    cases.mkdir(parents=True, exist_ok=True)
+    tally: Counter[str] = campaign(asked, cases)
+    return report(asked, tally, time.monotonic() - begun)
+
+
+if __name__ == "__main__":
+    code: Any = main()
+    pool().close()
+    sys.exit(code)

@@ -1,0 +1,260 @@
+"""Functional dropout draws the same masks on every mesh: stock models of Hugging Face, and what else torch offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+import colossal_lite as cl
+from colossal_lite.kernels.philox import keep_mask
+from colossal_lite.numerics.functional_dropout import FunctionalDropout
+from colossal_lite.numerics.random import DropoutStreams, key
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+BATCH, TOKENS, VOCABULARY, SEED = 8, 16, 37, 7
+
+
+def gpt2(attention: str = "sdpa") -> nn.Module:
+    """As it comes: attn_pdrop, embd_pdrop and resid_pdrop are 0.1, use_cache is True."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=4, attn_implementation=attention,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def bert(attention: str = "sdpa") -> nn.Module:
+    """As it comes: attention_probs_dropout_prob and hidden_dropout_prob are 0.1."""
+    config = BertConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=TOKENS, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=32, attn_implementation=attention, tie_word_embeddings=True,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+class Draws(nn.Module):
+    """A residual layer that draws in one of the ways that torch has; `x` [B, T, 16]."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True)
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout2d(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        y = y + self.attention(y, y, y, need_weights=self.way == "attention with weights")[0]
+        match self.way:
+            case "in place":
+                y = F.dropout(y * 1.0, 0.3, inplace=True)
+            case "twice":
+                y = F.dropout(F.dropout(y, 0.3), 0.3)
+            case "torch.dropout":
+                y = torch.dropout(y, 0.3, True)
+            case "tokens first":
+                y = F.dropout(y.transpose(0, 1), 0.3).transpose(0, 1)
+            case "flat":
+                y = F.dropout(y.flatten(0, 1), 0.3).view_as(x)
+            case "channels":
+                y = F.dropout1d(y, 0.3) + F.dropout2d(y[..., None], 0.3)[..., 0]
+            case "alpha":
+                y = F.alpha_dropout(y, 0.3, True) + F.feature_alpha_dropout(y, 0.3, True)
+            case "pooled":
+                y = y + F.dropout(y[:, 0], 0.3)[:, None]
+            case "checkpoint of its own":
+                y = checkpoint(lambda z: F.dropout(self.linear(z), 0.3), y, use_reentrant=False)
+            case "reentrant checkpoint":
+                y = checkpoint(self.inner[1], y[..., None], use_reentrant=True)[..., 0]
+        return x + y
+
+
+def drawing(way: str) -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, 16), Draws(way), Draws(way), nn.Linear(16, VOCABULARY))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"gpt2": gpt2, "bert": bert, "draws": drawing}
+BERT_PLAN = {
+    "bert.embeddings.word_embeddings": "embedding",
+    "bert.embeddings.position_embeddings": "position",
+    "bert.embeddings.token_type_embeddings": "replicate",
+    "**.LayerNorm": "norm",
+    "**.attention.self": "attention",
+    "**.attention.self.query": "colwise",
+    "**.attention.self.[kv]*": "colwise:kv",
+    "**.attention.output.dense": "rowwise",
+    "**.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+    "cls.predictions": "replicate",
+    "cls.predictions.transform.dense": "replicate",
+    "cls.predictions.decoder": "lm_head",
+}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs, labels = (torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator) for _ in range(2))
+    return inputs, labels
+
+
+def losses(env: RankEnv, model: str, how: str, config: dict[str, Any], plan: Any = "auto") -> list[float]:
+    """Of three steps, in which the weights change a good deal."""
+    base = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=SEED, timeout_s=60)
+    with env.launch(base | config) as context:
+        torch.manual_seed(3)
+        engine = cl.initialize(MODELS[model](how), context=context, plan=plan)
+        part = context.local_batch(BATCH)
+        found = [float(engine.train_step(tuple(t[part] for t in batch(step))).loss) for step in range(3)]
+        engine.close()
+    return found
+
+
+def assert_alike(model: str, how: str, ranks: int, config: dict[str, Any], plan: Any = "auto") -> None:
+    (serial,) = run_world(losses, 1, model, how, {})
+    for found in run_world(losses, ranks, model, how, config, plan):
+        assert found == pytest.approx(serial, rel=1e-10, abs=0)
+
+
+BOTH: dict[str, tuple[int, dict[str, Any]]] = {
+    "accumulation": (1, dict(gradient_accumulation=4)),
+    "recomputed": (1, dict(activation_checkpoint="full")),
+    "recomputed in part": (1, dict(activation_checkpoint="selective")),
+    "data 2": (2, {}),
+    "data 4, accumulation": (4, dict(gradient_accumulation=2)),
+    "zero 3": (2, dict(zero=dict(stage=3))),
+    "zero 3 on 4": (4, dict(zero=dict(stage=3), activation_checkpoint="full")),
+}
+OF_GPT2: dict[str, tuple[int, dict[str, Any]]] = {
+    "1d 2": (2, dict(parallel=dict(tensor=2))),
+    "1d 2, whole": (2, dict(parallel=dict(tensor=dict(size=2, sequence_parallel=False)))),
+    "1d 4, recomputed": (4, dict(parallel=dict(tensor=4), activation_checkpoint="full")),
+    "2d 4": (4, dict(parallel=dict(tensor=dict(size=4, mode="2d")))),
+    "pipeline 2": (2, dict(parallel=dict(pipeline=2))),
+    "pipeline 2 x 2d 4, micro-batches by default": (
+        8,
+        dict(parallel=dict(pipeline=2, tensor=dict(size=4, mode="2d"))),
+    ),
+    "pipeline 2 x data 2, accumulation": (4, dict(parallel=dict(pipeline=2), gradient_accumulation=2)),
+    "pipeline 2 x 1d 2, recomputed": (
+        4,
+        dict(parallel=dict(pipeline=2, tensor=2), activation_checkpoint="full"),
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", BOTH | OF_GPT2)
+def test_stock_gpt2_has_the_losses_of_one_rank(name: str, attention: str) -> None:
+    assert_alike("gpt2", attention, *(BOTH | OF_GPT2)[name])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", BOTH)
+def test_stock_bert_has_the_losses_of_one_rank(name: str, attention: str) -> None:
+    assert_alike("bert", attention, *BOTH[name])
+
+
+WAYS = (
+    "attention", "attention with weights", "in place", "twice", "torch.dropout", "tokens first", "flat", "channels",
+    "alpha", "pooled",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_functional_dropout_has_the_masks_of_one_rank(way: str) -> None:
+    assert_alike("draws", way, 2, dict(gradient_accumulation=2))
+
+
+@pytest.mark.parametrize("way", ["attention", "flat"])
+def test_functional_dropout_has_the_masks_of_one_rank_in_a_pipeline(way: str) -> None:
+    assert_alike("draws", way, 2, dict(parallel=dict(pipeline=2)))
+
+
+def test_a_mask_is_that_of_the_module_and_its_call_number() -> None:
+    """From the generator alone: sample, head and (query, key) of attention; sample, position and feature else."""
+    streams, model = (
+        DropoutStreams(SEED),
+        nn.ModuleDict({"a": Draws("twice"), "b": gpt2("eager").transformer.h[0].attn}),
+    )
+    names = dict(model.named_modules())
+    streams.functional = lambda again: FunctionalDropout(
+        {m: lambda name=name: streams.rows(name) for name, m in names.items()}, again
+    )
+    rows = DropoutStreams(SEED)
+    for each in (streams, rows):
+        each.begin(2, torch.arange(5, 7), torch.arange(3))
+    x = torch.randn(2, 3, 16)
+    with streams.forward(), torch.no_grad():
+        model["a"].attention.dropout = 0.0
+        twice = model["a"](x)
+        weights = model["b"](x)[1]
+    first, second = (keep_mask(rows.rows("a"), 16, 0.3) / 0.7 for _ in range(2))
+    y = model["a"].linear(x)
+    y = y + model["a"].attention(y, y, y)[0]
+    torch.testing.assert_close(twice, x + y * first * second)
+    heads = rows.rows("b")
+    heads = heads.__class__(key(SEED, "b", 0), 2, torch.arange(5, 7), torch.arange(4))
+    kept = keep_mask(heads, 9, 0.1).view(2, 4, 3, 3)
+    assert torch.equal(weights != 0, kept)
+
+
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "3d": (
+        "gpt2",
+        8,
+        dict(parallel=dict(tensor=dict(size=8, mode="3d"))),
+        "c_attn, of other samples.*in mode 3d",
+    ),
+    "checkpoint of its own": ("draws", 1, {}, "legal: in the forward of a module.*and activation_checkpoint"),
+    "reentrant checkpoint": ("draws", 1, {}, "dropout outside the forward.*legal: activation_checkpoint"),
+    "its own generator": ("noise", 1, {}, "torch's own generator"),
+    "compiled": ("gpt2", 1, dict(compile="block"), "compile='block' compiles"),
+}
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+MODELS |= {
+    "noise": lambda how: nn.Sequential(nn.Embedding(VOCABULARY, 16), Noise(), nn.Linear(16, VOCABULARY))
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_draw_from_counters_is_refused_by_name(what: str) -> None:
+    model, ranks, config, words = REFUSED[what]
+    with pytest.raises(WorldError, match=words):
+        run_world(losses, ranks, model, "eager" if model == "gpt2" else what, config)
+
+
+def test_recomputation_keeps_no_cache_of_keys_and_closing_gives_the_setting_back() -> None:
+    model: Any = gpt2()
+    assert model.config.use_cache is True
+    with cl.launch(dict(precision="fp32", activation_checkpoint="full")) as context:
+        engine = cl.initialize(model, context=context)
+        assert model.config.use_cache is False
+        engine.train_step(batch(0))
+        engine.close()
+    assert model.config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("config", "plan", "words"),
+    [
+        (dict(parallel=dict(tensor=2)), BERT_PLAN, "cls.predictions.bias is shared by modules whose roles"),
+        (dict(parallel=dict(pipeline=2)), "auto", "BertForMaskedLM does not say what its units are"),
+    ],
+)
+def test_stock_bert_is_refused_by_name_where_layers_are_cut(
+    config: dict[str, Any], plan: Any, words: str
+) -> None:
+    with pytest.raises(WorldError, match=words):
+        run_world(losses, 2, "bert", "sdpa", config, plan)

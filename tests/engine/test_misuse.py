@@ -1,0 +1,185 @@
+"""What a user does beside the engine, and would change nothing or be lost, is refused; skipped steps are told."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossal_lite as cl
+from tests.shared.pool import RankEnv, run_world
+
+SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    inputs = torch.tensor([[1, 2, 3, 4]])
+    return inputs, inputs + 1
+
+
+def told_of(call: Callable[[], Any]) -> str:
+    """The message of the ValueError that `call` raises, or ""."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch()[1].flatten())
+
+
+def foreign_backward(env: RankEnv, through: str) -> tuple[str, float, float]:
+    """The message of a backward that the engine does not run; the loss of a step afterwards, and of one without it."""
+    with env.launch(SGD) as context:
+        untouched = cl.initialize(model(), context=context)
+        truth = [float(untouched.train_step(batch()).loss) for _ in range(2)][1]
+        untouched.close()
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        forward = engine.model if through == "model" else engine
+        told = told_of(lambda: loss_of(forward(batch()[0])).backward())
+        engine.zero_grad()
+        return told, float(engine.train_step(batch()).loss), truth
+
+
+@pytest.mark.parametrize("through", ["model", "engine"])
+def test_a_backward_beside_the_engine_is_refused_and_leaves_nothing_behind(through: str) -> None:
+    ((told, loss, truth),) = run_world(foreign_backward, 1, through)
+    assert "from a backward that the engine did not run" in told and "engine.backward(loss)" in told
+    assert loss == truth
+
+
+CHANGED: list[dict[str, Any]] = [
+    dict(precision="bf16"),
+    dict(precision="bf16", zero=dict(stage=2)),
+]
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "train_step": lambda engine: engine.train_step(batch()),
+    "eval_step": lambda engine: engine.eval_step(batch()),
+    "engine(x)": lambda engine: engine(batch()[0]),
+    "full_state_dict": lambda engine: engine.full_state_dict(),
+    "save": lambda engine: engine.save(Path(tempfile.mkdtemp())),
+}
+
+
+def changed_in_place(env: RankEnv, config: dict[str, Any], call: str) -> tuple[str, str]:
+    """The message of a call after a torch optimizer has stepped on the engine's parameters, and after a load."""
+    with env.launch(SGD | config) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        state = engine.full_state_dict()
+        parameter = engine.model[1].weight
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        parameter.grad = None
+        told = told_of(lambda: CALLS[call](engine))
+        engine.load_full_state_dict(state)
+        return told, told_of(lambda: engine.train_step(batch()))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("config", CHANGED, ids=["bf16", "bf16, stage 2"])
+def test_a_change_of_weights_that_would_be_lost_is_refused_until_all_are_loaded(
+    config: dict[str, Any], call: str
+) -> None:
+    ranks = 2 if "zero" in config else 1
+    for told, after in run_world(changed_in_place, ranks, config, call):
+        assert "1.weight was changed in place by other code than the engine" in told and after == ""
+
+
+def changed_for_good(env: RankEnv, config: dict[str, Any]) -> tuple[str, bool]:
+    """A change in place where the parameter is the value that is updated; whether it is there a step later."""
+    with env.launch(SGD | config) as context:
+        engine, twin = cl.initialize(model(), context=context), model().double()
+        for each in (engine.model, twin):
+            with torch.no_grad():
+                each[1].weight.mul_(0.5)
+        told = told_of(lambda: engine.train_step(batch()))
+        loss_of(twin(batch()[0])).backward()
+        with torch.no_grad():
+            twin[1].weight -= 0.1 * twin[1].weight.grad
+        return told, torch.allclose(engine.full_state_dict()["1.weight"], twin[1].weight, atol=1e-14)
+
+
+ON_HOST: dict[str, Any] = dict(placement="host")
+KEPT = [
+    (1, {}),
+    (2, dict(zero=dict(stage=2))),
+    (1, dict(memory=ON_HOST)),
+    (2, dict(memory=ON_HOST, zero=dict(stage=1))),
+]
+
+
+@pytest.mark.parametrize(("ranks", "config"), KEPT)
+def test_a_change_of_weights_that_are_the_values_updated_stays(ranks: int, config: dict[str, Any]) -> None:
+    assert run_world(changed_for_good, ranks, config) == [("", True)] * ranks
+
+
+# ---- skipped steps ----
+
+
+def not_finite(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.sum() * torch.nan, torch.tensor(labels.numel())
+
+
+def skipping(env: RankEnv, limit: int | None, steps: int, why: str) -> tuple[list[str], str, int]:
+    """The warnings of skipped steps, the error that ends them, and the steps that were made."""
+    config = SGD | dict(optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=limit))
+    criterion = not_finite if why == "nan" else None
+    inputs, labels = batch()
+    labels = labels if why == "nan" else torch.full_like(labels, -100)
+    with env.launch(config) as context, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = cl.initialize(model(), context=context, criterion=criterion)
+        told = told_of(lambda: [engine.train_step((inputs, labels)) for _ in range(steps)])
+        return (
+            [str(each.message) for each in caught if "changed nothing" in str(each.message)],
+            told,
+            engine.steps,
+        )
+
+
+@pytest.mark.parametrize(
+    "why, words", [("nan", "its loss is nan"), ("empty", "no label of the global batch counts")]
+)
+def test_each_skipped_step_is_told_and_too_many_in_a_row_end_the_run_on_every_rank(
+    why: str, words: str
+) -> None:
+    for rank, (said, told, steps) in enumerate(run_world(skipping, 2, 3, 9, why)):
+        assert len(said) == (2 if rank == 0 else 0) and all(words in line for line in said)
+        assert words in told and "3 in a row, and optimizer.max_skipped_steps=3" in told and steps == 3
+
+
+def test_the_limit_is_20_unless_the_config_says_otherwise_and_none_is_none() -> None:
+    assert cl.Config().optimizer.max_skipped_steps == 20
+    ((said, told, steps),) = run_world(skipping, 1, None, 25, "nan")
+    assert len(said) == 25 and told == "" and steps == 25
+
+
+def now_and_then(env: RankEnv) -> int:
+    """Steps made where every third is skipped, at a limit of 2."""
+    with env.launch(SGD | dict(optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=2))) as context:
+        engine = cl.initialize(model(), context=context)
+        inputs, labels = batch()
+        for number in range(9):
+            engine.train_step((inputs, labels if number % 3 else torch.full_like(labels, -100)))
+        return engine.steps
+
+
+def test_a_step_that_is_made_begins_the_count_anew() -> None:
+    assert run_world(now_and_then, 1) == [9]

@@ -1,0 +1,211 @@
+"""Ranks that must hold the same do: batches of one replica, buffers that a forward changes, datasets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossal_lite as cl
+from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
+from colossal_lite.data.fingerprint import fingerprint
+from tests.shared.pool import RankEnv, run_world
+
+VOCABULARY = 32
+SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
+GPT = dict(vocabulary=VOCABULARY, sequence=8, width=8, layers=2, heads=2)
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, dict(parallel=dict(tensor=2))),
+    "2d": (4, dict(parallel=dict(tensor=dict(size=4, mode="2d")))),
+    "pipeline": (2, dict(parallel=dict(pipeline=2))),
+    "ring": (2, dict(parallel=dict(sequence=2))),
+    "tensor beside data": (4, dict(parallel=dict(tensor=2), zero=dict(stage=2))),
+    "updates in backward": (
+        2,
+        dict(parallel=dict(tensor=2), optimizer=dict(type="sgd", update_when="backward")),
+    ),
+}
+
+
+def batch_of(seed: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(seed))
+    return inputs, (inputs + 1) % VOCABULARY
+
+
+def told_of(call: Callable[[], Any]) -> str:
+    """The message of the ValueError that `call` raises, or ""."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def own_samples(env: RankEnv, config: dict[str, Any]) -> tuple[list[str], bool, float, float]:
+    """A step, an evaluation and a step of the user's own loop, in which each rank has samples of its own; whether these
+    have changed nothing; and the loss of the same batch on all ranks afterwards, beside that of one rank alone."""
+    with env.launch(SGD | config) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(cl.models.GPT(cl.models.GPTConfig(**GPT)), context=context)
+        before = engine.full_state_dict()
+        own = batch_of(env.rank)
+        told = [told_of(lambda: engine.train_step(own)), told_of(lambda: engine.eval_step(own))]
+        if context.mesh.size("pipeline") == 1:
+            told.append(told_of(lambda: loop_step(engine, own)))
+            engine.zero_grad()
+        after = engine.full_state_dict()
+        same = all(torch.equal(value, before[name]) for name, value in after.items())
+        alike = batch_of(100 + context.mesh.coord("data"))
+        loss = float(engine.train_step(alike).loss)
+        serial = cl.models.GPT(cl.models.GPTConfig(**GPT)).double()
+        serial.load_state_dict(before)
+        parts = [batch_of(100 + each) for each in range(context.mesh.size("data"))]
+        inputs, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+        truth = float(F.cross_entropy(serial(inputs).flatten(0, 1), labels.flatten()))
+        return told, same, loss, truth
+
+
+def loop_step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
+    inputs, labels = batch
+    engine.backward(F.cross_entropy(engine(inputs).flatten(0, 1), labels.flatten()))
+    engine.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_of_a_replica_with_samples_of_their_own_are_refused_and_nothing_is_updated(mode: str) -> None:
+    ranks, config = MODES[mode]
+    config = {**config, "optimizer": SGD["optimizer"] | config.get("optimizer", {})}
+    for told, same, loss, truth in run_world(own_samples, ranks, config):
+        assert all(
+            line.startswith("batch: ranks 0 and 1 train one replica on different samples") for line in told
+        )
+        assert len(told) >= 2 and same and abs(loss - truth) < 1e-12
+
+
+class Counting(nn.Module):
+    """A model whose forward writes to a buffer: what the batch says, or a number."""
+
+    def __init__(self, by_batch: bool, number: float) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.register_buffer("seen", torch.zeros(()))
+        self.by_batch, self.number = by_batch, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.double().mean() if self.by_batch else self.number
+        out: Tensor = self.head(self.token(x))
+        return out
+
+
+def counted(env: RankEnv, by_batch: bool, config: dict[str, Any], number: float = 1.0) -> tuple[str, float]:
+    with env.launch(SGD | config) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(Counting(by_batch, number), context=context)
+        told = told_of(lambda: engine.train_step(batch_of(env.rank)))
+        return told, float(engine.full_state_dict()["seen"])
+
+
+def test_a_buffer_that_depends_on_a_ranks_part_of_the_batch_is_refused_on_every_rank() -> None:
+    for told, _ in run_world(counted, 2, True, {}):
+        assert "its forward changes the buffer seen, which is another on rank 1 than on rank 0" in told
+
+
+@pytest.mark.parametrize("config", [dict(gradient_accumulation=2)])
+def test_a_buffer_that_each_micro_batch_changes_is_refused(config: dict[str, Any]) -> None:
+    for told, _ in run_world(counted, 1, False, config):
+        assert "changes the buffer seen, and gradient_accumulation=2 would change it more often" in told
+
+
+def test_a_buffer_that_is_the_same_on_every_rank_is_none_of_our_business() -> None:
+    assert run_world(counted, 2, False, {}) == [("", 1.0)] * 2
+    assert run_world(counted, 1, True, {})[0][0] == ""
+
+
+def test_a_buffer_that_is_written_to_and_keeps_its_value_is_not_changed() -> None:
+    assert run_world(counted, 2, False, dict(gradient_accumulation=2), 0.0) == [("", 0.0)] * 2
+
+
+# ---- fingerprints ----
+
+DTYPES = [torch.int64, torch.int32, torch.float64, torch.float32, torch.bfloat16, torch.bool]
+
+
+@given(st.data())
+def test_a_fingerprint_sees_every_element_its_place_its_name_and_its_form(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    numbers = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=40))
+    tensor = torch.tensor(numbers).to(dtype)
+    mark = int(fingerprint({"a": tensor}))
+    assert 0 <= mark < 2**24 and mark == int(fingerprint({"a": tensor.clone()}))
+    place = data.draw(st.integers(0, len(numbers) - 1))
+    flipped = tensor.clone()
+    flipped[place] = 1 - numbers[place]
+    others = [{"a": flipped}, {"b": tensor}, {"a": tensor[None]}]
+    marks = [*(int(fingerprint(other)) for other in others), int(fingerprint({"a": tensor}, "1"))]
+    assert mark not in marks
+
+
+def test_fingerprints_of_all_short_tensors_are_distinct() -> None:
+    rows = [torch.tensor(row) for row in itertools.product(range(4), repeat=5)]
+    assert (
+        len({int(fingerprint({"a": row})) for row in rows}) >= len(rows) - 2
+    )  # 1024 of 16 million: 0.03 pairs
+
+
+# ---- datasets ----
+
+
+def loader_of(env: RankEnv, what: str) -> str:
+    with env.launch(SGD) as context:
+        seed = env.rank if what == "values" else 0
+        rows = torch.rand(
+            10 + (env.rank if what == "length" else 0), 3, generator=torch.Generator().manual_seed(seed)
+        )
+        return told_of(lambda: context.dataloader(list(rows), global_batch=4))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("same", ""),
+        ("values", "sample 0 is another on rank 1"),
+        ("length", "10 samples on rank 0, 11 on rank 1"),
+    ],
+)
+def test_a_dataset_that_differs_between_ranks_is_refused_on_every_rank(what: str, words: str) -> None:
+    for told in run_world(loader_of, 2, what):
+        assert words in told and bool(words) == bool(told)
+
+
+class Cropped:
+    """A dataset that draws each sample anew."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(3)
+
+
+def test_samples_that_are_drawn_anew_are_not_compared() -> None:
+    assert dataset_fault([dataset_facts(Cropped()), dataset_facts(Cropped())]) == ""
+
+
+class Opaque:
+    """A value of which nothing is known but its type."""
+
+
+@pytest.mark.parametrize(
+    "one", [3, 3.5, "x", b"x", None, True, [1, 2], {"a": 1}, torch.ones(2), torch.ones(2).numpy()]
+)
+def test_samples_of_any_plain_kind_are_compared(one: Any) -> None:
+    other = {"different": one}
+    facts = [dataset_facts([{"x": value, "y": Opaque()}]) for value in (one, one, other)]
+    assert dataset_fault(facts[:2]) == "" and "sample 0" in dataset_fault(facts[1:])

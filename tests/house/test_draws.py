@@ -1,0 +1,111 @@
+"""The net of drawn cases: it draws the same twice, reads back what it prints, and finds a fault that is planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colossal_lite.config.config import Config
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from tests import draws
+from tests.draws import outcome_of
+from tests.shared.drawn_cases import DrawnCase, case_of, draw
+from tests.shared.drawn_runs import Ended, Seen, refused_batch
+from tests.shared.drawn_verdicts import judge_end, masked, unlike
+
+PLAIN: dict[str, Any] = dict(
+    world=2, seed=1,
+    model=dict(kind="gpt", sizes=dict(vocabulary=16, layers=1, heads=2, width=8, sequence=4, tied=False)),
+    batch=dict(samples=3, labels="ragged", form="tuple", tokens=4, mask="none", positions=False),
+    habits=dict(
+        build="module", drive="forward_backward", gradients=True, criterion="none", optimizer=None, example=False,
+        chunk_bytes=None, evaluate_after=1, evaluate_samples=2, refuse_after=2, refuse="id", reads="nothing",
+    ),
+    config=dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), zero=dict(stage=1), seed=1, timeout_s=20),
+    resume_world=1,
+    resume=dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=1, timeout_s=20),
+)  # fmt: skip
+CASE = DrawnCase(**PLAIN)
+
+
+def test_a_draw_follows_from_its_three_numbers() -> None:
+    assert [draw(4, 7, n) for n in range(50)] == [draw(4, 7, n) for n in range(50)]
+    assert len({draw(4, 7, n).text() for n in range(50)}) == 50 and draw(4, 8, 0) != draw(4, 7, 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_case_is_read_back_as_it_was_printed(world: int) -> None:
+    for number in range(50):
+        case = draw(world, 3, number)
+        assert case_of(case.text()) == case
+
+
+def test_draws_reach_every_setting_of_the_schema() -> None:
+    """But for what runs on a GPU alone, or takes seconds to compile, or only says who writes where."""
+    left_out = {"compile", "memory.disk_bandwidth", "optimizer.groups.moments"}
+    reached = {path for n in range(1500) for path in _paths(draw(8, 1, n).config)}
+    known = {row.path for row in Config().resolved()} - left_out
+    assert known <= reached, sorted(known - reached)
+
+
+def _paths(config: Any, prefix: str = "") -> set[str]:
+    if prefix == "precision." and isinstance(config, str):
+        return {"precision.dtype"}
+    found = set()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _paths(value, f"{prefix}{name}.")
+        found.add(f"{prefix}{name}" if name != "precision" or isinstance(value, dict) else "precision.dtype")
+    return found
+
+
+def test_a_plain_case_is_exact_and_a_case_that_cannot_be_is_refused() -> None:
+    assert outcome_of(CASE).outcome == "exact"
+    broken = DrawnCase(**PLAIN | dict(config=PLAIN["config"] | dict(parallel=dict(tensor=3))))
+    verdict = outcome_of(broken)
+    assert verdict.outcome == "refused" and "the world has 2 ranks" in verdict.why
+
+
+@pytest.mark.parametrize("fault", ["a reduce is dropped", "a gradient is scaled"])
+def test_a_planted_fault_is_wrong_or_unlike(fault: str) -> None:
+    assert outcome_of(CASE, fault).outcome in ("WRONG", "UNLIKE")
+
+
+def test_ranks_that_end_apart_are_unlike_and_a_late_refusal_is_a_crash() -> None:
+    refused = Ended("refused", "step 0", "ValueError: 3 is odd", "")
+    assert judge_end([Seen(ended=refused), Seen(ended=refused)], "first").outcome == "refused"  # type: ignore[union-attr]
+    assert judge_end([Seen(ended=refused), Seen()], "first").outcome == "UNLIKE"  # type: ignore[union-attr]
+    late = Ended("refused", "step 1", "ValueError: 3 is odd", "")
+    assert judge_end([Seen(ended=late)] * 2, "first").outcome == "CRASH"  # type: ignore[union-attr]
+    left = Ended("left", "step 1", "CommError: rank 0: all_reduce; timeout 12 s", "")
+    assert judge_end([Seen(ended=left)] * 2, "first").outcome == "HANG"  # type: ignore[union-attr]
+    assert judge_end([Seen(), Seen()], "first") is None
+    assert unlike([Seen(losses=[1.0]), Seen(losses=[1.0 + 1e-16])], "first") is None
+    assert unlike([Seen(losses=[1.0]), Seen(losses=[1.1])], "first") is not None
+
+
+def test_refusals_are_counted_by_their_words_without_numbers() -> None:
+    words = "ConfigError: parallel.data = 3: 12 ranks, no multiple of 1.5e-3; legal: 2, 4"
+    assert masked(words) == "ConfigError: parallel.data = #: # ranks, no multiple of #"
+
+
+@pytest.mark.parametrize("kind", ["negative id", "id", "label", "no labels", "shape", "too long"])
+def test_every_refused_batch_is_refused(kind: str) -> None:
+    case = DrawnCase(**PLAIN | dict(habits=PLAIN["habits"] | dict(refuse=kind)))
+    with pytest.raises(ValueError):
+        check_batch(refused_batch(case), StatedSizes(vocabulary=16, tokens=4))
+
+
+def test_the_command_prints_a_tally_and_where_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = draws.main(["--world", "1", "--draws", "2", "--seed", "5", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "world 1, seed 5, draws 0 to 1: " in said and said.rstrip().endswith("go on with --from 2")
+    assert code == int(bool(list(tmp_path.iterdir())))
+    file = tmp_path / "plain.case"
+    file.write_text(CASE.text())
+    assert draws.main(["--case", str(file)]) == 0 and torch.get_num_threads() == 1

@@ -1,0 +1,364 @@
+"""A swap of layers is the model it began with, or is refused by the module's path and class; then nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import colossal_lite as cl
+from colossal_lite.config.parallel_schema import TensorConfig
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.narrowing import narrowing
+from colossal_lite.parallel.parallelize import parallelize
+from colossal_lite.parallel.roles import Role, assign_roles, known_plan
+from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, small_copy
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from tests.shared import hugging_face
+from tests.shared.own_models import HEADS, MODELS, TOKENS, WIDTH, WORDS, Model, plan_of
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+WHOLE: dict[str, Any] = dict(size=2, sequence_parallel=False)
+MODES: dict[str, dict[str, Any]] = {
+    "1d": dict(size=2),
+    "1d, whole": WHOLE,
+    "1d on 4": dict(size=4),
+    "2d": dict(size=4, mode="2d"),
+    "2.5d": dict(size=8, mode="2.5d", depth=2),
+    "3d": dict(size=8, mode="3d"),
+}
+
+
+def mesh_of(tensor: Mapping[str, Any]) -> Mesh:
+    """Rank 0 of a mesh that cannot communicate: a plan is checked before anybody does."""
+    layout = MeshLayout.build(tensor=TensorConfig(**tensor).axis())
+    return Mesh.emulated(layout, EmulatedWorld(1.0))[0]
+
+
+def swap(model: nn.Module, plan: Mapping[str, str], tensor: Mapping[str, Any]) -> None:
+    parallelize(model, mesh_of(tensor), plan, sequence_parallel=tensor.get("sequence_parallel", True))
+
+
+# ---- carried: on real ranks ----
+
+EXACT = [
+    ("padding_idx", "1d"),
+    ("padding_idx", "1d on 4"),
+    ("padding_idx", "2d"),
+    ("padding_idx", "3d"),
+    ("subclass of Embedding", "1d"),
+    ("subclass of Embedding", "1d, whole"),
+    ("subclass of Embedding", "2d"),
+    ("subclass with padding_idx", "1d on 4"),
+    ("subclass with padding_idx", "3d"),
+    ("norm of 1 + w", "1d"),
+    ("norm of 1 + w", "2d"),
+    ("norm of 1 + w", "2.5d"),
+    ("norm of 1 + w", "3d"),
+    ("norm without weight", "2d"),
+    ("LayerNorm without weight", "2d"),
+    ("subclass of LayerNorm", "2d"),
+    ("hook on a norm", "1d"),
+    ("hook on a norm", "2d"),
+    ("replicated, per token", "1d"),
+    ("replicated, per token", "1d, whole"),
+    ("replicated, across tokens", "1d, whole"),
+    ("block.forward()", "1d"),
+    ("pairs of tokens", "1d, whole"),
+]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids, labels = (torch.randint(WORDS, (8, TOKENS), generator=generator) for _ in range(2))
+    ids[:, -1], ids[:, -2] = 3, 30  # the words that are padding in some models
+    return ids, labels
+
+
+def plainly(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = MODELS[name](), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        ids, labels = batch(step)
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def on_ranks(
+    env: RankEnv, name: str, tensor: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=1, timeout_s=60, **changes)
+    with env.launch(config | dict(parallel=dict(tensor=dict(tensor)))) as context:
+        plan: Any = plan_of(name) if tensor["size"] > 1 else "auto"
+        engine = cl.initialize(MODELS[name](), context=context, plan=plan)
+        size, coord = context.mesh.size("data"), context.mesh.coord("data")
+        losses = []
+        for step in range(3):
+            ids, labels = (each.chunk(size)[coord] for each in batch(step))
+            losses.append(float(engine.train_step((ids, labels)).loss))
+        return losses, engine.full_state_dict()
+
+
+def assert_same(name: str, ranks: int, tensor: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    losses, weights = plainly(name)
+    for their_losses, theirs in run_world(on_ranks, ranks, name, tensor, changes):
+        assert their_losses == pytest.approx(losses, rel=1e-12)
+        for parameter, expected in weights.items():
+            assert float((theirs[parameter] - expected).norm()) < 1e-12 * float(expected.norm()), parameter
+
+
+@pytest.mark.parametrize(("name", "mode"), EXACT)
+def test_what_a_layer_carries_trains_as_in_one_process(name: str, mode: str) -> None:
+    assert_same(name, MODES[mode]["size"], MODES[mode], {})
+
+
+# ---- refused: in one process ----
+
+ANY = ("1d", "1d, whole", "2d", "3d")
+CUT = r"legal: roles that fit .* or tensor=1"
+NO_LINEAR = r"its forward is not that of nn\.Linear"
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "subclass of Linear": (ANY, rf"blocks\.1\.up \(ScaledLinear\): {NO_LINEAR}"),
+    "weight_norm": (ANY, r"no pattern fits blocks\.1\.up\.parametrizations\.weight, which has parameters"),
+    "forward replaced": (ANY, rf"blocks\.1\.up \(Linear\): {NO_LINEAR}"),
+    "forward hook": (ANY, r"blocks\.1\.up \(Linear\): a forward hook, which no layer in its place carries"),
+    "forward pre-hook": (ANY, r"blocks\.1\.up \(Linear\): a forward pre-hook, which no layer"),
+    "backward hook": (ANY, r"blocks\.1\.up \(Linear\): a backward hook, which no layer"),
+    "hook on a weight": (
+        ANY,
+        r"blocks\.0\.up\.weight: a hook on a parameter would see a part of its gradient",
+    ),
+    "max_norm": (ANY, r"words \(Embedding\): max_norm=0\.5, which no layer in its place carries; legal"),
+    "scale_grad_by_freq": (ANY, r"words \(Embedding\): scale_grad_by_freq=True, which no layer"),
+    "sparse": (ANY, r"words \(Embedding\): sparse=True, which no layer"),
+    "embedding across tokens": (("1d", "2d"), rf"is not that of one process.*{CUT}"),
+    "replicated, across tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
+    "pairs of tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
+    "attention.forward()": (
+        ("1d", "1d, whole"),
+        r"the forward of blocks\.0\.attention\.inner \(SeparateHeads, role attention\).* is called directly",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), [(n, mode) for n, (modes, _) in REFUSED.items() for mode in modes])
+def test_what_a_layer_would_lose_is_refused_by_path_and_class(name: str, mode: str) -> None:
+    model = MODELS[name]()
+    before = {n: type(m) for n, m in model.named_modules()}
+    with pytest.raises(ValueError, match=REFUSED[name][1]):
+        swap(model, plan_of(name), MODES[mode])
+    assert before == {n: type(m) for n, m in model.named_modules()}, "nothing is changed"
+
+
+@pytest.mark.parametrize("mode", ["1d", "1d, whole", "2d", "3d"])
+def test_a_fused_qkv_that_is_no_qkv_is_refused_with_the_role_that_fits(mode: str) -> None:
+    plan = plan_of("plain") | {"blocks.*.attention.qkv": "colwise"}
+    with pytest.raises(
+        ValueError,
+        match=r"blocks\.0\.attention\.qkv \(Linear\) has the role colwise, and with colwise:qkv they agree",
+    ):
+        swap(MODELS["plain"](), plan, MODES[mode])
+
+
+def test_ranks_refuse_alike() -> None:
+    with pytest.raises(WorldError, match=r"blocks\.1\.up \(ScaledLinear\)") as error:
+        run_world(on_ranks, 2, "subclass of Linear", MODES["1d"], {})
+    assert error.value.ranks("raised") == [0, 1]
+
+
+# ---- a sequence axis ----
+
+
+class WithMean(nn.Module):
+    """Adds the mean over the tokens that it sees."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) + x.mean(1, keepdim=True)
+        return y
+
+
+class OwnGPT(GPT):
+    """A subclass, so that it is proven."""
+
+
+def own_gpt() -> GPT:
+    return OwnGPT(GPTConfig(vocabulary=WORDS, layers=3, heads=HEADS, width=WIDTH, sequence=32))
+
+
+SEQUENCES = {"ring": 2, "ulysses": 2, "allgather_kv": 2, "usp": 4}
+
+
+def on_sequence(model: nn.Module, mode: str) -> None:
+    layout = MeshLayout.build(sequence=SEQUENCES[mode], ulysses=2 if mode == "usp" else None)
+    parallelize(model, Mesh.emulated(layout, EmulatedWorld(1.0))[0], sequence_mode=mode)
+
+
+@pytest.mark.parametrize("mode", SEQUENCES)
+@pytest.mark.parametrize("build", [own_gpt, hugging_face.gpt2, hugging_face.llama])
+def test_attention_across_ranks_is_proven(build: Callable[[], nn.Module], mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_sequence(build(), mode)
+
+
+@pytest.mark.parametrize("mode", SEQUENCES)
+def test_what_mixes_tokens_beside_attention_is_refused_on_a_sequence_axis(mode: str) -> None:
+    ours, theirs = own_gpt(), hugging_face.llama()
+    block: Any = ours.blocks[0]
+    block.mlp = WithMean(block.mlp)
+    layer: Any = theirs.get_submodule("model.layers.1")
+    layer.mlp = WithMean(layer.mlp)
+    for model in (ours, theirs):
+        with pytest.raises(
+            ValueError, match="is not that of one process.*a module sees a rank's tokens.*sequence=1"
+        ):
+            on_sequence(model, mode)
+
+
+# ---- a table that forward writes to ----
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_max_norm_is_exact_on_one_rank(stage: int) -> None:
+    assert_same("max_norm", 1, dict(size=1), dict(zero=dict(stage=stage)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_max_norm_is_refused_where_ranks_keep_the_rows_of_each_others_words(stage: int) -> None:
+    with pytest.raises(
+        WorldError, match="words is a Embedding with max_norm=0.5.*data=2 keeps them too; legal"
+    ):
+        run_world(on_ranks, 2, "max_norm", dict(size=1), dict(zero=dict(stage=stage)))
+
+
+@pytest.mark.parametrize("name", ["padding_idx", "scale_grad_by_freq", "forward hook", "hook on a weight"])
+def test_what_data_parallelism_does_not_swap_it_carries(name: str) -> None:
+    assert_same(name, 1, dict(size=1), dict(zero=dict(stage=3)))
+
+
+# ---- the proof itself ----
+
+
+def roles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Role]:
+    owners = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    return assign_roles(plan, [n for n, _ in model.named_modules() if n], owners)
+
+
+@pytest.mark.parametrize("name", ["plain", "pairs of tokens"])
+def test_a_proof_takes_no_random_number_and_leaves_the_model_as_it_is(name: str) -> None:
+    model = MODELS[name]()
+    before, hooks = (
+        copy.deepcopy(model.state_dict()),
+        {n: len(m._forward_hooks) for n, m in model.named_modules()},
+    )
+    torch.manual_seed(5)
+    random.seed(5)
+    state, other = torch.get_rng_state(), random.getstate()
+    small = small_copy(model, roles_of(model, plan_of(name)))
+    small.model(torch.zeros(1, 4, dtype=torch.long))
+    try:
+        swap(model, plan_of(name), MODES["1d"])
+    except ValueError:
+        assert name == "pairs of tokens"
+        assert hooks == {n: len(m._forward_hooks) for n, m in model.named_modules()}
+        assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == other
+
+
+def test_a_model_on_meta_is_proven_as_one_with_values_is() -> None:
+    with torch.device("meta"):
+        models = [Model(), MODELS["plain"]()]
+    plan = plan_of("plain") | {"blocks.*.attention.qkv": "colwise"}
+    for model in models:
+        with pytest.raises(ValueError, match="with colwise:qkv they agree"):
+            swap(model, plan, MODES["1d"])
+        swap(model, plan_of("plain"), MODES["1d"])
+
+
+def test_a_copy_has_two_blocks_of_a_kind_and_few_rows() -> None:
+    model = MODELS["padding_idx"]()
+    small = small_copy(model, roles_of(model, plan_of("padding_idx")))
+    assert [n for n, _ in small.model.blocks.named_children()] == ["0", "1"]  # type: ignore[union-attr, operator]
+    assert len(model.blocks) == 3
+    assert small.padding == (3,) and small.words == WORDS
+    assert all(p.dtype == torch.float64 for p in small.model.parameters())
+
+
+def big_llama() -> nn.Module:
+    config = LlamaConfig(num_hidden_layers=2, use_cache=False)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = torch.rand(buffer.shape)
+    return model
+
+
+def test_a_wide_model_is_proven_on_a_narrow_copy() -> None:
+    model = big_llama()
+    owners = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    found = known_plan([n for n, _ in model.named_modules() if n], owners)
+    assert found is not None
+    roles = roles_of(model, found[1])
+    with pytest.raises(NoCopyError, match=f"MiB; at most {LIMIT_BYTES >> 20} are taken"):
+        small_copy(model, roles)
+    narrow = narrowing(model, roles)
+    assert narrow is not None
+    small: Any = small_copy(model, roles, narrow).model
+    assert small.model.layers[0].self_attn.head_dim == 4 and small.config.num_attention_heads == 32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap(model, found[1], MODES["1d"])
+    wrong = found[1] | {"model.layers.*.self_attn.[kv]_proj": "replicate"}
+    with pytest.raises(ValueError, match="is not that of one process"):
+        swap(big_llama(), wrong, MODES["1d"])
+
+
+class OfFloats(Model):
+    """Does not run on words."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def test_a_model_that_does_not_run_on_words_is_told_not_to_be_proven() -> None:
+    with pytest.warns(
+        UserWarning, match=r"OfFloats is not proven on a small copy \(blocks.0.norm_1: .*\); the classes"
+    ):
+        swap(OfFloats(), plan_of("plain"), MODES["1d"])
+
+
+def test_a_forward_of_its_own_that_cannot_be_proven_is_refused() -> None:
+    model = OfFloats()
+    model.words = MODELS["subclass of Embedding"]().words
+    with pytest.raises(
+        ValueError, match=r"words \(ScaledEmbedding\) has a forward of its own, which must be proven"
+    ):
+        swap(model, plan_of("plain"), MODES["1d"])
+
+
+def test_sizes_are_refused_for_the_real_number_of_ranks_and_not_for_the_emulated_one() -> None:
+    with pytest.raises(ValueError, match=f"tensor=8 does not divide {HEADS} heads"):
+        swap(MODELS["plain"](), plan_of("plain"), dict(size=8))
+    assert WIDTH % 8 == 0
