@@ -102,6 +102,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "kernels": choice("tritons", "cuda"),
     "compile": choice("blocks", "inductor"),
     "checkpoint.keep": COUNT,
+    "checkpoint.max_failures": COUNT,
     "checkpoint.asynchronous": FLAG,
     "backend": choice("mpi", "ncll"),
     "timeout_s": (*POSITIVE, 1e9),

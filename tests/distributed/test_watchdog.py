@@ -7,6 +7,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def plant(env: RankEnv, engine: cl.Engine, patch: pytest.MonkeyPatch, where: str
 
 def train_with_a_hang(env: RankEnv, where: str, guilty: int, folder: str) -> tuple[str, float]:
     said, start = "", 0.0
-    with env.launch(CASE.full_config) as context, pytest.MonkeyPatch.context() as patch:
+    with suppress(cl.Stopped), env.launch(CASE.full_config) as context, pytest.MonkeyPatch.context() as patch:
         engine = cl.initialize(CASE.model, context=context)
         if env.rank == guilty:
             plant(env, engine, patch, where)
