@@ -170,9 +170,10 @@ class Context:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
         self.close()
-        if error is None:
-            for stopped in filter(None, (ask() for ask in self._endings)):
-                raise stopped
+        asked = [ask() for ask in self._endings] if error is None else []
+        self._endings.clear()
+        for stopped in filter(None, asked):
+            raise stopped
 
     def __repr__(self) -> str:
         return f"Context({self.mesh!r} on {self.device}, {self.launched})"

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
-from colossal_lite.engine.engine_state import EngineState
+from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryRow
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
@@ -130,7 +131,7 @@ class Engine:
         self._at_end.callback(self._state.checkpoints.close)
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
-        context.on_finish(self._state.last_save_failed)
+        context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
         self._state.resume_task()
         built.records.on_flush = self._state.rest
 

@@ -24,7 +24,7 @@ from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
 from colossal_lite.distributed.progress import reason_of
-from colossal_lite.engine.context import noting_faults
+from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
 from colossal_lite.engine.step_totals import OpenStep
@@ -35,6 +35,20 @@ from colossal_lite.memory.disk_file import DiskError
 from colossal_lite.memory.task_records import ParkedState
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
+
+
+def last_save_failed(checkpoints: Checkpointer, context: Context, step: OpenStep) -> Stopped | None:
+    """What ends a run that has finished, and whose last save has failed. Holds no engine: a context outlives many."""
+    head = "the run has ended, and its last save failed"
+    return _saves_failed(head, checkpoints, context, step) if checkpoints.failures else None
+
+
+def _saves_failed(head: str, checkpoints: Checkpointer, context: Context, step: OpenStep) -> Stopped:
+    last = checkpoints.last_saved
+    text = f"{head}: {checkpoints.failure}; last saved: {last[1] if last else 'nothing'}"
+    if context.is_main:
+        print(text, file=sys.stderr, flush=True)
+    return Stopped(text, code=SAVES_FAILED, step=step.number, checkpoint=last[1] if last else None)
 
 
 class EngineState:
@@ -145,22 +159,11 @@ class EngineState:
             self._step.number, self._context.stop_signal, self.checkpoints.last_saved, save
         )
 
-    def last_save_failed(self) -> Stopped | None:
-        """What ends a run that has finished, and whose last save has failed."""
-        failed = self.checkpoints.failures > 0
-        return self._saves_failed("the run has ended, and its last save failed") if failed else None
-
     def _end_after_failures(self) -> None:
         """Raises Stopped if as many saves in a row have failed as may."""
         if self.checkpoints.failures >= (limit := self._context.config.checkpoint.max_failures):
-            raise self._saves_failed(f"{limit} saves in a row have failed (checkpoint.max_failures)")
-
-    def _saves_failed(self, head: str) -> Stopped:
-        last = self.checkpoints.last_saved
-        text = f"{head}: {self.checkpoints.failure}; last saved: {last[1] if last else 'nothing'}"
-        if self._context.is_main:
-            print(text, file=sys.stderr, flush=True)
-        return Stopped(text, code=SAVES_FAILED, step=self._step.number, checkpoint=last[1] if last else None)
+            head = f"{limit} saves in a row have failed (checkpoint.max_failures)"
+            raise _saves_failed(head, self.checkpoints, self._context, self._step)
 
     def load(self, directory: Path) -> Loaded:
         loaded = self._load(directory, missing_ok=False)

@@ -143,7 +143,9 @@ def test_frozen_shards_move_twice_a_micro_batch_and_hold_nothing_beside(case: Ca
         numels = (*seen.trained, *seen.frozen)
         times = sum(seen.gathers.values())
         gathered = sum(n * numels[index] for index, n in seen.gathers.items())
-        assert seen.rows["all_gather", "data"] == (k * times, k * w * gathered)
+        # modules that are not ours may draw a dropout, for which batch sizes are exchanged
+        sizes = int(case is ADAPTED)
+        assert seen.rows["all_gather", "data"] == (k * times + sizes, k * w * gathered + 8 * 2 * sizes)
         assert seen.rows["reduce_scatter", "data"] == (k * first, k * r * sum(seen.trained))
         assert seen.frozen and all(peak == forecast for peak, forecast in seen.memory.values())
         assert seen.memory["frozen"][0] == w * sum(seen.frozen) // 2
