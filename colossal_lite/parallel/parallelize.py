@@ -39,7 +39,7 @@ from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
-from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy, mode_file, mode_of
+from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
@@ -113,10 +113,7 @@ def parallelize(
         facts = facts_of(module)
         longest = facts.sequence if facts else None
         strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
-    refused = {**adapters_of(roles), **(in_several_places(module) if mesh.size("pipeline") > 1 else {})}
-    has_dropout = (
-        bind_dropout(module, streams, local_rows, None if compiled else refused) if streams else False
-    )
+    has_dropout = streams is not None and _bind_dropout(module, mesh, roles, streams, local_rows, compiled)
     if replaced := emitting.keys() - modules_of(module).keys():
         raise ValueError(
             f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
@@ -125,6 +122,15 @@ def parallelize(
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
     return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
+
+
+def _bind_dropout(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], streams: DropoutStreams, local_rows: LocalRows,
+    compiled: bool,
+) -> bool:  # fmt: skip
+    """Give dropouts their counters; whether there are any."""
+    refused = {**adapters_of(roles), **(in_several_places(module) if mesh.size("pipeline") > 1 else {})}
+    return bind_dropout(module, streams, local_rows, None if compiled else refused)
 
 
 def _check_auxiliary(module: nn.Module, mesh: Mesh, sequence_parallel: bool, sequence_mode: str) -> None:
