@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.data.batch_checks import check_batch
+from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.dataloader import dataloader
 from colossal_lite.models import GPT, GPTConfig
 from tests.shared.gpt_example import gpt_example
@@ -79,7 +79,7 @@ def test_packed_documents_give_the_logits_of_each_alone() -> None:
     stream = np.array([token for document in documents for token in document] + [1])
     item = PackedDocuments(stream, 12, end=0)[0]
     batch = {key: value[None] for key, value in item.items()}
-    check_batch(batch, vocabulary=11)
+    check_batch(batch, StatedSizes(vocabulary=11))
     with torch.no_grad():
         together = model(**{key: value for key, value in batch.items() if key != "labels"})[0]
         alone = torch.cat([model(torch.tensor([document]))[0] for document in documents])

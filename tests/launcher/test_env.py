@@ -102,8 +102,12 @@ def test_no_launcher_is_a_world_of_one() -> None:
 
 
 def test_torchrun_is_taken_as_it_is() -> None:
-    assert detect(TORCHRUN) == Launch("torchrun", 5, 8, 1, 4, "node01", 29400, 2, "run", agent_store=True)
-    assert detect(STANDALONE) == Launch("torchrun", 1, 2, 1, 2, "vm", 38211, 2, "run", agent_store=True)
+    assert detect(TORCHRUN) == Launch(
+        "torchrun", 5, 8, 1, 4, "node01", 29400, 2, "run", agent_store=True, has_agent=True
+    )
+    assert detect(STANDALONE) == Launch(
+        "torchrun", 1, 2, 1, 2, "vm", 38211, 2, "run", agent_store=True, has_agent=True
+    )
 
 
 def test_torchrun_variables_win_over_those_of_the_scheduler_that_started_torchrun() -> None:

@@ -184,9 +184,9 @@ def all_at_once(original: Any, self: Any, chunk: Any) -> None:
     self._deferred.until(self._place[chunk.spec.id])
 
 
-def by_own_tokens(original: Any, self: Any, told: Tensor, factor: float) -> None:
+def by_own_tokens(original: Any, self: Any, told: Tensor, factor: float, comparison: Any) -> None:
     with patch.object(type(self._mesh.world), "all_reduce", lambda comm, tensor: tensor):
-        original(self, told, factor)
+        original(self, told, factor, comparison)
 
 
 def never_fetched(original: Any, self: Any, chunk: Any, *, changed: bool) -> None:
@@ -297,7 +297,7 @@ def test_plan_foretells_no_place_for_gradients() -> None:
     assert plain.bytes_of("gradients") and not made.bytes_of("gradients")
     for kind in ("weights", "masters", "optimizer", "activations"):
         assert made.bytes_of(kind) == plain.bytes_of(kind)
-    assert made.payload_bytes == plain.payload_bytes + 16
+    assert made.payload_bytes == plain.payload_bytes + 24
 
 
 # ---- refusals ----
