@@ -75,8 +75,8 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
     run_folder = options.out or Path("runs") / options.config
     folder = run_folder if context.is_main else None  # of the one rank that tells
     facts = {"model": recipe["model"], "global_batch": global_batch, "corpus": corpus.sha256}
-    start = resume(engine, run_folder / "checkpoints", facts, fresh=options.fresh)
-    loader = context.dataloader(windows, global_batch=global_batch, start=start)
+    loader = context.dataloader(windows, global_batch=global_batch)
+    loader.samples = resume(engine, run_folder / "checkpoints", facts, fresh=options.fresh)
     scale = describe(context, corpus, recipe, options.data, folder) if folder else Scale()
     sinks = run_sinks(options.metrics, folder, facts)
 

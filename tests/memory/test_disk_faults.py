@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import colossal_lite as cl
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.errors import ConfigError
 from colossal_lite.engine.engine import Engine
@@ -132,7 +133,8 @@ def told(use: Callable[[], object]) -> str:
 def struck(env: RankEnv, case: Case, directory: str, fault: str) -> list[str]:
     """What a run says of a fault in its second step, at the latest in the next, which pays what that owes; and of
     everything that is asked of it then."""
-    with env.launch(case.full_config) as context:
+    found = list[str]()
+    with suppress(cl.Stopped), env.launch(case.full_config) as context:  # ended by the last save, which fails
         engine = start(case, context)
         step(engine, case, 0)
         engine.save(directory)
@@ -140,7 +142,7 @@ def struck(env: RankEnv, case: Case, directory: str, fault: str) -> list[str]:
             first = told(lambda: [step(engine, case, number) for number in (1, 2)])
         engine.zero_grad()
         inputs, labels = case.batch(0)
-        return [
+        found += [
             first,
             told(lambda: step(engine, case, 1)),
             told(lambda: engine.eval_step((inputs, labels))),
@@ -148,6 +150,7 @@ def struck(env: RankEnv, case: Case, directory: str, fault: str) -> list[str]:
             told(engine.full_optimizer_state),
             told(lambda: engine.save(directory)),
         ]
+    return found
 
 
 def continues(env: RankEnv, case: Case, directory: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,7 @@ def test_planned_files_hold_what_any_other_mesh_reads(writer: str, reader: str, 
                 assert write.slice.start == len(data)
                 data += taken(local, write.fragment).tobytes()
                 before = stored.get(part.name, Stored(dtype="F32", shape=part.spec.shape, slices=()))
-                stored[part.name] = before.model_copy(update={"slices": (*before.slices, write.slice)})
+                stored[part.name] = replace(before, slices=(*before.slices, write.slice))
                 assert len(data) == write.slice.stop and write.slice.stop - write.slice.start <= 40
             assert len(data) <= 100
             files[file] = data

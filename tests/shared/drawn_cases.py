@@ -514,7 +514,7 @@ def _rest(rng: Random, shared: Shared) -> dict[str, Any]:
             found["lr_scheduler"] = _draw_schedule(rng)
     if shared.clip is not None:
         found["clip_grad_norm"] = shared.clip
-    found |= maybe(rng, 0.3, checkpoint={"asynchronous": True} | maybe(rng, 0.5, keep=1))
+    found |= maybe(rng, 0.3, checkpoint={"asynchronous": True} | maybe(rng, 0.5, keep=1, max_failures=2))
     return found
 
 

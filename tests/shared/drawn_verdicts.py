@@ -75,7 +75,8 @@ def _judge_refusal(refused: Sequence[Ended], part: str, detail: str) -> Verdict:
     words = {(masked(end.words), end.phase) for end in refused}
     if len(words) > 1:
         return Verdict("UNLIKE", f"{part}, ranks refuse in other words: {sorted(words)}"[:600], detail=detail)
-    if refused[0].phase not in ("launch", "initialize", "load", "step 0") and part == "first":
+    # An evaluation changes nothing, and may need more than a budget leaves.
+    if refused[0].phase not in ("launch", "initialize", "load", "step 0", "evaluation") and part == "first":
         return Verdict(
             "CRASH", f"{part}, refused after {refused[0].phase} began: {_line(refused[0])}", detail=detail
         )
