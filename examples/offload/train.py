@@ -9,18 +9,15 @@ device and the bytes over the links; `OUT/NAME.svg` draws the memory of a step, 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 import colossal_lite as cl
-from colossal_lite.launcher import env, run
 
 CONFIG: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=3e-3), clip_grad_norm=1.0, activation_checkpoint="full",
@@ -55,12 +52,14 @@ def places(options: Options) -> dict[str, dict[str, Any]]:
     }
 
 
-def train(options: Options, memory: dict[str, Any], name: str) -> tuple[list[float], list[str]]:
-    """Losses of all steps, and what rank 0 tells of memory."""
+def train(
+    options: Options, overrides: list[str], memory: dict[str, Any], name: str
+) -> tuple[list[float], list[str], bool]:
+    """Losses of all steps, what this rank tells of memory, and whether it is the one that tells."""
     model = cl.models.GPTConfig(
         vocabulary=256, layers=options.layers, heads=4, width=options.width, sequence=32
     )
-    with cl.launch(CONFIG | dict(memory=memory)) as context:
+    with cl.launch(CONFIG | dict(memory=memory), overrides=overrides) as context:
         engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
         text = torch.randint(256, (SAMPLES, 33), generator=torch.Generator().manual_seed(0))
         part = text[context.local_batch(SAMPLES)]
@@ -76,26 +75,24 @@ def train(options: Options, memory: dict[str, Any], name: str) -> tuple[list[flo
         if context.is_main:
             (options.out / f"{name}.svg").write_text(engine.memory_timeline().svg())
         engine.close()
-        return losses, told
+        return losses, told, context.is_main
 
 
-def main() -> None:
-    speaks = env.speaks(env.environment())
-    options = tyro.cli(Options, console_outputs=speaks)
+def main(options: Options, overrides: list[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = Table(
         title=f"{options.layers} layers of width {options.width}: MiB of rank 0, at the peak of a step"
     )
     for column in ("state on", "loss", "device", "host", "disk", "over links, a step"):
         drawn.add_column(column)
-    found = {name: train(options, memory, name) for name, memory in places(options).items()}
-    for name, (losses, told) in found.items():
+    found = {name: train(options, overrides, memory, name) for name, memory in places(options).items()}
+    for name, (losses, told, is_main) in found.items():
         drawn.add_row(name, f"{losses[0]:.4f} to {losses[-1]:.4f}", *told)
-    if speaks:
+    if is_main:
         Console(width=100).print(drawn)
-        same = len({tuple(losses) for losses, _ in found.values()}) == 1
+        same = len({tuple(losses) for losses, *_ in found.values()}) == 1
         print(f"losses of all steps: {'the same bits in each' if same else 'they differ'}")
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    cl.main(main, Options)
