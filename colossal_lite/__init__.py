@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colossal_lite import models as models
     from colossal_lite.config.config import Config as Config
     from colossal_lite.config.config import ConfigError as ConfigError
+    from colossal_lite.config.config import Problem as Problem
     from colossal_lite.config.config_dict import ConfigDict as ConfigDict
     from colossal_lite.distributed.mesh import Mesh as Mesh
     from colossal_lite.engine.context import Context as Context
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "Engine": "engine.engine",
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
+    "Problem": "config.config",
     "Run": "engine.run",
     "StepResult": "engine.step_totals",
     "Stopped": "engine.stopping",

@@ -204,15 +204,17 @@ class Run:
             raise ValueError(f"facts: {error}; legal: a dict of values that JSON has") from error
         except OSError as error:
             fault = f"{self.directory}: {error.strerror}"
-        told = self.context.mesh.world.gather_json([fault, self._extra])
+        told = self.context.mesh.world.gather_json([fault, self._extra["facts"]])
         for rank, (reason, facts) in enumerate(told):
             if reason:
                 raise ValueError(
                     f"directory: rank {rank} cannot write to {reason}; legal: a folder that every rank can write to"
                 )
-            if facts != told[0][1]:
-                found = f"{facts['facts']} on rank {rank}, {told[0][1]['facts']} on rank 0"
-                raise ValueError(f"facts: {found}; legal: the same on every rank")
+            first = told[0][1]
+            for name in sorted({*first, *facts}):
+                if facts.get(name) != first.get(name):
+                    found = f"{facts.get(name)} on rank {rank}, {first.get(name)} on rank 0"
+                    raise ValueError(f"facts: {name} is {found}; legal: the same on every rank")
 
     def _set_aside(self) -> None:
         """Rename the folder of earlier checkpoints, unless a running process owns it."""

@@ -24,7 +24,9 @@ def describe(context: cl.Context, corpus: Corpus, config: cl.models.GPTConfig) -
     with torch.device("meta"):
         num_params = sum(p.numel() for p in cl.models.GPT(config).parameters())
     if context.is_main:
-        held_out = f"held-out text: {marks}" if marks else f"{corpus.bytes_per_token:.2f} bytes of text a token"
+        held_out = (
+            f"held-out text: {marks}" if marks else f"{corpus.bytes_per_token:.2f} bytes of text a token"
+        )
         print(f"{context!r}\n{corpus}\n{held_out}\nGPT with {num_params:,} parameters", flush=True)
     return {
         "model": asdict(config),

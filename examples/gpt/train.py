@@ -6,17 +6,24 @@ torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --config small --
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
 from configs import CONFIGS
+from corpus import TokenWindows
 from describe import describe, flops_per_token, read
 from generate import TOKENIZER, codec_of, generate
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import Subset
 
 import colossal_lite as cl
+from colossal_lite.launcher import env, run
+
+EVALUATED_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Options:
     """tokens of the sample"""
 
 
-def main(options: Options, overrides: list[str]) -> None:
+def main() -> None:
+    speaks = env.speaks(env.environment())
+    options, overrides = tyro.cli(Options, return_unknown_args=True, console_outputs=speaks)
     recipe = CONFIGS[options.config](**({} if options.steps is None else {"steps": options.steps}))
     if options.global_batch is not None:
         recipe["global_batch"] = options.global_batch
@@ -73,17 +82,24 @@ def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None
     for batch in run.batches(windows, global_batch=global_batch, steps=steps):
         result = run.step(batch)
         if result.step % evaluate_every == 0 or result.step == steps:
-            run.evaluate(held_out)
+            run.evaluate(some_of(held_out, EVALUATED_BATCHES * global_batch))
     weights = engine.full_state_dict()  # whole on every rank, whatever the mesh
     if context.is_main:
         finish(weights, config, folder, options)
+
+
+def some_of(windows: TokenWindows, count: int) -> Subset[Any]:
+    """`count` windows from all over the text, or all where there are not more: the same every time."""
+    return Subset(windows, range(0, len(windows), max(1, len(windows) // count))[:count])
 
 
 def finish(weights: dict[str, Tensor], config: cl.models.GPTConfig, folder: Path, options: Options) -> None:
     """Write the weights of the serial model, and print a sample of its text."""
     save_file(weights, folder / "model.safetensors")
     if options.data is not None and (options.data / TOKENIZER).is_file():
-        shutil.copy(options.data / TOKENIZER, folder / TOKENIZER)  # so that the folder of the run needs no other
+        shutil.copy(
+            options.data / TOKENIZER, folder / TOKENIZER
+        )  # so that the folder of the run needs no other
     model = cl.models.GPT(config)
     model.load_state_dict(weights)
     text = generate(model, codec_of(folder), options.prompt, options.sample, window=config.sequence)
@@ -92,4 +108,4 @@ def finish(weights: dict[str, Tensor], config: cl.models.GPTConfig, folder: Path
 
 
 if __name__ == "__main__":
-    cl.main(main, Options)
+    sys.exit(run(main))

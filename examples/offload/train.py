@@ -9,15 +9,18 @@ device and the bytes over the links; `OUT/NAME.svg` draws the memory of a step, 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 import colossal_lite as cl
+from colossal_lite.launcher import env, run
 
 CONFIG: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=3e-3), clip_grad_norm=1.0, activation_checkpoint="full",
@@ -78,7 +81,9 @@ def train(
         return losses, told, context.is_main
 
 
-def main(options: Options, overrides: list[str]) -> None:
+def main() -> None:
+    speaks = env.speaks(env.environment())
+    options, overrides = tyro.cli(Options, return_unknown_args=True, console_outputs=speaks)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = Table(
         title=f"{options.layers} layers of width {options.width}: MiB of rank 0, at the peak of a step"
@@ -86,13 +91,13 @@ def main(options: Options, overrides: list[str]) -> None:
     for column in ("state on", "loss", "device", "host", "disk", "over links, a step"):
         drawn.add_column(column)
     found = {name: train(options, overrides, memory, name) for name, memory in places(options).items()}
-    for name, (losses, told, is_main) in found.items():
+    for name, (losses, told, _) in found.items():
         drawn.add_row(name, f"{losses[0]:.4f} to {losses[-1]:.4f}", *told)
-    if is_main:
+    if all(is_main for *_, is_main in found.values()):
         Console(width=100).print(drawn)
         same = len({tuple(losses) for losses, *_ in found.values()}) == 1
         print(f"losses of all steps: {'the same bits in each' if same else 'they differ'}")
 
 
 if __name__ == "__main__":
-    cl.main(main, Options)
+    sys.exit(run(main))

@@ -204,7 +204,7 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         ("every", "save_every: 0; legal: 1 or more steps"),
         (
             "facts differ",
-            "facts: {'rank': 1} on rank 1, {'rank': 0} on rank 0; legal: the same on every rank",
+            "facts: rank is 1 on rank 1, 0 on rank 0; legal: the same on every rank",
         ),
         ("facts", "facts: Object of type GPTConfig is not JSON serializable; legal: a dict of values"),
         ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
