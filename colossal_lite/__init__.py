@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from colossal_lite.engine.step_totals import StepResult as StepResult
     from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
+    from colossal_lite.launcher import options as options
     from colossal_lite.memory.host_store import HostStore as HostStore
     from colossal_lite.parallel.standalone import finish_gradients as finish_gradients
     from colossal_lite.parallel.standalone import parallelize as parallelize
@@ -55,6 +56,7 @@ _MODULE_OF = {
     "initialize": "engine.initialize",
     "launch": "launcher",
     "models": "models",
+    "options": "launcher",
     "parallelize": "parallel.standalone",
 }
 __all__ = sorted(_MODULE_OF)

@@ -13,11 +13,11 @@ from colossal_lite import stands_aside
 
 if TYPE_CHECKING:
     from .env import LaunchError as LaunchError
+    from .script_end import options as options
     from .start import findings as findings
     from .start import launch as launch
-    from .start import run as run
 
-_MODULE_OF = {"LaunchError": "env", "findings": "start", "launch": "start", "run": "start"}
+_MODULE_OF = {"LaunchError": "env", "findings": "start", "launch": "start", "options": "script_end"}
 __all__ = sorted(_MODULE_OF)
 
 if not stands_aside(__name__) and not TYPE_CHECKING:

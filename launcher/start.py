@@ -18,11 +18,9 @@ import functools
 import json
 import os
 import socket
-import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +28,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from colossal_lite import kernels
 from colossal_lite.config.config import Config, ConfigError, Problem
@@ -41,16 +38,17 @@ from colossal_lite.distributed.key_value_store import LimitedStore, answered
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.watchdog import ANSWER_S, Watchdog, say
 from colossal_lite.engine.context import Context, FailureBoard
-from colossal_lite.engine.stopping import Stopped, StopSignals
+from colossal_lite.engine.stopping import StopSignals
 from colossal_lite.launcher import env
 from colossal_lite.launcher.doctor import DoctorRow
 from colossal_lite.launcher.env import Launch, LaunchError
+from colossal_lite.launcher.script_end import ScriptEnd
 from colossal_lite.launcher.versions import versions
 
 if TYPE_CHECKING:
     from colossal_lite.config.parallel_schema import ModelFacts
 
-__all__ = ["LaunchError", "findings", "launch", "run"]
+__all__ = ["LaunchError", "findings", "launch"]
 
 # How long rank 0 keeps a store that it serves for ranks that have not closed yet.
 LINGER_S = 3.0
@@ -78,7 +76,10 @@ def launch(
     model), LaunchError for an environment that contradicts itself, CommError if ranks do not arrive within
     `timeout_s`.
     """
+    end = ScriptEnd.installed() if store is None else None
     place = _place(store, rank, world_size)
+    if end is not None:
+        end.place = place
     loaded = Config.load(config, overrides)
     loaded.check_built()
     checked = loaded.check_world(place.world_size)
@@ -91,37 +92,10 @@ def launch(
             warnings.warn(line, stacklevel=2)
     owned = ExitStack()
     try:
-        return _join(place, checked, device, store, owned)
+        return _join(place, checked, device, store, owned, end)
     except BaseException:
         owned.close()
         raise
-
-
-def run(main: Callable[[], object]) -> int:
-    """Run a script's main function; its exit code: 0, or 2 if the user asked for something that cannot be. `Stopped`
-    passes through with its own code (engine/stopping.py).
-
-    A ConfigError, or a ValueError that this package raises, is addressed to the user: its text is printed, without
-    a traceback.  Of errors that all ranks find alike (ConfigError, LaunchError) each node prints one.  Torchrun is
-    told of every error, for its summary.
-    """
-    try:
-        main()
-    except Stopped as stopped:
-        if stopped.code:
-            get_error_handler().record_exception(stopped.with_traceback(None))
-        raise
-    except Exception as error:
-        *_, (last, _) = traceback.walk_tb(error.__traceback__)
-        ours = str(last.f_globals.get("__name__")).startswith("colossal_lite.")
-        if not (isinstance(error, ConfigError) or isinstance(error, ValueError) and ours):
-            get_error_handler().record_exception(error)
-            raise
-        get_error_handler().record_exception(error.with_traceback(None))
-        if not isinstance(error, ConfigError | LaunchError) or env.speaks(env.environment()):
-            print(error, file=sys.stderr, flush=True)
-        return 2
-    return 0
 
 
 def findings() -> Iterator[DoctorRow]:
@@ -192,9 +166,10 @@ def _check_kernels(choice: str, device: torch.device) -> None:
 
 
 def _join(
-    place: Launch, config: Config, device: torch.device, given: dist.Store | None, owned: ExitStack
-) -> Context:
-    """Meet the other ranks and create the groups; `owned` gets what `close` has to free."""
+    place: Launch, config: Config, device: torch.device, given: dist.Store | None, owned: ExitStack,
+    end: ScriptEnd | None,
+) -> Context:  # fmt: skip
+    """Meet the other ranks and create the groups; `owned` gets what `close` has to free; `end` hears of errors."""
     timeout = timedelta(seconds=config.timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     alone = place.world_size == 1 and given is None
@@ -234,7 +209,10 @@ def _join(
     signals = StopSignals(answers=place.rank == 0)
     owned.callback(signals.restore)
     signals.install()
-    return Context(config, mesh, device, place.local_rank, store, place.describe(), board, signals, owned)
+    leaving = end.leaving if end is not None else lambda error, first_failure: None
+    return Context(
+        config, mesh, device, place.local_rank, store, place.describe(), board, signals, owned, leaving
+    )
 
 
 def _watch(store: LimitedStore, place: Launch, given: dist.Store | None) -> Watchdog:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from weakref import WeakSet
 
 from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
@@ -32,6 +33,7 @@ Held = TypeVar("Held")
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from colossal_lite.config.config import Config
     from colossal_lite.distributed.mesh import Mesh
@@ -53,7 +55,11 @@ class Context:
     _failure_board: FailureBoard
     _signals: StopSignals
     _owned: ExitStack
+    _leaving: Callable[[BaseException, str], None]
+    """Told of an error that ends the context, and of `first_failure`."""
     _endings: list[Callable[[], Stopped | None]] = field(default_factory=list)
+    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """Those that engines of this context train."""
 
     @property
     def rank(self) -> int:
@@ -176,10 +182,12 @@ class Context:
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
+            self._leaving(error, self.first_failure())
         self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []
         self._endings.clear()
         for stopped in filter(None, asked):
+            self._leaving(stopped, "")
             raise stopped
 
     def __repr__(self) -> str:

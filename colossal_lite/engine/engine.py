@@ -206,10 +206,8 @@ class Engine:
             self._weights.update(deferred)
         self._open.number += 1
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
-        result = StepResult(
-            self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped,
-            self._optimizer.peak_lr * factor,
-        )  # fmt: skip
+        rate = self._optimizer.peak_lr * factor
+        result = StepResult(self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped, rate)
         if self._reads_weights:
             self._weights.for_readers()
         for callback in self._callbacks:
@@ -410,6 +408,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
         self.is_closed = True
+        self.context.models.discard(self.model)
         self._state.checkpoints.close()
         self._state.regain_weights()
         parked = self._state.park()

@@ -32,6 +32,7 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.rank_comparison import repeats
+from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
@@ -39,6 +40,7 @@ from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT
+from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
@@ -158,13 +160,29 @@ def _initialize(
     built = Built(
         module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
     )  # fmt: skip
-    return Engine(built, context, criterion, optimizer, forecast_batch)
+    engine = Engine(built, context, criterion, optimizer, forecast_batch)
+    context.models.add(module)
+    engine.on_step(partial(_tell_of_end, context), reads_weights=False)
+    return engine
+
+
+def _tell_of_end(context: Context, result: StepResult) -> None:
+    """Warn in the first step after the schedule of the learning rate has ended."""
+    scheduler = context.config.lr_scheduler
+    if context.is_main and result.step - 1 == scheduler.total_steps:
+        if told := told_of_end(scheduler, result.step):
+            warnings.warn(told, stacklevel=5)
 
 
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split, ValueError
     for a model that cannot be trained, or not in parts."""
     facts = facts_of(module)
+    if module in context.models:
+        raise ValueError(
+            "model: an engine trains it already; legal: one call of initialize for a model, or engine.close() before "
+            "the next"
+        )
     if facts is not None:
         context.config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):

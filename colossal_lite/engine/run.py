@@ -26,6 +26,8 @@ from colossal_lite.data.dataloader import Loader
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
+from colossal_lite.numerics.lr_schedules import told_of_end
+from colossal_lite.numerics.precision import Precision
 from colossal_lite.observe.flops import device_peak_flops
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
 from colossal_lite.observe.sinks import run_sinks
@@ -104,6 +106,7 @@ class Run:
             )
         self._extra["data"] = {"samples": order.num_samples, "global_batch": order.global_batch}
         self._log.total_steps = steps
+        self._tell_settings(steps)
         config = {row.path: row.value for row in self.context.config.resolved()}
         self._log.describe({**self._extra, "steps": steps, "config": config})
         return self._batches(self._loader, steps)
@@ -230,6 +233,15 @@ class Run:
                 print(f"fresh: earlier checkpoints are in {aside}", flush=True)
         if refused := self.context.mesh.world.gather_json(refused)[0]:
             raise ValueError(f"fresh: {refused}; legal: another directory")
+
+    def _tell_settings(self, steps: int) -> None:
+        """Print what nobody has chosen, and what falls short."""
+        config = self.context.config
+        if told := told_of_end(config.lr_scheduler, steps):
+            self._log.say(told)
+        if any(row.path == "precision.dtype" and row.origin == "default" for row in config.resolved()):
+            masters = str(Precision.of(config.precision).master).removeprefix("torch.")
+            self._log.say(f"precision: {config.precision.dtype}, by default; masters and state in {masters}")
 
     def _tell(self, loaded: Loaded) -> Mapping[str, Any]:
         """Print what the run goes on from; what is known of its data."""

@@ -8,7 +8,7 @@ Launchers send a signal to children of a rank as well.  From the first one on SI
 DataLoader would raise in the middle of the last step.
 
 Note: exit codes of a script in which these errors are not caught.
-0: finished, or stopped and saved.  1: any other error.  2: refused (`launcher.run`).  3: stopped and not saved.
+0: finished, or stopped and saved.  1: any other error.  2: refused.  3: stopped and not saved.
 4: saves failed: the last one of a run that has finished, or `checkpoint.max_failures` in a row.
 """
 

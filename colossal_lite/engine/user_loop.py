@@ -21,6 +21,7 @@ from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.parallel.loss import with_logits
 from colossal_lite.zero.build_chunks import sharding_of
 
 
@@ -64,15 +65,12 @@ class UserLoop:
 
     def whole_outputs(self, outputs: Any) -> Any:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples."""
-        logits = getattr(outputs, "logits", outputs)
-        if not isinstance(logits, Tensor):
-            return outputs
-        kept = logits[:0] if self._is_empty else logits
-        whole = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
-        if logits is outputs:
-            return whole
-        outputs.logits = whole
-        return outputs
+
+        def whole(logits: Tensor) -> Tensor:
+            kept = logits[:0] if self._is_empty else logits
+            return self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
+
+        return with_logits(outputs, whole)
 
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
         """Add the gradient of `loss`; `factor` of the learning rate, for updates in backward."""

@@ -33,6 +33,16 @@ def learning_rate_factor(config: LRSchedulerConfig, step: int) -> float:
     return final + (1.0 - final) * left
 
 
+def told_of_end(config: LRSchedulerConfig, steps: int) -> str:
+    """What to tell of a run of so many steps that is longer than its schedule; "" if it is not."""
+    if config.type == "constant" or config.total_steps is None or steps <= config.total_steps:
+        return ""
+    return (
+        f"lr_scheduler.total_steps={config.total_steps} is less than the run has, {steps}: from step "
+        f"{config.total_steps + 1} on the learning rate stays at {config.final_ratio:g} of its peak"
+    )
+
+
 def _half_cosine(x: float) -> float:
     """From 0 at x = 0 to 1 at x = 1."""
     return 0.5 * (1.0 - math.cos(math.pi * x))

@@ -82,13 +82,13 @@ class RankFile(logging.Handler):
 
     def __init__(self, path: Path, dropped: DroppedRows) -> None:
         super().__init__()
-        self._path, self.dropped = path, dropped
+        self.path, self.dropped = path, dropped
         dropped.attempt(lambda: self._append(""))
 
     def emit(self, record: logging.LogRecord) -> None:
         self.dropped.attempt(lambda: self._append(self.format(record) + "\n"))
 
     def _append(self, text: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(text)

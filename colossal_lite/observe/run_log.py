@@ -326,6 +326,7 @@ class RankLog:
             logging.getLogger("colossal_lite").info("ended: %s", error)
         elif error is not None:
             logging.getLogger("colossal_lite").error("ended by an error", exc_info=error)
+            error.add_note(f"all of the traceback: {self._handler.path}")
         warnings.showwarning = self._shown
         self._logger.setLevel(self._level)
         self._logger.removeHandler(self._handler)

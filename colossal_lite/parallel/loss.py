@@ -6,7 +6,7 @@ over the vocabulary or not.  A user's own criterion gets full logits, and is wei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,10 +30,56 @@ class _Parallelized(Protocol):
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Of what a model gives: a tensor, a tuple that begins with one, or an object that has them by name."""
-    outputs = getattr(outputs, "logits", outputs)
-    logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return logits
+    """Of what a model gives: a tensor, a tuple that begins with one, or a mapping or an object that has `logits`.
+
+    Raises ValueError, with the types, for anything else."""
+    found, _ = _logits_in(outputs)
+    if not (isinstance(found, Tensor) and found.is_floating_point()):
+        raise ValueError(
+            f"model: forward gives {_told(outputs)}; legal: logits, a tuple that begins with them, or a mapping or an "
+            f"object that has them as 'logits' (forward gets the inputs, and no labels)"
+        )
+    return found
+
+
+def with_logits(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same outputs with other logits; the outputs themselves where there are none."""
+    found, place = _logits_in(outputs)
+    if not isinstance(found, Tensor) or found.dim() == 0:
+        return outputs
+    changed = change(found)
+    if place == "":
+        return changed
+    if place == 0:
+        return (changed, *outputs[1:])
+    if isinstance(outputs, dict):
+        outputs["logits"] = changed  # an object of Hugging Face's is both
+    else:
+        outputs.logits = changed
+    return outputs
+
+
+def _logits_in(outputs: Any) -> tuple[Any, str | int]:
+    """What stands where logits stand, and where: "" for the outputs themselves."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits"), "logits"
+    if isinstance(outputs, tuple) and not hasattr(outputs, "logits"):
+        return (outputs[0], 0) if outputs else (None, 0)
+    return (outputs.logits, "logits") if hasattr(outputs, "logits") else (outputs, "")
+
+
+def _told(outputs: Any) -> str:
+    """Names what a model gives by its types."""
+    match outputs:
+        case Tensor():
+            return f"a tensor {tuple(outputs.shape)} of {outputs.dtype}"
+        case Mapping():
+            return f"a {type(outputs).__name__} with " + ", ".join(
+                f"{key!r}: {type(value).__name__}" for key, value in outputs.items()
+            )
+        case tuple() | list():
+            return f"a {type(outputs).__name__} of ({', '.join(type(each).__name__ for each in outputs)})"
+    return "None" if outputs is None else f"a {type(outputs).__name__}"
 
 
 @dataclass
@@ -52,7 +98,15 @@ class Loss:
         valid = int((labels != -100).sum())
         if valid == 0:
             return logits.sum() * 0.0, 0
-        result = self.criterion(strategy.whole_vocabulary(logits), labels)
+        whole = strategy.whole_vocabulary(logits)
+        try:
+            result = self.criterion(whole, labels)
+        except Exception as error:
+            error.add_note(
+                f"criterion: it gets logits {tuple(whole.shape)}, (samples, tokens, vocabulary), and labels "
+                f"{tuple(labels.shape)}; for torch's losses: logits.flatten(0, 1), labels.flatten()"
+            )
+            raise
         if isinstance(result, tuple) and len(result) == 2:
             return result
         if isinstance(result, Tensor) and result.dim() == 0:
@@ -65,7 +119,8 @@ class Loss:
 def refuse_means(outputs: Any, model: str) -> None:
     """Raises ValueError for outputs of a `model` that carry a loss of their own to which parts of a batch do not add
     up."""
-    if getattr(outputs, "aux_loss", None) is not None:
+    found = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
+    if found is not None:
         raise ValueError(
             f"model: the outputs of {model} carry an aux_loss, a mean to which the parts of a "
             f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "

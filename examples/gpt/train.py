@@ -6,12 +6,10 @@ torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --config small --
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from configs import CONFIGS
 from corpus import TokenWindows
 from describe import describe, flops_per_token, read
@@ -21,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import colossal_lite as cl
-from colossal_lite.launcher import env, run
 
 EVALUATED_BATCHES = 16
 
@@ -55,8 +52,7 @@ class Options:
 
 
 def main() -> None:
-    speaks = env.speaks(env.environment())
-    options, overrides = tyro.cli(Options, return_unknown_args=True, console_outputs=speaks)
+    options, overrides = cl.options(Options)
     recipe = CONFIGS[options.config](**({} if options.steps is None else {"steps": options.steps}))
     if options.global_batch is not None:
         recipe["global_batch"] = options.global_batch
@@ -108,4 +104,4 @@ def finish(weights: dict[str, Tensor], config: cl.models.GPTConfig, folder: Path
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    main()

@@ -9,18 +9,15 @@ device and the bytes over the links; `OUT/NAME.svg` draws the memory of a step, 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 import colossal_lite as cl
-from colossal_lite.launcher import env, run
 
 CONFIG: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=3e-3), clip_grad_norm=1.0, activation_checkpoint="full",
@@ -82,8 +79,7 @@ def train(
 
 
 def main() -> None:
-    speaks = env.speaks(env.environment())
-    options, overrides = tyro.cli(Options, return_unknown_args=True, console_outputs=speaks)
+    options, overrides = cl.options(Options)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = Table(
         title=f"{options.layers} layers of width {options.width}: MiB of rank 0, at the peak of a step"
@@ -100,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    main()

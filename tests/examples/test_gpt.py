@@ -45,10 +45,16 @@ def train(example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch)
 
     def call(*options: object) -> int:
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, options)])
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         try:
-            return int(module.run(module.main))
+            module.main()
         except SystemExit as stopped:
             return int(stopped.code or 0)
+        except Exception as error:
+            with pytest.raises(SystemExit) as ended:
+                sys.excepthook(type(error), error, error.__traceback__)
+            return int(ended.value.code or 0)
+        return 0
 
     return call
 

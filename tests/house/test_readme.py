@@ -30,9 +30,11 @@ def test_the_two_commands_stand_alone_and_in_this_order() -> None:
     assert tuple(line for line in lines if line.startswith("pip install -c constraints.txt")) == COMMANDS
 
 
-@pytest.mark.parametrize(
-    "code", [pytest.param(code, id=f"line-{line}") for line, code in blocks(README, "python")]
-)
+BLOCKS = [pytest.param(code, id=f"line-{line}") for line, code in blocks(README, "python")]
+RUNS = [block for block in BLOCKS if "cl.Run(" in block.values[0] or "cl.fit(" in block.values[0]]
+
+
+@pytest.mark.parametrize("code", [block for block in BLOCKS if block not in RUNS])
 def test_a_python_block_runs_alone(code: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
@@ -70,7 +72,7 @@ def test_blocks_are_found_with_their_line() -> None:
     assert blocks(text, "bash") == [(6, "ls\n")]
 
 
-LOOP = blocks(README, "python")[0][1]
+LOOP = next(code for _, code in blocks(README, "python") if "engine.train_step" in code)
 NOTEBOOK = """
 import contextlib, gc, io, json, os, sys, threading
 import torch.distributed as dist
@@ -97,12 +99,29 @@ print(json.dumps([[cell(code), cell(code), cell(wrong), cell(code)], held]))
 """
 
 
-def told(*command: str) -> str:
+def told(*command: str, cwd: Path = ROOT) -> str:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path}
-    run = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=100)
+    run = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
+
+
+@pytest.mark.parametrize("code", RUNS)
+def test_a_run_of_the_first_page_has_twenty_lines_and_the_losses_of_one_rank_on_two(
+    code: str, tmp_path: Path
+) -> None:
+    assert len(code.splitlines()) <= 20
+    (tmp_path / "train.py").write_text(code)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    cut = ("--parallel.tensor.size", "2") if "sys.argv" in code else ()
+    losses = []
+    for place, before, options in (("one", (), ()), ("two", torchrun, cut)):
+        (tmp_path / place).mkdir()
+        told(sys.executable, *before, str(tmp_path / "train.py"), *options, cwd=tmp_path / place)
+        (metrics,) = (tmp_path / place).glob("runs/*/metrics.jsonl")
+        losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
+    assert len(losses[0]) == 10 and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def losses_of(said: str) -> list[float]:

@@ -210,13 +210,9 @@ BAD = {
 SCRIPT = """
 import sys
 import colossal_lite as cl
-from colossal_lite.launcher import run
 
-def main():
-    with cl.launch(sys.argv[1]):
-        print("training")
-
-raise SystemExit(run(main))
+with cl.launch(sys.argv[1]):
+    print("training")
 """
 OPTIONS = [
     (["--optimizer.lrr", "0.1"], "optimizer.lrr = '0.1': is an unknown key"),

@@ -25,7 +25,6 @@ import torch
 import colossal_lite as cl
 from colossal_lite.distributed import progress
 from colossal_lite.checkpoint.manifest import CheckpointError
-from colossal_lite.launcher import run
 
 folder, steps, phase, guilty, timeout_s, pause_s, mesh = json.loads(sys.argv[1])
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
@@ -81,7 +80,7 @@ def main():
             torch.save(weights, f"{folder}/weights.pt")
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    main()
 """
 
 

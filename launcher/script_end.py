@@ -1,0 +1,146 @@
+"""Ends a script: one message from the rank that failed first, an exit code, and a word to torchrun.
+
+Note: which rank speaks.
+An error that ends a script comes to `sys.excepthook`.  `launch` puts ours there, in each process that a user started.
+What was asked for and cannot be (ConfigError, LaunchError, a ValueError that this package raises) is told without a
+traceback, and the exit code is 2.  Of any other error the frames of the user's files are shown, and where it was
+raised.  A rank that fails since another did is quiet; without torchrun, whose last lines name it, it prints a line.
+All of a traceback is in the log of a rank that has a `Run`, or shown by Python's development mode.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from colossal_lite.config.errors import ConfigError
+from colossal_lite.engine.stopping import Stopped
+from colossal_lite.launcher import env
+from colossal_lite.launcher.env import Launch, LaunchError
+
+REFUSED = 2
+MOST_FRAMES = 6
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+OptionsOf = TypeVar("OptionsOf")
+
+
+def options(kind: type[OptionsOf]) -> tuple[OptionsOf, list[str]]:
+    """The command line of this script: its fields in the dataclass `kind`, and the rest, for `launch(overrides=...)`.
+
+    Ends the script after `--help`, and with 2 for a value that cannot be. One rank of a node prints."""
+    import tyro
+
+    given, rest = tyro.cli(kind, return_unknown_args=True, console_outputs=env.speaks(env.environment()))
+    return given, rest
+
+
+class ScriptEnd:
+    """The `sys.excepthook` of a rank."""
+
+    def __init__(self, before: Hook) -> None:
+        self._before = before
+        self.place: Launch | None = None
+        """None while this rank does not know it."""
+        self._heard = (0, "")
+
+    @classmethod
+    def installed(cls) -> ScriptEnd:
+        """The one of this process, which stays until it ends."""
+        hook = sys.excepthook
+        if not isinstance(hook, cls):
+            hook = sys.excepthook = cls(hook)
+        return hook
+
+    def leaving(self, error: BaseException, first_failure: str) -> None:
+        """An error leaves a context: keep which rank was the first to fail, while that can be asked."""
+        self._heard = (id(error), first_failure)
+        if isinstance(error, Stopped) and error.code:  # to Python that is no error
+            _record(error)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1"):
+            self._before(kind, error, trace)
+            return
+        refused = (
+            isinstance(error, ConfigError | LaunchError) or isinstance(error, ValueError) and _is_ours(error)
+        )
+        if said := self._said(error, refused):
+            print(said, file=sys.stderr, flush=True)
+        _record(error)
+        if refused:
+            raise SystemExit(REFUSED)
+
+    def _said(self, error: BaseException, refused: bool) -> str:
+        """What this rank prints."""
+        of, first = self._heard
+        rank = self.place.rank if self.place else None
+        if of == id(error) and first and not first.startswith(f"rank {rank} "):
+            has_agent = self.place is not None and self.place.has_agent
+            return "" if has_agent else f"rank {rank} ends, as {first.partition(chr(10))[0]}"
+        if (
+            isinstance(error, ConfigError | LaunchError)
+            and of != id(error)
+            and not env.speaks(env.environment())
+        ):
+            return ""  # all ranks find the same
+        who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
+        if refused:
+            at = next((f for f in reversed(_user_frames(error)) if f.name == "<module>"), None)
+            return f"{who}{error}" + (f"\n  {at.filename}, line {at.lineno}: {at.line}" if at else "")
+        return who + "".join(_trimmed(traceback.TracebackException.from_exception(error)).format()).rstrip()
+
+
+def _record(error: BaseException) -> None:
+    """Fill the error file that torchrun has given to this rank, if it has: its last lines show one line of it."""
+    kind = type(type(error).__name__, (Exception,), {"__module__": "builtins"})
+    try:
+        raise kind(str(error)) from None  # without its traceback, causes and notes, which are told elsewhere
+    except Exception as told:
+        get_error_handler().record_exception(told.with_traceback(None))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package has raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("colossal_lite.")
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    hidden = _hidden_files()
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not hidden(frame.filename)]
+
+
+def _hidden_files() -> Callable[[str], bool]:
+    """Whether a file is ours, torch's or Python's."""
+    ours = {
+        module.__file__
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("colossal_lite", "torch") and getattr(module, "__file__", None)
+    }
+    library = sysconfig.get_path("stdlib")
+
+    def is_hidden(path: str) -> bool:
+        in_library = path.startswith(library) and "site-packages" not in path
+        return path in ours or in_library or path.startswith("<frozen")
+
+    return is_hidden
+
+
+def _trimmed(told: traceback.TracebackException) -> traceback.TracebackException:
+    """The last frames of the user's files, and the last of all."""
+    if sys.flags.dev_mode:
+        return told
+    hidden = _hidden_files()
+    kept = [frame for frame in told.stack[:-1] if not hidden(frame.filename)][-MOST_FRAMES:] + told.stack[-1:]
+    told.stack = traceback.StackSummary.from_list(
+        traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line=frame.line) for frame in kept
+    )
+    for other in filter(None, (told.__cause__, told.__context__)):
+        _trimmed(other)
+    return told

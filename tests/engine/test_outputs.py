@@ -1,0 +1,121 @@
+"""What a model may give instead of plain logits, what a criterion gets, and one engine for a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite.parallel.loss import logits_of
+from tests.shared.pool import RankEnv, run_world
+
+CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=30)
+PLAN = {"layers.0": "embedding", "layers.1": "lm_head"}
+TOKENS = torch.randint(50, (8, 9), generator=torch.Generator().manual_seed(0))
+FORMS: dict[str, Any] = {
+    "logits": lambda logits: logits,
+    "tuple": lambda logits: (logits, None),
+    "dict": lambda logits: {"logits": logits},
+    "dict with a loss": lambda logits: {"loss": logits.logsumexp(-1).mean(), "logits": logits},
+    "object": lambda logits: SimpleNamespace(logits=logits),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.form = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), FORMS[form]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.layers(x))
+
+
+def trained(env: RankEnv, form: str, tensor: int) -> tuple[float, float]:
+    """The loss of a step, and of the next one in a loop of one's own."""
+    with env.launch(CONFIG | dict(parallel=dict(tensor=tensor))) as context:
+        engine = cl.initialize(Net(form), context=context, plan=PLAN)
+        inputs, labels = context.local_batch((TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()))
+        first = engine.train_step((inputs, labels)).loss
+        outputs = engine(inputs)
+        found = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
+        found = found[0] if isinstance(found, tuple) else found
+        loss = nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten())
+        engine.backward(loss, count=labels.numel())
+        engine.step()
+        return float(first), float(loss)
+
+
+def test_logits_may_come_in_any_form_and_are_whole_in_a_loop_of_ones_own() -> None:
+    (truth,) = run_world(trained, 1, "logits", 1)
+    for form in FORMS:
+        for row in run_world(trained, 2, form, 2):
+            assert row == pytest.approx(truth, rel=1e-12), form
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        (None, "model: forward gives None; legal: logits, a tuple that begins with them"),
+        ((None, torch.zeros(2)), "a tuple of (NoneType, Tensor)"),
+        ({"out": torch.zeros(2)}, "a dict with 'out': Tensor"),
+        ({"logits": None}, "a dict with 'logits': NoneType"),
+        ([1, 2], "a list of (int, int)"),
+        (torch.zeros(2, 3, dtype=torch.int64), "a tensor (2, 3) of torch.int64"),
+        ((), "a tuple of ()"),
+    ],
+)
+def test_what_a_model_gives_in_place_of_logits_is_named_by_its_types(outputs: Any, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        logits_of(outputs)
+    assert says in str(error.value)
+
+
+def misused(env: RankEnv, how: str) -> str:
+    with env.launch(CONFIG | dict(lr_scheduler=dict(type="cosine", total_steps=2))) as context:
+        model = Net("logits")
+        batch = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
+        if how == "criterion":
+            engine = cl.initialize(model, context=context, criterion=nn.CrossEntropyLoss())
+            with pytest.raises(RuntimeError, match="Expected target size") as caught:
+                engine.train_step(batch)
+            return str(caught.value.__notes__)
+        engine = cl.initialize(model, context=context)
+        if how == "twice":
+            with pytest.raises(ValueError) as refused:
+                cl.initialize(model, context=context)
+            engine.train_step(batch)
+            engine.close()
+            cl.initialize(model, context=context).train_step(batch)
+            return str(refused.value)
+        engine.train_step(batch), engine.train_step(batch)
+        with pytest.warns(UserWarning) as warned:
+            engine.train_step(batch)
+            engine.train_step(batch)
+        return str([str(each.message) for each in warned])
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "criterion",
+            "criterion: it gets logits (8, 8, 50), (samples, tokens, vocabulary), and labels (8, 8)",
+        ),
+        (
+            "twice",
+            "model: an engine trains it already; legal: one call of initialize for a model, or engine.close()",
+        ),
+        (
+            "schedule",
+            "['lr_scheduler.total_steps=2 is less than the run has, 3: from step 3 on the learning rate stays at 0 of "
+            "its peak']",
+        ),
+    ],
+)
+def test_what_is_misunderstood_is_told(how: str, says: str) -> None:
+    assert says in run_world(misused, 1, how)[0]
