@@ -1,7 +1,8 @@
 """Ends a script: one message from the rank that failed first, an exit code, and a word to torchrun.
 
 Note: which rank speaks.
-An error that ends a script comes to `sys.excepthook`.  `launch` puts ours there, in each process that a user started.
+An error that ends a script comes to `sys.excepthook`.  `launch` and `options` put ours there, in each process that a
+user started.
 What was asked for and cannot be (ConfigError, LaunchError, a ValueError that this package raises) is told without a
 traceback, and the exit code is 2.  Of any other error the frames of the user's files are shown, and where it was
 raised.  A rank that fails since another did is quiet; without torchrun, whose last lines name it, it prints a line.
@@ -36,6 +37,7 @@ def options(kind: type[OptionsOf]) -> tuple[OptionsOf, list[str]]:
     Ends the script after `--help`, and with 2 for a value that cannot be. One rank of a node prints."""
     import tyro
 
+    ScriptEnd.installed()
     given, rest = tyro.cli(kind, return_unknown_args=True, console_outputs=env.speaks(env.environment()))
     return given, rest
 

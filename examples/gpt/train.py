@@ -56,6 +56,10 @@ def main() -> None:
     recipe = CONFIGS[options.config](**({} if options.steps is None else {"steps": options.steps}))
     if options.global_batch is not None:
         recipe["global_batch"] = options.global_batch
+        if options.global_batch < 1:
+            raise cl.ConfigError(
+                [cl.Problem("global_batch", options.global_batch, "no sequence", "1 or more")]
+            )
     if options.vocabulary is not None:
         recipe["model"] |= {"vocabulary": options.vocabulary}
     with cl.launch(recipe["config"], overrides=overrides) as context:

@@ -170,7 +170,7 @@ def environment() -> dict[str, str]:
         (["--parallel.tensor.size", "2"], "the world has 1 rank, no multiple of 2"),
         (["--parallel.data", "3"], "parallel.data"),
         (["--steps", "0"], "lr_scheduler.total_steps = 0"),
-        (["--global-batch", "0"], "global_batch: 0; legal: 1 or more"),
+        (["--global-batch", "0"], "global_batch = 0: no sequence; legal: 1 or more"),
         (["--step", "5"], "step"),
         (["--steps", "many"], "--steps"),
         (["--config", "smal"], "small"),
