@@ -93,8 +93,8 @@ class ScriptEnd:
             return ""  # all ranks find the same
         who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
         if refused:
-            at = next((f for f in reversed(_user_frames(error)) if f.name == "<module>"), None)
-            return f"{who}{error}" + (f"\n  {at.filename}, line {at.lineno}: {at.line}" if at else "")
+            at = "".join(f"\n  {f.filename}, line {f.lineno}: {f.line}" for f in _user_frames(error)[-1:])
+            return "\n".join([f"{who}{error}", *getattr(error, "__notes__", ())]) + at
         return who + "".join(_trimmed(traceback.TracebackException.from_exception(error)).format()).rstrip()
 
 

@@ -94,7 +94,14 @@ class Loss:
         criterion that returns neither that nor a mean."""
         strategy = self.parallelized.strategy
         if self.criterion is None:
-            return strategy.cross_entropy(self.parallelized.ops, logits, labels)
+            try:
+                return strategy.cross_entropy(self.parallelized.ops, logits, labels)
+            except ValueError as error:
+                error.add_note(
+                    f"model: forward gave logits {tuple(logits.shape)}; legal: (samples, tokens, vocabulary), for each "
+                    f"token (forward gets the inputs, and no labels)"
+                )
+                raise
         valid = int((labels != -100).sum())
         if valid == 0:
             return logits.sum() * 0.0, 0

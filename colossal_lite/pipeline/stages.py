@@ -81,7 +81,14 @@ class Stages:
     def run(self, stage: int, carried: Carried | None, batch: Batch) -> Any:
         """What a stage gives. Raises ValueError for what cannot go on to the next."""
         start, stop = self.cut.bounds[stage]
-        given = self.sections.run(start, stop, carried, batch)
+        try:
+            given = self.sections.run(start, stop, carried, batch)
+        except (AttributeError, TypeError) as error:
+            given_names = ["the inputs" if batch.args else "", *batch.kwargs]
+            error.add_note(
+                f"model: forward gets {', '.join(filter(None, given_names))}; labels go to the loss alone"
+            )
+            raise
         if stage < self.last:
             flat(given, f"stage {stage}, by its last unit {self.sections.parts[stop - 1].name!r},")
         return given
