@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from colossal_lite.config.schema import Legal, NotNegative, Ratio, Section, SettingError, UnusedSetting
 
@@ -49,39 +49,23 @@ class HostFraction(Section):
     """Of the optimizer's states, the masters included where they are apart from the weights."""
 
 
-class UpdateOn(Section):
-    """Where optimizer state that rests off the device is updated: "device", "host", "auto", or a mix of both
-    (arXiv 2410.21316), dict(every=k) or dict(host=share)."""
+def _is_share(value: Any) -> Any:
+    """A mix of updates on host and device: one of its two shares, in range."""
+    if isinstance(value, str):
+        return value
+    every, host = value.get("every"), value.get("host")
+    if len(value) != 1 or (every is not None and (int(every) != every or every < 2)):
+        raise ValueError("is no share of the chunks")
+    if host is not None and not 0 <= host <= 1:
+        raise ValueError("is no share of the chunks")
+    return value
 
-    side: Literal["device", "host", "auto", "mix"] = "device"
-    """device: state is copied there and back, and the device's op gives the bits that it gives to state that stays
-    there; host: with the CPU's op, and gradients go down and weights up in its place; auto: the mix that is fastest by
-    memory.rates; mix: as `every` or `host` says."""
-    every: Annotated[int, Field(ge=2)] | None = None
-    """Every so many chunks one is updated on the device, and the others on the host."""
-    host: Ratio | None = None
-    """Share of the chunks that is updated on the host."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        is_mix = isinstance(value, dict) and "side" not in value and {"every", "host"} & {*value}
-        return {"side": "mix"} | value if is_mix else value
-
-    def errors(self) -> Iterable[SettingError]:
-        given = {name: value for name in ("every", "host") if (value := getattr(self, name)) is not None}
-        if self.side == "mix" and len(given) != 1:
-            yield SettingError("side", "needs one of every and host", "dict(every=2), or dict(host=0.5)")
-        if self.side != "mix" and given:
-            rule = f"stands beside {' and '.join(f'{name}={value:g}' for name, value in given.items())}"
-            yield SettingError("side", rule, "'mix', or neither every nor host")
-
-    @property
-    def host_share(self) -> Fraction:
-        """Of the chunks whose records rest off the device: those that are updated on the host."""
-        if self.every is not None:
-            return Fraction(self.every - 1, self.every)
-        return Fraction(self.side == "host" if self.host is None else self.host).limit_denominator(10_000)
+UpdateOn = Annotated[
+    Literal["device", "host"] | dict[Literal["every", "host"], int | float],
+    AfterValidator(_is_share),
+    Legal("'device', 'host', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+]
 
 
 class MemoryConfig(Section):
@@ -104,12 +88,24 @@ class MemoryConfig(Section):
     host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: UpdateOn = UpdateOn()
-    """Where optimizer state that rests on the host or on disk is updated."""
+    update_on: UpdateOn = "device"
+    """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and back, and the
+    device's op gives the bits that it gives to state that stays there. host: with the CPU's op, and gradients go down
+    and weights up in its place. dict(every=k): of every k chunks one on the device, and the others on the host;
+    dict(host=share): so many on the host. Both sides then work at once."""
     link_latency_s: NotNegative = 0.0
     """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: Budget | None = None
     """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
+
+    @property
+    def host_share(self) -> Fraction:
+        """Of the chunks whose records rest off the device: those that are updated on the host."""
+        if isinstance(self.update_on, str):
+            return Fraction(self.update_on == "host")
+        if "every" in self.update_on:
+            return 1 - 1 / Fraction(self.update_on["every"])
+        return Fraction(self.update_on["host"]).limit_denominator(10_000)
 
     @property
     def emulates(self) -> tuple[str, ...]:
@@ -150,7 +146,8 @@ class MemoryConfig(Section):
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
         if self.placement == "static" and not self.host_fraction.optimizer:
-            yield from _unread_sides("host_fraction.optimizer=0 keeps optimizer state on the device")
+            why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
+            yield UnusedSetting("update_on", why)
         if self.placement != "static":
             for name in HostFraction.model_fields:
                 yield UnusedSetting(
@@ -168,7 +165,7 @@ class MemoryConfig(Section):
         yield UnusedSetting("host_budget", f"{why} (a store alone takes it from there)")
         for name in ("link_bandwidth", "link_latency_s"):
             yield UnusedSetting(name, "all model state rests on the device, and nothing moves")
-        yield from _unread_sides("all model state rests on the device")
+        yield UnusedSetting("update_on", "all model state rests on the device, and is updated there")
 
     @property
     def _why_not_on_disk(self) -> str:
@@ -177,9 +174,3 @@ class MemoryConfig(Section):
         if self.records_tier == "host" and self.placement != "static" and self.disk_dir is not None:
             return "without host_budget the host has room for all optimizer state, and none goes to disk"
         return f"placement={self.placement!r} does not use the disk"
-
-
-def _unread_sides(why: str) -> Iterator[UnusedSetting]:
-    return (
-        UnusedSetting(f"update_on.{name}", f"{why}, and is updated there") for name in UpdateOn.model_fields
-    )

@@ -32,7 +32,6 @@ from colossal_lite.config.renamed import RENAMED
 
 # A section that is given as a bare value: the setting which that value is.
 SHORT_FORMS: Mapping[str, str] = {
-    "memory.update_on": "side",
     "parallel.pipeline": "size",
     "parallel.tensor": "size",
     "parallel.sequence": "size",

@@ -2,15 +2,15 @@
 
 Note: one thread, and slots.
 What an update needs from the device is copied to slots on the host.  A gradient takes one of `ahead_down + 1`, as it is
-used up there.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are copied
-back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State on the
-host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does not
-wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for that
-one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one that
-the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a GPU
-they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32
-masters 4 to the host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4,
-where it takes 8 each way.
+used up there.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
+copied back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State
+on the host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does
+not wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for
+that one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one
+that the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a
+GPU they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32 masters 4 to the
+host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4, where it takes 8
+each way.
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
 """
 

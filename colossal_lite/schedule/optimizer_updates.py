@@ -79,11 +79,10 @@ def update_plan(
     """One rank's updates in forward order, or, with `backward`, in the order of gradients.
 
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
-    the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state of the chunks `on_disk` (None: of all) is on disk, and is read so many of those
-    chunks before it would be fetched if there were no others. None: it is on the host. `moving`: the chunks of which
-    something is off the device; None: all. `on_host`: chunks that are updated on the host, and what of them crosses
-    the link; none with `backward`.
-    """
+    the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
+    of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
+    there were no others. None: it is on the host. `moving`: the chunks of which something is off the device; None: all.
+    `on_host`: chunks that are updated on the host, and what of them crosses the link; none with `backward`."""
     if backward:
         assert not on_host, "an update within backward runs where the gradient is"
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
@@ -171,8 +170,8 @@ def memory_of(
     num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
     on_disk: Collection[int] | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> Memory:  # fmt: skip
-    """The memory of a step's updates: home tiers, and slots. A record takes one slot. So do the gradient and the weights
-    of a chunk that is updated on the host, each of slots of their own kind."""
+    """The memory of a step's updates: home tiers, and slots. A record takes one slot. So do the gradient and the
+    weights of a chunk that is updated on the host, each of slots of their own kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)

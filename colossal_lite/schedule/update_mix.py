@@ -21,8 +21,8 @@ LOOKAHEAD = 2
 class UpdateMix:
     """The side of each chunk's update, and how early what it needs is copied.
 
-    Records of chunks that are updated on the device are fetched `ahead` chunks before their turn.  Gradients and weights
-    for updates on the host come down `ahead_down` chunks before.
+    Records of chunks that are updated on the device are fetched `ahead` chunks before their turn.  Gradients and
+    weights for updates on the host come down `ahead_down` chunks before.
     """
 
     on_host: frozenset[int] = frozenset()
@@ -43,6 +43,9 @@ class UpdateMix:
     def weight_width(self) -> int:
         """As `gradient_width`, of weights that come down, are updated and go up again."""
         return self.ahead_down + 2
+
+
+ALL_ON_DEVICE = UpdateMix()
 
 
 def mix_of(host_share: Fraction, ids: Collection[int]) -> UpdateMix:

@@ -113,8 +113,9 @@ class ChunkOptimizer(OptimizerState):
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
         on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
-        file; None where no step is taken; `seed` of what rounds narrow states; `host_share` of the chunks is updated on the
-        host, if their records rest off the device; `backward`: updates come in the order of gradients.  Raises DiskError."""
+        file; None where no step is taken; `seed` of what rounds narrow states; `host_share` of the chunks is updated on
+        the host, if their records rest off the device; `backward`: updates come in the order of gradients.  Raises
+        DiskError."""
         self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)

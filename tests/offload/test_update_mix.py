@@ -1,4 +1,4 @@
-"""Checks updates on host and device at once: the bits of plain placement, buffers by the formula, and each update once."""
+"""Checks updates on host and device at once: their bits, buffers by the formula, and each update once."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
 from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.update_mix import UpdateMix, mix_of
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.shared.pool import RankEnv, run_world
@@ -141,7 +141,7 @@ def ran(
 
 def predicted(
     seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
-    mix: UpdateMix = UpdateMix(),
+    mix: UpdateMix = ALL_ON_DEVICE,
 ) -> tuple[float, float]:  # fmt: skip
     """By the simulator: seconds waited, and of the step, from the end of one backward to the next."""
     units = [[number] for number in range(LAYERS)]
@@ -202,7 +202,7 @@ def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: floa
     """What is asked for behind the first update must be there for the last, and the forwards and updates between are
     all that hides it; and all that goes up has these, and a backward before them."""
     seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
-    behind, last = LAYERS - (UpdateMix().ahead + 1), LAYERS - 1
+    behind, last = LAYERS - (ALL_ON_DEVICE.ahead + 1), LAYERS - 1
     waited, _ = predicted(seconds)
     assert waited == pytest.approx(
         max(
