@@ -185,20 +185,15 @@ def memory_of(
     if there or on_host:
         slots["host"] = num_chunks - len(there) + min(len(there), (below or 0) + max(ahead, 1) + 2)
     coming = (ahead if ahead_down is None else ahead_down) + 1
-    apart = dict[tuple[int, int], str]()
-    for kind, parts, width, is_kind in (
-        ("gradients", gradients, coming, lambda crossing: ChunkPart.GRADIENT in crossing.down),
-        ("weights", weights, coming + 1, lambda crossing: ChunkPart.WEIGHTS in crossing.down),
-        (
-            "new weights",
-            weights,
-            coming,
-            lambda crossing: crossing.up and ChunkPart.WEIGHTS not in crossing.down,
+    kinds = {
+        "gradients": (gradients, coming, [c for c, way in on_host.items() if ChunkPart.GRADIENT in way.down]),
+        "weights": (weights, coming + 1, [c for c, way in on_host.items() if ChunkPart.WEIGHTS in way.down]),
+        "new weights": (
+            weights, coming, [c for c, way in on_host.items() if way.up and ChunkPart.WEIGHTS not in way.down]
         ),
-    ):
-        chunks = [chunk for chunk, crossing in on_host.items() if is_kind(crossing)]
-        apart |= {parts[chunk]: kind for chunk in chunks}
-        slots[f"host of {kind}"] = most_at_once(chunks, width)
+    }  # fmt: skip
+    apart = {parts[chunk]: kind for kind, (parts, _, chunks) in kinds.items() for chunk in chunks}
+    slots |= {f"host of {kind}": most_at_once(chunks, width) for kind, (_, width, chunks) in kinds.items()}
     return Memory(
         home,
         {},
