@@ -47,7 +47,7 @@ def trained(env: RankEnv, form: str, tensor: int) -> tuple[float, float]:
         loss = nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten())
         engine.backward(loss, count=labels.numel())
         engine.step()
-        return float(first), float(loss)
+        return first.item(), loss.item()
 
 
 def test_logits_may_come_in_any_form_and_are_whole_in_a_loop_of_ones_own() -> None:
