@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -92,10 +93,15 @@ def launch(
             warnings.warn(line, stacklevel=2)
     owned = ExitStack()
     try:
-        return _join(place, checked, device, store, owned, end)
+        context = _join(place, checked, device, store, owned, end)
     except BaseException:
         owned.close()
         raise
+    if end is not None:
+        sys.excepthook = (
+            end  # over the one of torch's groups, which would keep back what is said before an exit
+        )
+    return context
 
 
 def findings() -> Iterator[DoctorRow]:
