@@ -25,7 +25,7 @@ from colossal_lite.data.dataloader import dataloader as build_loader
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
-from colossal_lite.engine.stopping import Stopped, StopSignals
+from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,11 @@ class Context:
     def stop_signal(self) -> str:
         """The name of the stop signal that this rank has received, or ""."""
         return self._signals.name
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether an interrupt that was not recorded ends the block: nothing is waited for."""
+        return self._signals.ends_at_once
 
     @overload
     def local_batch(self, global_batch: int) -> slice: ...
@@ -169,11 +174,13 @@ class Context:
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
+        self._signals.ends_at_once = isinstance(error, KeyboardInterrupt)
         self.close()
         asked = [ask() for ask in self._endings] if error is None else []
+        asked.append(worker_died(error, self._signals, self.mesh.progress.step, speaks=self.is_main))
         self._endings.clear()
         for stopped in filter(None, asked):
-            raise stopped
+            raise stopped from error
 
     def __repr__(self) -> str:
         return f"Context({self.mesh!r} on {self.device}, {self.launched})"

@@ -159,6 +159,10 @@ class EngineState:
             self._step.number, self._context.stop_signal, self.checkpoints.last_saved, save
         )
 
+    def close_checkpoints(self) -> None:
+        """The context closes: wait for the save in flight, unless a second SIGINT ends the run."""
+        self.checkpoints.close(waits=not self._context.ends_at_once)
+
     def _end_after_failures(self) -> None:
         """Raises Stopped if as many saves in a row have failed as may."""
         if self.checkpoints.failures >= (limit := self._context.config.checkpoint.max_failures):
