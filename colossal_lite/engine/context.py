@@ -78,11 +78,6 @@ class Context:
         """The name of the stop signal that this rank has received, or ""."""
         return self._signals.name
 
-    @property
-    def ends_at_once(self) -> bool:
-        """Whether an interrupt that was not recorded ends the block: nothing is waited for."""
-        return self._signals.ends_at_once
-
     @overload
     def local_batch(self, global_batch: int) -> slice: ...
     @overload
@@ -181,7 +176,6 @@ class Context:
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
-        self._signals.ends_at_once = isinstance(error, KeyboardInterrupt)
         self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []
         asked.append(worker_died(error, self._signals, self.mesh.progress.step, speaks=self.is_main))

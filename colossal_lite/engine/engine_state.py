@@ -161,7 +161,7 @@ class EngineState:
 
     def close_checkpoints(self) -> None:
         """The context closes: wait for the save in flight, unless a second SIGINT ends the run."""
-        self.checkpoints.close(waits=not self._context.ends_at_once)
+        self.checkpoints.close(waits=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     def _end_after_failures(self) -> None:
         """Raises Stopped if as many saves in a row have failed as may."""

@@ -58,8 +58,6 @@ class StopSignals:
     answers: bool = False
     """Whether this process tells a terminal that it has understood a SIGINT."""
     received: int | None = None
-    ends_at_once: bool = False
-    """Whether a second SIGINT, which raises KeyboardInterrupt, ends the run."""
     _replaced: dict[int, Handler] = field(default_factory=dict)
     _of_children: Handler = None
     _open: bool = True
