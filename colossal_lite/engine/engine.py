@@ -410,7 +410,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
         self.is_closed = True
-        self._state.checkpoints.close()
+        self._state.close_checkpoints()
         self._state.regain_weights()
         parked = self._state.park()
         self._parts.detach()

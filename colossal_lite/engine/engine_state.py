@@ -160,7 +160,7 @@ class EngineState:
         )
 
     def close_checkpoints(self) -> None:
-        """The context closes: wait for the save in flight, unless a second SIGINT ends the run."""
+        """The engine ends: wait for the save in flight, unless a second SIGINT ends the run."""
         self.checkpoints.close(waits=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     def _end_after_failures(self) -> None:
