@@ -67,6 +67,8 @@ def _entries(batch: Any) -> dict[str, Tensor]:
 
 
 def _nearest(key: object) -> str:
+    if key == "token_type_ids":
+        return " (tokenizer(..., return_token_type_ids=False) gives none)"
     near = difflib.get_close_matches(str(key), BATCH_KEYS, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 

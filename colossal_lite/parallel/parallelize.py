@@ -105,6 +105,9 @@ def parallelize(
     if mesh.size("tensor") > 1:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
+        check_plan(
+            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+        )  # fmt: skip
     padding = padding_of(
         module, mesh, facts, chosen, roles, sequence_parallel=sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
@@ -112,9 +115,6 @@ def parallelize(
     if mesh.size("tensor") == 1:
         made = _serial(module)
     else:
-        check_plan(
-            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
-        )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
