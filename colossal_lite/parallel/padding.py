@@ -63,14 +63,14 @@ class Padding:
                 f"lengths that are multiples of {self.parts}, or without {self.cuts.partition(' ')[0]}"
             )
         kwargs = {name: self._longer(name, x, more) for name, x in batch.kwargs.items()}
-        if self.positions and "position_ids" not in kwargs:
+        if self.positions and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = _repeated(torch.arange(tokens, device=ids.device).expand_as(ids), more)
-        if self.masks and "attention_mask" not in kwargs:
+        if self.masks and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = self._longer("attention_mask", torch.ones_like(ids), more)
         labels = batch.labels
         return replace(
             batch,
-            args=tuple(_repeated(x, more) for x in batch.args),
+            args=(_repeated(batch.args[0], more), *batch.args[1:]) if batch.args else (),
             kwargs=kwargs,
             labels=_filled(labels, more, IGNORED) if labels.shape == ids.shape else labels,
             tokens=tokens,
@@ -87,7 +87,7 @@ class Padding:
         return ""
 
     def _longer(self, name: str, x: Tensor, more: int) -> Tensor:
-        if name not in _KNOWN or x.dim() < 2:
+        if name not in _KNOWN or not isinstance(x, Tensor) or x.dim() < 2:
             return x
         if name != "attention_mask":
             return _repeated(x, more)
