@@ -43,7 +43,7 @@ class MapLoader(Loader):
             self.num_samples, settings.global_batch, settings.seed, settings.shuffle, settings.drop_last
         )
         self._fetch = _Fetch(dataset, settings.collate)
-        self._starts = range(0)
+        self._pieces = _Pieces(self.order, place)
         self._through_workers: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
@@ -55,19 +55,10 @@ class MapLoader(Loader):
                 f"dataset: {len(self.dataset)} samples now, and {self.num_samples} when its loader was made; legal: a "
                 f"dataset that does not change, or a new loader"
             )
-        starts = self._starts = self.order.starts(self.samples)
+        starts = self._pieces.starts = self.order.starts(self.samples)
         batches = iter(self._workers) if self.settings.workers else map(self._fetch.__getitem__, self._pieces)
         for start, batch in zip(starts, batches, strict=True):
             yield self.order.stop(start), batch
-
-    @property
-    def _pieces(self) -> Iterator[Ids]:
-        return map(self._piece, self._starts)
-
-    def _piece(self, start: int) -> Ids:
-        """Dataset indices of this coordinate's piece of the batch that begins at `start`."""
-        first, last = cut(self.order.stop(start) - start, self.place.parts, self.place.part)
-        return self.order.ids(start + first, start + last)
 
     @property
     def _workers(self) -> DataLoader[Any]:
@@ -76,7 +67,7 @@ class MapLoader(Loader):
             # A generator of its own, because torch's loader would draw its seed from the process's global one.
             self._through_workers = DataLoader(
                 self._fetch,  # type: ignore[arg-type]
-                sampler=_Pieces(self),
+                sampler=self._pieces,
                 batch_size=None,
                 num_workers=settings.workers,
                 timeout=settings.timeout_s,
@@ -90,14 +81,22 @@ class MapLoader(Loader):
         return self._through_workers
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pieces:
-    """The pieces of the epoch that a loader is in; read anew where workers live on."""
+    """The pieces of the epoch that a loader is in; read anew where workers live on. It knows no loader: workers end
+    with theirs, and would not in a cycle."""
 
-    loader: MapLoader
+    order: Order
+    place: Place
+    starts: range = range(0)
 
     def __iter__(self) -> Iterator[Ids]:
-        return self.loader._pieces
+        return map(self._piece, self.starts)
+
+    def _piece(self, start: int) -> Ids:
+        """Dataset indices of this coordinate's piece of the batch that begins at `start`."""
+        first, last = cut(self.order.stop(start) - start, self.place.parts, self.place.part)
+        return self.order.ids(start + first, start + last)
 
 
 @dataclass(frozen=True)
