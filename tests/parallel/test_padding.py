@@ -17,7 +17,7 @@ from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.kernels import Rows, dropped
 from colossal_lite.kernels.dropout import dropout
 from colossal_lite.parallel.padding import Padding
-from tests.parallel.test_tensor_1d import PLAN, Plain
+from tests.parallel.test_tensor_1d import PLAN, Plain, SelfAttention
 from tests.shared.parity import Case, assert_documents, assert_other_ways, assert_parity, relative_error
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -76,27 +76,34 @@ def test_padding_is_in_no_packed_document(name: str, positions: bool) -> None:
     assert_documents(replace(CASES[name], family="gpt2"), positions)
 
 
+class Looking(SelfAttention):
+    """Attention that is causal or not."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (self.num_heads, -1)
+        q, k, v = (layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
 class Counting(Plain):
-    """Learned positions, counted by the model, and dropout of attention weights."""
+    """Learned positions, which the model counts itself."""
 
     def __init__(self, positions: int, causal: bool = True) -> None:
         super().__init__()
-        self.config = dict(causal=causal)
         self.places = nn.Embedding(positions, 8)
         for layer in self.mixing:
-            layer.heads_of.forward = lambda x, own=layer.heads_of: attention(own, x, causal)
+            layer.heads_of = Looking(causal)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.mixing:
             x = layer(x)
         return self.out(self.last(x))
-
-
-def attention(own: Any, x: Tensor, causal: bool) -> Tensor:
-    q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (own.q, own.k, own.v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return own.o(y.transpose(1, 2).flatten(2))
 
 
 def own_model(env: RankEnv, positions: int, tokens: int, causal: bool) -> dict[str, Tensor]:
