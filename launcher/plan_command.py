@@ -13,6 +13,9 @@ from colossal_lite.config.config import Config
 if TYPE_CHECKING:
     from colossal_lite.models import GPTConfig
 
+WIDTH = 100
+"""Columns of an answer at most."""
+
 
 @dataclass(frozen=True)
 class PlanCommand:
@@ -44,7 +47,7 @@ class PlanCommand:
     def run(self) -> int:
         from rich.console import Console
 
-        from colossal_lite.planner import planner, run_plan
+        from colossal_lite.planner import advice, planner, run_plan
 
         config = Config.load(self.path, self.overrides)
         model = planner.parse_model(self.model)
@@ -57,7 +60,14 @@ class PlanCommand:
         )  # fmt: skip
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
-        Console().print(run_plan.table(plan))
+        print("\n".join(plan.head))
+        if plan.fits is False and plan.device_bytes is not None:
+            asked = advice.Request(
+                model, self.batch, self.sequence, self.world, plan.device_bytes, self.one_host
+            )
+            print(advice.advise(config, asked))
+        print()
+        Console(width=min(Console().width, WIDTH)).print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
         return 1 if plan.fits is False else 0

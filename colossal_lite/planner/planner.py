@@ -106,7 +106,8 @@ def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[L
     return tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic))
 
 
-def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
+def facts_of_model(model: GPTConfig | Builder) -> ModelFacts | None:
+    """The sizes of a model; None for one of neither family that is known."""
     if isinstance(model, GPTConfig):
         return facts_of_config(model)
     return facts_of(on_meta(model))
@@ -126,7 +127,7 @@ def _check_request(
 ) -> tuple[Config, ModelFacts | None]:
     """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
     config.check_built()
-    facts = _facts(model)
+    facts = facts_of_model(model)
     check_sizes(config, facts, batch=batch, sequence=sequence, world_size=world_size, rank=rank)
     config = config.check_world(world_size)
     if facts is not None:
