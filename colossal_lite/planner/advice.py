@@ -24,14 +24,14 @@ from colossal_lite.planner.dry_run import Builder
 from colossal_lite.planner.planner import facts_of_model, plan
 from colossal_lite.planner.run_plan import RunPlan, size
 
-MOST_PLANS = 24
+MOST_PLANS = 12
 PLACEMENTS = ("device", "host", "auto")
 
 
 SHARDED_FROM = {"weights": 3, "gradients": 2, "masters": 1, "optimizer": 1}
 """Kinds of state, and the ZeRO stage from which each is cut over the data axis."""
-EVEN = 0.98
-"""Of what is counted of a kind, that is no alignment."""
+EVEN = 0.97
+"""What of a kind is surely there: the rest may be alignment, or the same at any size."""
 Settings = tuple[tuple[str, str | int], ...]
 
 
@@ -46,11 +46,6 @@ class Choice(NamedTuple):
     pipeline: int
     place: int
     """Index in PLACEMENTS; beyond it where the placement is another, and stays."""
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        """What the activations of a part depend on."""
-        return self.recomputes, self.tensor, self.pipeline
 
     def goes_as_far_as(self, other: Choice) -> bool:
         """Whether it needs no more memory than `other` in anything."""
@@ -167,8 +162,8 @@ class _Search:
     asked: Request
     base: RunPlan
     facts: ModelFacts | None
-    kept: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    """(recomputes, tensor, pipeline) -> parts of a step, and what each keeps for backward."""
+    kept: dict[Choice, tuple[int, int]] = field(default_factory=dict)
+    """What was planned: samples of a part, and the bytes that they keep for backward."""
 
     def __post_init__(self) -> None:
         place = self.config.memory.placement
@@ -183,10 +178,8 @@ class _Search:
         self.learn(self.given, self.base)
 
     def learn(self, choice: Choice, made: RunPlan) -> None:
-        """Keep what backward needs: a step in more parts holds no less than the share of a part."""
-        self.kept.setdefault(
-            choice.cut, (choice.parts, made.bytes_of("activations") + made.bytes_of("logits"))
-        )
+        """Keep what backward needs: in proportion to the samples, and at best cut evenly over tensor ranks."""
+        self.kept[choice] = self._part_samples(choice), made.bytes_of("activations") + made.bytes_of("logits")
 
     def choices(self) -> list[Choice]:
         """Every candidate, the nearest first."""
@@ -209,11 +202,12 @@ class _Search:
     def _within(self, tensor: int, pipeline: int) -> Iterator[Choice]:
         """All other changes."""
         given = self.given
+        shards = self._data(tensor, pipeline) * self.config.parallel.sequence.size
         local_samples = self.asked.batch // self._data(tensor, pipeline)
         powers = range(max(1, local_samples // given.parts).bit_length())
         places = range(given.place, len(PLACEMENTS)) if given.place < len(PLACEMENTS) else [given.place]
         for place, recomputes, power in product(places, range(given.recomputes, 2), powers):
-            for stage in range(given.stage, 3 if pipeline > 1 else 4):
+            for stage in range(given.stage, (3 if pipeline > 1 else 4) if shards > 1 else given.stage + 1):
                 yield Choice(stage, given.parts << power, recomputes, tensor, pipeline, place)
 
     def _data(self, tensor: int, pipeline: int) -> int:
@@ -232,7 +226,10 @@ class _Search:
             "parallel.pipeline.size": (choice.pipeline, self.given.pipeline),
         }
         made = [(path, new) for path, (new, old) in named.items() if new != old]
-        if choice.cut[1:] != self.given.cut[1:] and self.config.parallel.data != "auto":
+        if (
+            self._data(choice.tensor, choice.pipeline) != self.config.parallel.data
+            and self.config.parallel.data != "auto"
+        ):
             made.append(("parallel.data", self._data(choice.tensor, choice.pipeline)))
         if choice.place != self.given.place:
             made.append(("memory.placement", PLACEMENTS[choice.place]))
@@ -254,5 +251,17 @@ class _Search:
             if choice.place == 0 or (choice.place == 1 and stage > 1):
                 whole = self.base.bytes_of(kind) * shards(self.given.stage, given_data, stage)
                 total += EVEN * share * whole / shards(choice.stage, data, stage)
-        parts, kept = self.kept.get(choice.cut, (1, 0))
-        return round(total + kept * min(1.0, parts / choice.parts))
+        samples = self._part_samples(choice)
+        known = [
+            held * samples / of * known.tensor / choice.tensor
+            for known, (of, held) in self.kept.items()
+            if (known.recomputes, known.pipeline) == (choice.recomputes, choice.pipeline)
+            and known.tensor <= choice.tensor
+        ]
+        return round(total + EVEN * max(known, default=0))
+
+    def _part_samples(self, choice: Choice) -> int:
+        """Samples that the fullest rank has in a part of a step."""
+        return math.ceil(
+            math.ceil(self.asked.batch / self._data(choice.tensor, choice.pipeline)) / choice.parts
+        )
