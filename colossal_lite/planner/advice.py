@@ -24,7 +24,7 @@ from colossal_lite.planner.dry_run import Builder
 from colossal_lite.planner.planner import facts_of_model, plan
 from colossal_lite.planner.run_plan import RunPlan, size
 
-MOST_PLANS = 12
+MOST_PLANS = 16
 PLACEMENTS = ("device", "host", "auto")
 
 
@@ -46,6 +46,11 @@ class Choice(NamedTuple):
     pipeline: int
     place: int
     """Index in PLACEMENTS; beyond it where the placement is another, and stays."""
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """What the bytes beside activations depend on."""
+        return self.stage, self.tensor, self.pipeline, self.place
 
     def goes_as_far_as(self, other: Choice) -> bool:
         """Whether it needs no more memory than `other` in anything."""
@@ -164,6 +169,8 @@ class _Search:
     facts: ModelFacts | None
     kept: dict[Choice, tuple[int, int]] = field(default_factory=dict)
     """What was planned: samples of a part, and the bytes that they keep for backward."""
+    floors: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """By `Choice.state`: what was planned beside activations and what comes on top of them."""
 
     def __post_init__(self) -> None:
         place = self.config.memory.placement
@@ -179,7 +186,9 @@ class _Search:
 
     def learn(self, choice: Choice, made: RunPlan) -> None:
         """Keep what backward needs: in proportion to the samples, and at best cut evenly over tensor ranks."""
-        self.kept[choice] = self._part_samples(choice), made.bytes_of("activations") + made.bytes_of("logits")
+        kept = made.bytes_of("activations") + made.bytes_of("logits")
+        self.kept[choice] = self._part_samples(choice), kept
+        self.floors[choice.state] = made.peak_bytes - kept - made.bytes_of("temporaries")
 
     def choices(self) -> list[Choice]:
         """Every candidate, the nearest first."""
@@ -258,6 +267,7 @@ class _Search:
             if (known.recomputes, known.pipeline) == (choice.recomputes, choice.pipeline)
             and known.tensor <= choice.tensor
         ]
+        total = max(total, self.floors.get(choice.state, 0))
         return round(total + EVEN * max(known, default=0))
 
     def _part_samples(self, choice: Choice) -> int:
