@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from colossal_lite.config.config import Config
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from tests import draws
 from tests.draws import outcome_of
-from tests.shared.drawn_cases import DrawnCase, case_of, draw
-from tests.shared.drawn_runs import Ended, Seen, refused_batch
+from tests.house.drawn_faults import FAULTS
+from tests.shared.drawn_cases import STEPS, DrawnCase, case_of, draw
+from tests.shared.drawn_runs import Ended, Seen, at_own_weights, plain_run, refused_batch
 from tests.shared.drawn_verdicts import judge_end, masked, unlike
+from tests.shared.places import place
 
 PLAIN: dict[str, Any] = dict(
     world=2, seed=1,
@@ -72,6 +75,38 @@ def test_a_plain_case_is_exact_and_a_case_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("fault", ["a reduce is dropped", "a gradient is scaled"])
 def test_a_planted_fault_is_wrong_or_unlike(fault: str) -> None:
     assert outcome_of(CASE, fault).outcome in ("WRONG", "UNLIKE")
+
+
+SPLIT = PLAIN["config"] | dict(precision=dict(dtype="bf16", master="split"))
+
+
+def test_low_bits_that_split_masters_lose_are_wrong() -> None:
+    case = DrawnCase(**PLAIN | dict(config=SPLIT, resume_world=0, resume={}))
+    assert outcome_of(case).outcome == "exact"
+    verdict = outcome_of(case, "low bits of split masters are lost")
+    assert verdict.outcome == "WRONG" and "has other bits than whole" in verdict.why
+
+
+def test_every_planted_fault_has_its_place() -> None:
+    for name, (where, _) in FAULTS.items():
+        assert place(where).bindings, name
+
+
+def test_a_step_in_sixteen_bits_is_judged_at_the_weights_that_the_ranks_saved() -> None:
+    case = DrawnCase(**PLAIN | dict(config=SPLIT))
+    truth = plain_run(case, "fp64", [False] * 4)
+    same = at_own_weights(case, truth, Seen(weights=truth.saved), Seen(weights=truth.last), "fp64")
+    assert same.losses[:STEPS] == truth.losses[:STEPS] and same.saved is truth.saved
+    assert same.losses[STEPS] == pytest.approx(truth.losses[STEPS], rel=1e-2)
+    zeros = Seen(weights={name: torch.zeros_like(value) for name, value in truth.saved.items()})
+    other = at_own_weights(case, truth, zeros, zeros, "fp64")
+    assert other.losses[STEPS] == pytest.approx(math.log(16)) == other.evaluated[1]
+
+
+def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
+    words = "ValueError: plan: a small copy of the model is not that of one process: gradient of head"
+    refused = Ended("refused", "initialize", words, "")
+    assert judge_end([Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
 
 
 def test_ranks_that_end_apart_are_unlike_and_a_late_refusal_is_a_crash() -> None:

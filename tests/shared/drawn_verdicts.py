@@ -25,6 +25,8 @@ NORMALISED = {"fp64": 1e-5, "fp32": 2e-2}
 NOISE = {"fp64": 1e-9, "fp32": 1e-4}
 """A gradient's element below this share of the largest has no direction: such an update is rounding alone."""
 SIGNED = {"lion", "lamb", "muon"}
+DISPROVEN = "is not that of one process"
+"""What a swap's proof says of roles that do not fit: all that is drawn fits."""
 NARROW = 3.0
 """A run in 16 bits is no further from the float64 truth than the plain run in 16 bits, times this."""
 
@@ -80,6 +82,8 @@ def _judge_refusal(refused: Sequence[Ended], part: str, detail: str) -> Verdict:
         return Verdict(
             "CRASH", f"{part}, refused after {refused[0].phase} began: {_line(refused[0])}", detail=detail
         )
+    if DISPROVEN in refused[0].words:
+        return Verdict("WRONG", f"{part}, {_line(refused[0])}", detail=detail)
     return Verdict("refused", f"{refused[0].words}")
 
 
@@ -108,6 +112,14 @@ def wrong(case: DrawnCase, first: Seen, second: Seen | None, truth: Truth, plain
     both = _joined(first, second)
     faults = _narrow_faults if plain is not None else _wide_faults
     return next(faults(case, both, first, second, truth, plain or truth), "")
+
+
+def different_bits(ours: Seen, theirs: Seen) -> str:
+    """The first weight after three steps that two runs of one case have in other bits; "" if there is none."""
+    for name, weight in theirs.weights.items():
+        if not torch.equal(ours.weights[name].to(weight.dtype), weight):
+            return f"after 3 steps: {name} in two halves has other bits than whole"
+    return ""
 
 
 def _joined(first: Seen, second: Seen | None) -> Seen:
