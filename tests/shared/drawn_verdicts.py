@@ -24,6 +24,8 @@ NORMALISED = {"fp64": 1e-5, "fp32": 2e-2}
 """The same where the update does not shrink with the gradient."""
 NOISE = {"fp64": 1e-9, "fp32": 1e-4}
 """A gradient's element below this share of the largest has no direction: such an update is rounding alone."""
+ROUNDING = {"bf16": 2**-7, "fp16": 2**-10}
+"""Of a gradient's element, relative to the largest: a rounding in forward and one in backward."""
 SIGNED = {"lion", "lamb", "muon"}
 DISPROVEN = "is not that of one process"
 """What a swap's proof says of roles that do not fit: all that is drawn fits."""
@@ -269,14 +271,41 @@ def _narrow_faults(
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     for when, ours_of, true_of, plain_of in pairs:
-        mine, theirs = _distance(ours_of, true_of), _distance(plain_of, true_of)
+        tossed = {name: _tossed_by_lion(case, name, truth) for name in true_of}
+        mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
         moved = _distance(true_of, truth.initial)
         if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
-def _distance(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float((ours[name].double() - value).norm()) ** 2 for name, value in truth.items()))
+def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
+    """Elements of which Lion takes a sign that 16 bits decide: in some step the terms of its direction cancel to within
+    their rounding. Each such sign moves a weight by twice the learning rate."""
+    given = case.config.get("optimizer", {})
+    rows = [given, *({**given, **group} for group in given.get("groups", ()))]
+    pairs = {tuple(row.get("betas", (0.9, 0.99))) for row in rows if row.get("type") == "lion"}
+    found = torch.zeros_like(truth.initial[name], dtype=torch.bool)
+    for b1, b2 in pairs:
+        average, largest = torch.zeros_like(truth.initial[name], dtype=torch.float64), 0.0
+        for gradient in (gradients[name].double() for gradients in truth.gradients if name in gradients):
+            most = float(gradient.abs().max())
+            direction, terms = b1 * average + (1 - b1) * gradient, b1 * largest + (1 - b1) * most
+            found |= direction.abs() <= ROUNDING[case.dtype] * terms
+            average, largest = b2 * average + (1 - b2) * gradient, b2 * largest + (1 - b2) * most
+    return found
+
+
+def _distance(
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
+) -> float:
+    """`left_out`: elements that do not count."""
+    total = 0.0
+    for name, value in truth.items():
+        difference = ours[name].double() - value
+        if left_out is not None:
+            difference = difference.masked_fill(left_out[name], 0.0)
+        total += float(difference.norm()) ** 2
+    return math.sqrt(total)
 
 
 assert STEPS == 3, "the words above name it"
