@@ -27,7 +27,7 @@ STATE = (
 )  # fmt: skip
 
 
-MOST_NAMED = 4
+MOST_NAMED = 3
 """Kinds of memory in the first lines of a plan."""
 
 
