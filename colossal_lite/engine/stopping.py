@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from colossal_lite.checkpoint.manifest import CheckpointError
-from colossal_lite.data.worker_signals import leave_signals_to_the_parent
+from colossal_lite.data.worker_signals import begin_worker
 
 STOPPED, NOT_SAVED, SAVES_FAILED = 0, 3, 4
 STOP_SIGNALS = tuple(
@@ -105,7 +105,7 @@ class StopSignals:
         """A process of multiprocessing was forked, and this is the one: shield it if it is a loader's worker."""
         target = getattr(process.current_process(), "_target", None)
         if self._open and getattr(target, "__module__", "") == LOADER_WORKERS:
-            leave_signals_to_the_parent(0)
+            begin_worker(None, 0)
 
     def _as_a_child(self, number: int) -> None:
         """In a process forked since, a loader's worker: a terminal's SIGINT is for the parent, others end it."""
@@ -123,8 +123,8 @@ def worker_died(
         return None
     text = (
         f"stopped by {signals.name} after step {step}: NOT SAVED: the signal has ended a worker of a DataLoader, "
-        f"and the loop waits for its batch ({text.splitlines()[0]}); legal: context.dataloader(workers=...), "
-        f"forked workers, or worker_init_fn=colossal_lite.data.worker_signals.leave_signals_to_the_parent"
+        f"and the loop waits for its batch ({text.splitlines()[0]}); legal: context.dataloader(...), which takes that "
+        f"loader too and shields its workers, or forked workers"
     )
     if speaks:
         print(text, flush=True)
