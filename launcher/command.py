@@ -24,6 +24,7 @@ from colossal_lite.schedule.schedule_drawing import draw
 
 if TYPE_CHECKING:
     from colossal_lite.models import GPTConfig
+    from colossal_lite.schedule.simulator import ScheduleTimeline
 
 PROGRAM = "colossal-lite"
 # Commands that are not built yet. They are refused by name.
@@ -240,6 +241,8 @@ class PlanCommand:
     """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
     one_host: bool = False
     """All ranks are processes of one host's CPUs, which exchange through shared memory."""
+    svg: Path | None = None
+    """Draw the pipeline's schedule into this file."""
     compare: Literal["tensor"] | None = None
     """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
     overrides: Suppress[tuple[str, ...]] = ()
@@ -258,12 +261,26 @@ class PlanCommand:
             config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
             device_bytes=memory, one_host=self.one_host,
         )  # fmt: skip
+        if self.svg is not None:
+            self._draw(self.svg, plan.timeline)
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
         Console().print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
+        if self.svg is not None:
+            print(f"{self.svg}: the schedule, by the costs of its stages")
         return 1 if plan.fits is False else 0
+
+    def _draw(self, path: Path, timeline: ScheduleTimeline | None) -> None:
+        from colossal_lite.observe.schedule_report import svg
+
+        if timeline is None:
+            raise ValueError(
+                f"--svg {path}: a run without a pipeline has no schedule to draw; legal: with "
+                f"parallel.pipeline.size of 2 or more"
+            )
+        path.write_text(svg(timeline), encoding="utf-8")
 
     def _compare(self, config: Config, model: GPTConfig) -> int:
         from rich.console import Console
@@ -277,12 +294,27 @@ class PlanCommand:
         return 0
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make report.html of a run again, from the files in its folder."""
+
+    folder: Positional[Path]
+    """What `cl.Run` was given."""
+
+    def run(self) -> int:
+        from colossal_lite.observe.report import write_report
+
+        print(f"{write_report(self.folder)}: written")
+        return 0
+
+
 Command = (
     Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
+    | Annotated[ReportCommand, subcommand("report")]
 )
 
 
@@ -307,6 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that the command was told to write or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:
