@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colossal_lite import models as models
     from colossal_lite.config.config import Config as Config
     from colossal_lite.config.config import ConfigError as ConfigError
+    from colossal_lite.config.config_dict import ConfigDict as ConfigDict
     from colossal_lite.distributed.mesh import Mesh as Mesh
     from colossal_lite.engine.context import Context as Context
     from colossal_lite.engine.engine import Engine as Engine
@@ -36,6 +37,7 @@ __path__[:] = [str(_here)]
 _MODULE_OF = {
     "AuxiliaryLoss": "transforms.auxiliary_loss",
     "Config": "config.config",
+    "ConfigDict": "config.config_dict",
     "ConfigError": "config.config",
     "Context": "engine.context",
     "Engine": "engine.engine",
