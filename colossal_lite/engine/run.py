@@ -42,8 +42,8 @@ class Run:
         result = run.step(batch)
 
     The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json`,
-    `measured.json` and `schedule.json` (the second step's memory, the third's times), `report.html` and `logs/rank-N.log`.
-    The last step is always saved."""
+    `measured.json` and `schedule.json` (memory of the second step, times of the third), `report.html` and
+    `logs/rank-N.log`. The last step is always saved."""
 
     def __init__(
         self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: Sequence[str] = (),

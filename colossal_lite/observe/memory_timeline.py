@@ -114,7 +114,7 @@ class MemoryTimeline:
     def _boxes(self, level: Level, x: Scale, scale: Scale, colour: str) -> list[str]:
         """The column parts of one kind, on top of the kinds before it."""
         under = self.levels[: self.levels.index(level)]
-        lines = []
+        lines: list[str] = []
         for number, (moment, held_bytes) in enumerate(zip(self.moments, level.measured_bytes, strict=True)):
             base = sum(each.measured_bytes[number] for each in under if each.tier == level.tier)
             left, right = round(x.at(number)), round(x.at(number + 1))  # whole pixels: no seams

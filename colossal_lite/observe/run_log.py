@@ -162,7 +162,8 @@ class RunLog:
 
     A terminal shows one line that moves. Elsewhere a line is printed for the first step, then every ten seconds. The
     rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to
-    trace.json at the end, and report.html is made of all. With `folder` None nothing is written or printed, as on all ranks but one.
+    trace.json at the end, and report.html is made of them. With `folder` None nothing is written or printed, as on all
+    ranks but one.
     """
 
     def __init__(
