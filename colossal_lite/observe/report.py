@@ -204,9 +204,7 @@ def _time_bars(files: RunFiles, measured: Mapping[str, Any]) -> str:
     if not spans:
         return "<p>trace.json has no spans: run.step, run.evaluate and run.save record them</p>"
     whole_s = max(start + dur for _, start, dur in spans) - min(start for _, start, _ in spans)
-    spent = {
-        name: sum(dur for n, _, dur in spans if n == name) for name in dict.fromkeys(n for n, _, _ in spans)
-    }
+    spent = _own_s(spans)
     spent["data and the rest"] = max(0.0, whole_s - sum(spent.values()))
     out = [f"<p>{seconds(whole_s)} since the run was last started</p>", _bars(spent, whole_s)]
     schedule = files.text(SCHEDULE)
@@ -228,6 +226,19 @@ def _time_bars(files: RunFiles, measured: Mapping[str, Any]) -> str:
             _bars(parts, step_s),
         ]
     return "".join(out)
+
+
+def _own_s(spans: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Seconds of each name, less those of spans within it: a save is within its step."""
+    own, around = dict[str, float](), list[tuple[str, float]]()
+    for name, start, dur in sorted(spans, key=lambda span: (span[1], -span[2])):
+        while around and around[-1][1] <= start:
+            around.pop()
+        own[name] = own.get(name, 0.0) + dur
+        if around:
+            own[around[-1][0]] -= dur
+        around.append((name, start + dur))
+    return own
 
 
 def _bars(spent: Mapping[str, float], whole_s: float) -> str:

@@ -88,7 +88,8 @@ def test_a_run_leaves_its_report_with_the_memory_of_a_step_by_kind_and_its_sched
     levels = {level["kind"]: level for level in measured["timeline"]["levels"]}
     assert {"weights", "gradients", "optimizer", "activations", "temporaries"} <= set(levels)
     assert "forward blocks.0" in measured["timeline"]["moments"]
-    assert max(levels["activations"]["measured_bytes"]) == levels["activations"]["forecast_bytes"] > 0
+    forecast = levels["activations"]["forecast_bytes"]
+    assert max(levels["activations"]["measured_bytes"]) == pytest.approx(forecast, rel=0.03)
     schedule = ScheduleReport.parse((whole / "schedule.json").read_text())
     assert {"0F0", "0B0"} <= {str(span.action) for span in schedule.measured.spans}
 

@@ -43,9 +43,8 @@ def folder(tmp_path: Path) -> Path:
     (out / "evaluation.jsonl").write_text(
         lines([dict(step=s, loss=2.5, bits_per_byte=None) for s in (20, 40)])
     )
-    events = [
-        dict(ph="X", name=name, ts=ts, dur=1e6) for name, ts in (("step", 0), ("step", 2e6), ("save", 5e6))
-    ]
+    spans = (("step", 0, 1e6), ("step", 2e6, 1e6), ("evaluate", 2.5e6, 5e5), ("save", 5e6, 1e6))
+    events = [dict(ph="X", name=name, ts=ts, dur=dur) for name, ts, dur in spans]
     (out / "trace.json").write_text(json.dumps({"traceEvents": events}))
     config = {"parallel.pipeline.size": 2, "optimizer.type": "<script>adamw</script>"}
     (out / "run.json").write_text(json.dumps(dict(steps=STEPS, facts={"corpus": "stdlib"}, config=config)))
@@ -92,7 +91,8 @@ def test_the_page_holds_every_part_and_asks_for_nothing(folder: Path) -> None:
     assert found.asks == [] and not re.search(r"url\(|@import", page)
     for words in (
         "first &lt;run&gt;", "<dt>steps</dt><dd>40", "<dt>skipped steps</dt><dd>1<", "held-out loss, lowest",
-        ">2.5000<", "2.00 MiB", "3.00 MiB", "1.500", "4.00 KiB", "save", "33.3%", "waiting for other ranks 2 ms",
+        ">2.5000<", "2.00 MiB", "3.00 MiB", "1.500", "4.00 KiB", "save", "25.0%", "8.3%", "16.7%",
+        "50.0%", "waiting for other ranks 2 ms",
         "&lt;script&gt;adamw", "parallel.pipeline.size", "stdlib", "rank 1 measured",
     ):  # fmt: skip
         assert words in page, words
