@@ -122,10 +122,11 @@ class MemoryDict(TypedDict, total=False):
     beyond host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: int | str | None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: Literal["device", "host"]
-    """Where optimizer state that rests on the host or on disk is updated: it visits the device, whose op
-    gives the bits that it gives to state that stays there; or on the host, with the CPU's op, and gradients
-    go down and weights up in its place."""
+    update_on: Literal["device", "host"] | dict[str, int | float]
+    """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and
+    back, and the device's op gives the bits that it gives to state that stays there. host: with the CPU's op,
+    and gradients go down and weights up in its place. dict(every=k): of every k chunks one on the device, and
+    the others on the host; dict(host=share): so many on the host. Both sides then work at once."""
     link_latency_s: float
     """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: int | str | None

@@ -46,6 +46,8 @@ def written(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return " | ".join(written(part) for part in args)
     if origin is Literal:
         return f"Literal[{', '.join(map(repr, args))}]"
+    if origin is dict:
+        return f"dict[str, {written(args[1])}]"  # as dict(every=2) makes it
     if origin is tuple:
         inner = " | ".join(dict.fromkeys(written(part) for part in args if part is not Ellipsis))
         return f"Sequence[{inner}]"
