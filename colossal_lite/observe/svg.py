@@ -9,7 +9,11 @@ from html import escape
 
 from colossal_lite.observe.tables import unit_of
 
-PALETTE = ("#4c8dd6", "#f2a65a", "#62b66a", "#b68ad1", "#63c1bb", "#e6c84f", "#e8706a", "#a98467", "#a7abb0")
+PALETTE = (
+    *("#4c8dd6", "#f2a65a", "#62b66a", "#b68ad1", "#63c1bb", "#e6c84f", "#e8706a"),
+    *("#a98467", "#a7abb0", "#d98cb3", "#8fae3c", "#3f6f9e", "#7d6bb0", "#c9b08f"),
+)
+"""As many as memory has kinds."""
 CHARACTER = 6.7
 """Width of a character of a drawing, in pixels."""
 STYLE = (
