@@ -83,7 +83,7 @@ class Run:
             device=self.context.device, resumed_step=engine.steps, 
             also=run_sinks(log, folder, self._extra["facts"], engine.steps),
         )  # fmt: skip
-        self._folder, self._begun = folder, engine.steps
+        self._folder, self._begun, self._measures = folder, engine.steps, False
         self.context.hold(self._opened())
         engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
         engine.on_step(self._after_step, reads_weights=False)
@@ -130,9 +130,9 @@ class Run:
         """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
         self._raise_stop()
         # the second step allocates nothing: what it holds is what every further one does
-        meters = (
-            self._folder and self.engine.steps == self._begun + 1 and self.context.config.compile == "none"
-        )
+        made = self.engine.steps - self._begun
+        meters = self._folder and made == 1 and self.context.config.compile == "none"
+        self._measures = made == 2
         try:
             with self._log.timeline.span("step"), self.engine.metered() if meters else nullcontext():
                 return self.engine.train_step(batch)
@@ -187,7 +187,8 @@ class Run:
     def _after_step(self, result: StepResult) -> None:
         self._result = result
         self._log.step(result, self.engine.ledger.payload_bytes)
-        if result.step == self._begun + 3:
+        if self._measures:
+            self._measures = False
             self._log.dropped.attempt(partial(leave_measurements, self.engine, self._folder))
         if self._save_every and result.step % self._save_every == 0:
             self.save()

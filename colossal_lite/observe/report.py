@@ -262,7 +262,7 @@ def _memory(measured: Mapping[str, Any]) -> tuple[str, str]:
 
 def _schedule(text: str) -> tuple[str, str]:
     if not text:
-        return "", "not measured: a run does it in its third step"
+        return "", "not measured: run.step does it in its third step"
     return (
         f'<div class="scroll">{ScheduleReport.parse(text).svg()}</div>',
         "the third step, without its update",

@@ -105,7 +105,7 @@ def test_what_a_run_did_not_leave_is_named(folder: Path) -> None:
     page = report(folder)
     for words in (
         "not measured: run.step",
-        "a run does it in its third step",
+        "run.step does it in its third step",
         "trace.json has no spans",
         "run.json was",
     ):
