@@ -16,7 +16,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, Problem
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
-from colossal_lite.data.dataloader import cut
+from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec, stages_of
