@@ -111,7 +111,7 @@ def check_plan(
         return trial, trial.difference(small.roles, sequence_parallel)
 
     try:
-        trial, found = _on_a_copy(model, roles, tried)
+        trial, found = on_a_copy(model, roles, tried)
     except NoCopyError as error:
         return _without_proof(model, mesh, roles, error)
     if found is not None:
@@ -143,7 +143,7 @@ def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, 
         return small, prove(small.model, batch, across, layout)
 
     try:
-        small, found = _on_a_copy(model, roles, tried)
+        small, found = on_a_copy(model, roles, tried)
     except NoCopyError as error:
         return _without_proof(model, mesh, {}, error)
     if found is not None:
@@ -157,11 +157,16 @@ def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, 
 
 
 def _emulated_sequence(mesh: Mesh, mode: str) -> MeshLayout:
-    """A sequence axis of as few ranks as divide the real one."""
-    if mode == "usp":
-        return MeshLayout.build(sequence=4, ulysses=2)
-    size = mesh.size("sequence")
-    return MeshLayout.build(sequence=next(n for n in range(2, size + 1) if size % n == 0))
+    """A sequence axis of as few ranks as divide the real one, in each of its parts."""
+    if mode != "usp":
+        return MeshLayout.build(sequence=_fewest(mesh.size("sequence")))
+    inner = _fewest(mesh.size("sequence.ulysses"))
+    return MeshLayout.build(sequence=inner * _fewest(mesh.size("sequence.ring")), ulysses=inner)
+
+
+def _fewest(size: int) -> int:
+    """The smallest number of ranks that cuts as `size` ranks do: 1, or its least divisor above."""
+    return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
 def _without_proof(
@@ -198,7 +203,7 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     ) and isinstance(model.config, GPTConfig)
 
 
-def _on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
+def on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
     """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
     wide as it may be. Raises NoCopyError if none does."""
     why = ""
