@@ -51,10 +51,13 @@ ALL_ON_DEVICE = UpdateMix()
 def mix_of(host_share: Fraction, ids: Collection[int]) -> UpdateMix:
     """The mix that updates a share of the chunks on the host. `ids`: a chunk's number in the whole model, by its place
     on this rank."""
-    on_host = frozenset(place for place, number in enumerate(ids) if is_on_host(number, host_share))
-    if not on_host or len(on_host) == len(ids):
-        return UpdateMix(on_host)
-    return UpdateMix(on_host, LOOKAHEAD, LOOKAHEAD)
+    return mix_with([place for place, number in enumerate(ids) if is_on_host(number, host_share)], len(ids))
+
+
+def mix_with(on_host: Collection[int], count: int) -> UpdateMix:
+    """The mix that updates these of `count` chunks on the host, with the lookahead that it takes."""
+    is_pure = len(on_host) in (0, count)
+    return UpdateMix(frozenset(on_host)) if is_pure else UpdateMix(frozenset(on_host), LOOKAHEAD, LOOKAHEAD)
 
 
 def is_on_host(number: int, host_share: Fraction) -> bool:
