@@ -9,8 +9,8 @@ Any other read or change of weights or optimizer state first runs the deferred u
 placeholders, which nobody can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  Where updates run on both sides, the ranks that share a chunk choose the same side, so
-they gather in the same order.
+weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
+the same order, also where one of them owns nothing of a chunk and has no record to update.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class DeferredUpdates:
         while self._next < stop:
             action = self._actions[self._next]
             self._next += 1
-            self._last = action.chunk if holds_up(action) else self._last
+            if holds_up(action):
+                self._last = action.chunk
+                self._settle((action.chunk or 0) - 1)  # so all ranks gather in the order of chunks
             with self._noting_failures():
                 self._handlers[action.kind](action)
             if action.kind is ActionKind.UPDATE and action.resource == CPU:
