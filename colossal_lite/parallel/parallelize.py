@@ -35,6 +35,7 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
@@ -74,13 +75,14 @@ def parallelize(
     compiled: bool = False,
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
+    criterion: ModelLoss | None = None,
 ) -> Parallelized:
     """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
     `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
     engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
-    masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`: torch.compile works here, and
-    ops that gain from it may be its work.
+    masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the model's own code reads
+    its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, and for a sequence axis under a model whose attention is not known.
     """
@@ -101,10 +103,13 @@ def parallelize(
         roles = assign_roles(chosen, *_names(module))
         check_plan(
             module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+            criterion=criterion,
         )  # fmt: skip
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
+        if criterion is not None:
+            gather_logits(module, roles, made[0])
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
     if streams and linears:

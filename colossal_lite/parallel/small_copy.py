@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
+from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
-POSITIONS = 64
+POSITIONS, TOKENS = 64, 8
 LIMIT_BYTES = 64 << 20
 KEPT_ALIKE = 2
 SHARED_NUMEL = 1 << 18
@@ -48,11 +49,14 @@ def small_copy(
     roles: Mapping[str, Role],
     narrow: Narrowing | None = None,
     limit_bytes: int = LIMIT_BYTES,
+    *,
+    keeps_all: bool = False,
 ) -> SmallCopy:
-    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths.
+    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths; with
+    `keeps_all`, of all blocks.
 
     Raises NoCopyError, saying why there is none."""
-    dropped = _alike(model, roles)
+    dropped = () if keeps_all else _alike(model, roles)
     kept = {n: p for n, p in model.named_parameters() if not n.startswith(dropped)} if dropped else None
     named = dict(model.named_parameters()) if kept is None else kept
     rows = _rows(model, roles)
@@ -85,6 +89,24 @@ def small_copy(
         narrow.tell(made)
     words, padding = _resize(made, left)
     return SmallCopy(made.eval(), dict(left), words, padding)
+
+
+def table_roles(model: nn.Module) -> dict[str, Role]:
+    """Tables and heads over the words, of which a small copy keeps few rows; without a plan."""
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    rows = {m.num_embeddings for m in tables.values()}
+    heads = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features in rows]
+    inside = tuple(f"{name}." for name in blocks_of(model))
+    return {name: Role("embedding") for name in tables if not name.startswith(inside)} | {
+        name: Role("lm_head") for name in heads if not name.startswith(inside)
+    }
+
+
+def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
+    """Ids [samples, TOKENS] that every table of a model has, on the device of its parameters."""
+    rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
+    device = next(model.parameters()).device
+    return torch.arange(samples * TOKENS, device=device).view(samples, TOKENS) % max(rows, 1)
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.tensor_modes import ModeResult
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -103,18 +104,20 @@ class _Run:
     gradients: Mapping[str, Tensor | None]
 
 
-def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) -> Difference | None:
+def prove(
+    model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout, criterion: ModelLoss | None = None
+) -> Difference | None:
     """How `replace`, which swaps the layers of a copy for one rank of `layout`, makes `model` another; None if not.
 
-    `model` has float64 values on the CPU and is changed in no way but its gradients. Raises NotRunError if it does not
-    run by itself.
+    `criterion`: the loss is the model's own.  `model` has float64 values on the CPU and is changed in no way but its
+    gradients. Raises NotRunError if it does not run by itself.
     """
     calls = _Calls()
     plain = copy.deepcopy(model)
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
-            truth = _plain_run(plain, batch)
+            truth = _plain_run(plain, batch, criterion)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
@@ -124,7 +127,7 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
         meshes = Mesh.emulated(layout, world)
         watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(copy.deepcopy(model), mesh, batch, replace, calls)
+            _Rank(copy.deepcopy(model), mesh, batch, replace, calls, criterion)
             for mesh, calls in zip(meshes, watched, strict=True)
         ]
         try:
@@ -150,10 +153,14 @@ def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _plain_run(model: nn.Module, batch: Batch) -> _Run:
+def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None) -> _Run:
     with torch.enable_grad(), Wide():
-        logits = logits_of(model(*batch.args, **batch.kwargs))
-        loss = F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), reduction="sum")
+        if criterion is not None:
+            asked = criterion.asked(batch)
+            loss, _ = criterion.of(model(*asked.args, **asked.kwargs), batch.labels)
+        else:
+            logits = logits_of(model(*batch.args, **batch.kwargs))
+            loss = F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), reduction="sum")
     loss.backward()
     return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
@@ -167,6 +174,7 @@ class _Rank:
     batch: Batch
     replace: Replace
     calls: _Calls
+    criterion: ModelLoss | None
 
     def differences(self, truth: _Run) -> Callable[[], Difference | None]:
         return lambda: self._compared(truth)
@@ -178,8 +186,12 @@ class _Rank:
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
         with torch.enable_grad(), Wide():
-            logits = logits_of(self.model(*part.args, **part.kwargs))
-            total, _ = strategy.cross_entropy(TORCH, logits, part.labels)
+            if self.criterion is not None:
+                asked = self.criterion.asked(part)
+                total, _ = self.criterion.of(self.model(*asked.args, **asked.kwargs), part.labels)
+            else:
+                logits = logits_of(self.model(*part.args, **part.kwargs))
+                total, _ = strategy.cross_entropy(TORCH, logits, part.labels)
         total.backward()
         told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
         loss = float(self.mesh.world.all_reduce(told.clone()))
