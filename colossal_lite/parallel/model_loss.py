@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, few_ids, small_copy, table_roles
+from colossal_lite.parallel.small_copy import NoCopyError, Wide, few_ids, small_copy, table_roles
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
-NAMES = ("targets", "labels", "target", "label", "y", "tgt")
+NAMES = ("targets", "labels", "lm_labels", "target", "label", "y", "tgt")
 """Arguments by which forwards take labels."""
 IGNORED_BY_MODELS = (IGNORED, -1)
 LIMIT_BYTES = 1 << 30
@@ -88,9 +88,10 @@ def model_loss(model: nn.Module) -> ModelLoss:
     over valid labels, for a model that takes none, and for one that cannot be run."""
     name = _argument(model)
     made, why = None, ""
-    for roles in (table_roles(model), {}):
+    tables = table_roles(model)
+    for roles, keeps_all in ((tables, True), (tables, False), ({}, True)):
         try:
-            made = _Trial(small_copy(model, roles, None, LIMIT_BYTES).model, name)
+            made = _Trial(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all).model, name)
             with torch.random.fork_rng(devices=[]):
                 made.run(made.labels)
             break
@@ -140,7 +141,7 @@ class _Trial:
     def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and gradients of some samples."""
         self.model.zero_grad()
-        with torch.enable_grad():
+        with torch.enable_grad(), Wide():
             loss = loss_in(self.model(self.ids[samples], **{self.name: labels[samples]}))
         loss.backward()
         return float(loss.detach()), [

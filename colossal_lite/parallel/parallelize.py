@@ -216,7 +216,7 @@ def _auto_plan(module: nn.Module) -> Mapping[str, str]:
 
 
 # Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.
-_FACT_NAMES: dict[str, tuple[str, ...]] = {
+FACT_NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer"),
     "heads": ("heads", "num_attention_heads", "n_head"),
     "kv_heads": ("kv_heads", "num_key_value_heads", "heads", "num_attention_heads", "n_head"),
@@ -237,7 +237,7 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
     config = getattr(module, "config", None)
     found: dict[str, Any] = {}
-    for fact, names in _FACT_NAMES.items():
+    for fact, names in FACT_NAMES.items():
         values = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
         if values:
             found[fact] = values[0]
@@ -245,7 +245,7 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     found.setdefault("causal", True)
     if "width" in found:
         found.setdefault("ffn", 4 * found["width"])
-    return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
+    return ModelFacts(**found) if set(found) == set(FACT_NAMES) else None
 
 
 def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> StatedSizes:
@@ -254,7 +254,7 @@ def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Stat
     A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
     no end."""
     facts, config = facts_of(module), getattr(module, "config", None)
-    sequence = next((n for name in _FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    sequence = next((n for name in FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
     tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
     positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
     tokens = sequence if isinstance(module, GPT) else positions

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
@@ -27,6 +28,23 @@ LIMIT_BYTES = 64 << 20
 KEPT_ALIKE = 2
 SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied: tables that forwards read."""
+
+
+class Wide(TorchFunctionMode):
+    """Leaves out conversions to a precision below float64."""
+
+    NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
+        return func(
+            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        )
+
+    def _is_narrow(self, value: Any) -> bool:
+        return isinstance(value, torch.dtype) and value in self.NARROW
 
 
 @dataclass(frozen=True)
@@ -103,10 +121,11 @@ def table_roles(model: nn.Module) -> dict[str, Role]:
 
 
 def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
-    """Ids [samples, TOKENS] that every table of a model has, on the device of its parameters."""
+    """Ids [samples, TOKENS] that every table of a model has, other ones in each sample, on its device."""
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
     device = next(model.parameters()).device
-    return torch.arange(samples * TOKENS, device=device).view(samples, TOKENS) % max(rows, 1)
+    sample, token = torch.arange(samples)[:, None], torch.arange(TOKENS)
+    return ((sample + 1) * token + sample).remainder(max(rows, 1)).to(device)
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, run_emulated
@@ -28,6 +27,7 @@ from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
+from colossal_lite.parallel.small_copy import Wide as Wide
 from colossal_lite.parallel.tensor_modes import ModeResult
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -77,23 +77,6 @@ class _Calls:
     @property
     def place(self) -> str:
         return self.stack[-1] if self.stack else ""
-
-
-class Wide(TorchFunctionMode):
-    """Leaves out conversions to a precision below float64."""
-
-    NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0].double()
-        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
-        return func(
-            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
-        )
-
-    def _is_narrow(self, value: Any) -> bool:
-        return isinstance(value, torch.dtype) and value in self.NARROW
 
 
 @dataclass(frozen=True)

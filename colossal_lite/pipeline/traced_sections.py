@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.loss import logits_of
-from colossal_lite.parallel.small_copy import few_ids
+from colossal_lite.parallel.small_copy import Wide, few_ids
 from colossal_lite.pipeline.unit_trace import (
     Passage,
     Place,
@@ -111,7 +111,7 @@ def _prove(proven: nn.Module, sections: TracedSections) -> None:
     batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids), device=ids.device))
     alone = sections.on(proven)
     what = f"parallel.pipeline: {type(proven).__name__}"
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), ids.device:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), ids.device, Wide():
         whole = _gradients(proven, labels, proven(ids))
         try:
             found = _gradients(proven, labels, *_chain(alone, batch))

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colossal_lite.parallel.small_copy import TOKENS, NoCopyError, few_ids, small_copy, table_roles
+from colossal_lite.parallel.small_copy import (
+    LIMIT_BYTES,
+    TOKENS,
+    NoCopyError,
+    Wide,
+    few_ids,
+    small_copy,
+    table_roles,
+)
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 Place = int | str
@@ -90,7 +98,7 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
         )
     _check_kinds(model, blocks)
     try:
-        made = small_copy(model, table_roles(model), keeps_all=True).model
+        made = small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model
     except NoCopyError:
         made = on_meta_copy(model)
     try:
@@ -123,7 +131,7 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
 def _watched(model: nn.Module, blocks: Sequence[str]) -> UnitTrace:
     """What one forward of a copy shows of its units. Raises UnitsError, or what the model's own code raises."""
     watch, ids = _Watch(model.eval(), tuple(blocks)), few_ids(model)
-    with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, watch:
+    with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
         model(ids)
     return watch.result()
 
@@ -217,8 +225,8 @@ class _Watch(TorchDispatchMode):
         own = own or [n for n in names if self._block_of(n) < 0]
         if not own:
             raise UnitsError(
-                f"{self._where()}: {names[0]} is read outside its block; legal: a weight that only its own block "
-                f"reads, or one that is the same Parameter in both, which is tied"
+                f"{self._where()}: {names[0]} is read outside its block; legal: blocks called as modules, block(x), "
+                f"and weights that only their own block reads, or that are the same Parameter in both (tied)"
             )
         for name in own:
             self.readers.setdefault(name, set()).add(self.unit)
