@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -105,9 +105,10 @@ def prove(asked: ProveCommand) -> Verdict:
     config.check_built()
     build, about = _builder(asked.model, asked.whole)
     plan: Any = _named(asked.plan) if asked.plan else "auto"
-    case = proof.case_of(config, build(), steps=asked.steps, criterion=asked.criterion, plan=plan)
+    model = build()
+    case = proof.case_of(config, model, steps=asked.steps, criterion=asked.criterion, plan=plan)
     layout = config.layout().describe()
-    with _ranks(asked.world, asked.timeout_s) as ranks:
+    with _ranks(asked.world, asked.timeout_s, {type(each).__module__ for each in model.modules()}) as ranks:
         found = ranks.run(asked, case)
         verdict = _verdict(found, Verdict(True, asked.world, layout, about, asked.steps, 0, 0.0))
         if verdict.fault is not None:
@@ -249,9 +250,11 @@ class _Ranks:
 
 
 @contextmanager
-def _ranks(world: int, timeout_s: float) -> Iterator[_Ranks]:
+def _ranks(world: int, timeout_s: float, modules: Iterable[str]) -> Iterator[_Ranks]:
+    """Processes of `world` ranks; `modules` are imported once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    installed = sorted(name for name in modules if not name.startswith(("_proven", "__main__")))
+    context.set_forkserver_preload([*PRELOADED, *installed])
     pipes = [context.Pipe() for _ in range(world)]
     processes = [context.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]
     with tempfile.TemporaryDirectory(prefix="prove-") as directory:

@@ -12,6 +12,7 @@ names its module; of several the last in the forward, where the backward went wr
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ class ProofCase:
     samples: int
     tokens: int
     words: int
+    padding: tuple[int, ...] = ()
+    """Words whose rows are not trained."""
     criterion: Literal["model"] | None = None
     plan: Literal["auto"] | Mapping[str, str] = "auto"
 
@@ -90,6 +93,8 @@ class ProofCase:
         )
         every = torch.arange(self.words)[: ids.numel()]
         ids.view(-1)[: len(every)] = every[torch.randperm(len(every), generator=generator)]
+        for sample, word in enumerate(self.padding[: self.samples]):
+            ids[sample, 1] = word  # where later tokens see it
         lengths = self.tokens - torch.arange(self.samples)[:, None] % 3
         return ids, labels.masked_fill(torch.arange(self.tokens)[None] >= lengths, IGNORED)
 
@@ -147,13 +152,22 @@ def case_of(
     unit = 2 * layout.size("tensor") * layout.size("sequence")
     made = {k: v for k, v in config.model_dump(exclude_unset=True).items() if k not in LEFT_OUT}
     made |= dict(precision="fp64", optimizer=dict(type="sgd", lr=LEARNING_RATE), kernels="torch")
-    rows = sorted(
-        {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True
-    ) or [2]
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    padding = {m.padding_idx for m in tables if m.padding_idx is not None}
+    rows = sorted({m.num_embeddings for m in tables}, reverse=True) or [2]
     why: Exception | None = None
     for tokens in dict.fromkeys(max(unit, low // unit * unit) for low in (16, 8, unit)):
         for words in rows:
-            case = ProofCase(made, steps, samples, tokens, words, criterion, plan)
+            case = ProofCase(
+                made,
+                steps,
+                samples,
+                tokens,
+                words,
+                tuple(sorted(n for n in padding if n < words)),
+                criterion,
+                plan,
+            )
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     model.eval()(case.batch(0)[0])
@@ -294,7 +308,7 @@ def _watched(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[N
 
     def hook(name: str, module: nn.Module, args: Any, out: Any) -> None:
         first = logits_of(out) if isinstance(out, tuple) and out else getattr(out, "logits", out)
-        if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 2:
+        if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1:
             see(name, first.detach())
 
     handles = [m.register_forward_hook(partial(hook, name)) for name, m in model.named_modules()]
@@ -353,30 +367,31 @@ class _Findings:
 
 def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
     """How far a rank's rows are from numbers of the serial rows; None where it has no rows of samples and tokens."""
-    value, tokens = part.value, len(part.positions)
-    if value.dim() < 3 or whole.dim() < 3 or value.shape[0] != len(part.samples) or not value.numel():
+    value, tokens, samples, positions = part.value, len(part.positions), part.samples, part.positions
+    if value.dim() == whole.dim() == 2:  # of each position, alike for all samples
+        value, whole = value[None], whole[None]
+    if len(whole) == 1:
+        samples = samples[:1] * 0
+    if value.dim() < 3 or whole.dim() < 3 or value.shape[0] != len(samples) or not value.numel():
         return None
-    positions = part.positions
     if value.shape[1] != tokens:  # cut over the tensor ranks as well
         cuts = tokens // max(value.shape[1], 1)
         if cuts != context.mesh.size("tensor") or value.shape[1] * cuts != tokens:
             return None
         positions = positions.tensor_split(cuts)[context.mesh.coord("tensor")]
-    if len(whole) <= int(part.samples.max()) or whole.shape[1] <= int(positions.max()):
+    if len(whole) <= int(samples.max()) or whole.shape[1] <= int(positions.max()):
         return None
-    rows = whole[part.samples][:, positions].flatten(0, 1).flatten(1)
+    rows = whole[samples][:, positions].flatten(0, 1).flatten(1)
     mine = value.flatten(0, 1).flatten(1)
-    scale = float(rows.norm()) / rows.numel() ** 0.5 + 1e-300
+    scale: float = float(rows.norm()) / math.sqrt(rows.numel()) + 1e-300
     if mine.shape == rows.shape:
-        off = float((mine - rows).abs().max())
-        return off / scale
+        return float((mine - rows).abs().max()) / scale
     known = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1).sort(-1).values.contiguous()
     after = torch.searchsorted(known, mine.contiguous()).clamp(max=known.shape[1] - 1)
     nearest = torch.minimum(
         (known.gather(1, after) - mine).abs(), (known.gather(1, (after - 1).clamp(min=0)) - mine).abs()
     )
-    furthest = float(nearest.max())
-    return furthest / scale
+    return float(nearest.max()) / scale
 
 
 def on_one_axis(config: Config) -> dict[str, Config]:

@@ -83,9 +83,10 @@ class UnitTrace:
     """Units that change in place what comes in."""
 
 
-def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
+def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
     """The units of a model of blocks, in the order in which one forward on ids calls them, and the copy that was run:
-    with values if it is small.
+    with values if it is small. None for a model whose copies do not run (a function in it that holds modules of the
+    original), which is run itself.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
     blocks, and for one of which more than one tensor passes from block to block.
@@ -106,10 +107,15 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
     except UnitsError:
         raise
     except Exception as error:  # of the model's own code
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    try:
+        return _watched(model, blocks), None
+    except UnitsError:
+        raise
+    except Exception as error:  # as above, or it has no values
         raise UnitsError(
-            f"parallel.pipeline: {type(model).__name__} does not run on ids [2, {TOKENS}] alone: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}; legal: a method "
-            f"pipeline_sections() (docs/pipeline.md), or pipeline=1"
+            f"parallel.pipeline: {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; legal: a "
+            f"method pipeline_sections() (docs/pipeline.md), or pipeline=1"
         ) from error
 
 
@@ -129,10 +135,16 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _watched(model: nn.Module, blocks: Sequence[str]) -> UnitTrace:
-    """What one forward of a copy shows of its units. Raises UnitsError, or what the model's own code raises."""
-    watch, ids = _Watch(model.eval(), tuple(blocks)), few_ids(model)
-    with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
-        model(ids)
+    """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
+    watch, ids = _Watch(model, tuple(blocks)), few_ids(model)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
+            model(ids)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     return watch.result()
 
 
