@@ -58,8 +58,7 @@ from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
-from colossal_lite.parallel.loss import Criterion, Loss, refuse_means
-from colossal_lite.parallel.model_loss import ModelLoss
+from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans

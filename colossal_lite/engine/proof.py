@@ -387,6 +387,7 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
     if mine.shape == rows.shape:
         return float((mine - rows).abs().max()) / scale
     known = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1).sort(-1).values.contiguous()
+    mine = mine.masked_fill(mine <= torch.finfo(torch.float32).min, 0.0)  # words that are padding
     after = torch.searchsorted(known, mine.contiguous()).clamp(max=known.shape[1] - 1)
     nearest = torch.minimum(
         (known.gather(1, after) - mine).abs(), (known.gather(1, (after - 1).clamp(min=0)) - mine).abs()

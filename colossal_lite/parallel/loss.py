@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Ops
-from colossal_lite.parallel.model_loss import ModelLoss
+from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 Criterion = Callable[[Tensor, Tensor], Any]

@@ -86,10 +86,7 @@ def parallelize(
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, and for a sequence axis under a model whose attention is not known.
     """
-    if mesh.size("sequence") > 1:
-        _check_attention(module, sequence_mode)
-        known = known_plan(*_names(module))
-        check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
+    _check_sequence(module, mesh, sequence_mode)
     _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
@@ -102,9 +99,14 @@ def parallelize(
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
         check_plan(
-            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
-            criterion=criterion,
-        )  # fmt: skip
+            module,
+            mesh,
+            chosen,
+            roles,
+            criterion,
+            sequence_parallel=sequence_parallel,
+            regather_inputs=regather_inputs,
+        )
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
@@ -178,6 +180,14 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
     for door, count in firsts.items():
         if count > 1:
             module.get_submodule(door).register_forward_pre_hook(partial(enter, f"the inputs of {door}"))
+
+
+def _check_sequence(module: nn.Module, mesh: Mesh, mode: str) -> None:
+    """Raises ValueError for a model that a sequence axis cannot run, or runs as another."""
+    if mesh.size("sequence") > 1:
+        _check_attention(module, mode)
+        known = known_plan(*_names(module))
+        check_sequence(module, mesh, mode, assign_roles(known[1], *_names(module)) if known else {})
 
 
 def _check_attention(module: nn.Module, mode: str) -> None:

@@ -153,6 +153,18 @@ def proven(env: RankEnv, make: Callable[[], nn.Module], config: Config) -> proof
         return proof.prove_on_rank(context, make, case)
 
 
+def right(env: RankEnv, axis: str) -> proof.Proof:
+    return proven(
+        env, with_hook if axis != "tensor" else build, Config.load(dict(parallel={axis: 2})).check_world(2)
+    )
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_right_model_is_equal(axis: str) -> None:
+    for found in run_world(right, 2, axis):
+        assert not found.faults and found.compared > 60 and found.largest_error < 1e-12
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_names_its_module(name: str) -> None:
     ranks = run_world(planted, 2, name)
