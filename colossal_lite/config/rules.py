@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from colossal_lite.config.errors import Problem, get_path
@@ -40,13 +41,14 @@ class MeshSizes(NamedTuple):
 
 
 def world_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None = None
 ) -> Iterator[Problem]:
-    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs."""
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs. With `facts`,
+    what is told to be legal is so for that model."""
     if world_size < 1:
         yield Problem("world_size", world_size, "is out of range", "an int >= 1")
         return
-    yield from _product_problems(parallel, world_size, origins)
+    yield from _product_problems(parallel, world_size, origins, facts)
     tensor, sequence = parallel.tensor, parallel.sequence
     if not tensor.fits(tensor.size):
         near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
@@ -60,7 +62,7 @@ def world_problems(
 
 
 def _product_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None
 ) -> Iterator[Problem]:
     inner = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -72,7 +74,7 @@ def _product_problems(
         if parallel.data * inner == world_size:
             return
         rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
-    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size)))
+    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size, facts)))
     yield Problem("parallel.data", parallel.data, rule, legal)
 
 
@@ -122,10 +124,13 @@ def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
     return f"data x pipeline x sequence x tensor = {' x '.join(terms)}"
 
 
-def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[MeshSizes]:
+def nearest_factorisations(
+    parallel: ParallelConfig, world_size: int, facts: ModelFacts | None = None, count: int = 3
+) -> list[MeshSizes]:
     """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
 
-    Sizes that a mode cannot cut are left out.  `data` follows from the others and weighs if it was given.
+    Sizes that a mode cannot cut are left out, and those that a model of these `facts` cannot have.  `data` follows from
+    the others and weighs if it was given.
     """
     wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
 
@@ -143,7 +148,16 @@ def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int
         for tensor in divisors(world_size // (pipeline * sequence))
         if parallel.tensor.fits(tensor)
     ]
-    return sorted(found, key=distance)[:count]
+    near = (sizes for sizes in sorted(found, key=distance) if facts is None or _bears(parallel, sizes, facts))
+    return list(islice(near, count))
+
+
+def _bears(parallel: ParallelConfig, sizes: MeshSizes, facts: ModelFacts) -> bool:
+    """Whether a model can be cut into a mesh of these sizes."""
+    axes = sizes._asdict()
+    del axes["data"]
+    resized = {name: getattr(parallel, name).model_copy(update={"size": size}) for name, size in axes.items()}
+    return not any(model_problems(parallel.model_copy(update=resized), facts))
 
 
 # ------------------------------------------------------------------------------------------------------ model

@@ -98,15 +98,7 @@ def parallelize(
     else:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
-        check_plan(
-            module,
-            mesh,
-            chosen,
-            roles,
-            criterion,
-            sequence_parallel=sequence_parallel,
-            regather_inputs=regather_inputs,
-        )
+        check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)

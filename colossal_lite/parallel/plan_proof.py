@@ -101,8 +101,8 @@ class _Trial:
 
 
 def check_plan(
-    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
-    criterion: ModelLoss | None = None, *, sequence_parallel: bool, regather_inputs: bool,
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], sequence_parallel: bool,
+    regather_inputs: bool, criterion: ModelLoss | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError for roles with which the swapped model is not the plain one; the same on every rank.
     `criterion`: the loss is the model's own.

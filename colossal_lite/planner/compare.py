@@ -241,19 +241,14 @@ def table(made: Comparison) -> Any:
     from rich.text import Text
 
     out = Table(title="one rank, one step", title_justify="left", box=None, pad_edge=False)
-    columns = (
-        "mode", "layers: payload", "sent", "calls", "gradients: sent", "weights", "activations", "peak", "",
-    )  # fmt: skip
+    columns = ("mode", "layers: sent", "calls", "gradients: sent", "weights", "activations", "peak")
     for index, column in enumerate(columns):
-        out.add_column(
-            column, justify="right" if 0 < index < len(columns) - 1 else "left", no_wrap=index == 0
-        )
+        out.add_column(column, justify="right" if index else "left", no_wrap=not index)
     for row in made.rows:
         numbers = (
-            size(row.layers_payload_bytes), size(row.layers_wire_bytes), f"{row.calls:,}",
-            size(row.gradients_wire_bytes), size(row.weights_bytes), size(row.activations_bytes),
-            size(row.peak_bytes),
+            size(row.layers_wire_bytes), f"{row.calls:,}", size(row.gradients_wire_bytes), size(row.weights_bytes),
+            size(row.activations_bytes), size(row.peak_bytes),
         )  # fmt: skip
-        out.add_row(row.title, *numbers, "sends least" if row is made.rows[0] else "")
+        out.add_row(row.title, *numbers)
     refused = [Text(f"{row.title} refused: {row.reason}") for row in made.refused]
     return Group(out, Text(""), *map(Text, made.verdict), *refused)

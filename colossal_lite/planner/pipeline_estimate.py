@@ -86,6 +86,7 @@ def staged_plan(
         whole.specs, whole.names, whole.blocks, whole.reported_numbers,
     )  # fmt: skip
     rows = mesh.ledger.rows()
+    assert shape.costs is not None
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=mesh.rank,
@@ -102,6 +103,7 @@ def staged_plan(
         micro_batches=pieces,
         device_bytes=device_bytes,
         schedule=_drawn(pipeline, shape, stages),
+        bubble=simulate(compute_plan(pipeline, shape), shape.costs).idle_share(),
         libraries_bytes=libraries_bytes(config),
     )
 

@@ -20,7 +20,8 @@ from colossal_lite.launcher import command as cli
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.planner.compare import compare_tensor
-from colossal_lite.planner.planner import parse_model, plan
+from colossal_lite.planner.model_source import parse_model
+from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import RunPlan
 from colossal_lite.schedule.schedule_drawing import draw
 
@@ -91,7 +92,8 @@ def test_a_world_of_4096_takes_at_most_3_s_of_cpu() -> None:
     """A whole process, torch's import left out."""
     code = (
         "import time, torch; start = time.process_time(); "
-        "from colossal_lite.planner.planner import parse_model, plan; "
+        "from colossal_lite.planner.planner import plan; "
+        "from colossal_lite.planner.model_source import parse_model; "
         "made = plan(dict(parallel=dict(tensor=8)), parse_model('llama-70B'), batch=4096, sequence=4096, "
         "world_size=4096, rank=4095); print(time.process_time() - start, made.parameters)"
     )
