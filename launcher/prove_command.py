@@ -6,23 +6,22 @@ differ, each axis is tried alone, so that the axis at fault is named.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional, Suppress
 
 from colossal_lite.config.config import Config
+from colossal_lite.config.source import read_source
 from colossal_lite.launcher.env import LaunchError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class ProveCommand:
     path: Positional[str]
     """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
     model: str
-    """FILE:FUNCTION, a Python file and a function in it that takes nothing and returns the model."""
+    """FILE.py:FUNCTION or MODULE:FUNCTION that takes nothing and returns the model; or as `plan` takes it."""
     world: int
     """Ranks: processes of this machine."""
     steps: int = 3
@@ -83,7 +82,7 @@ class ProveCommand:
     criterion: Literal["model"] | None = None
     """model: train on the loss that the model's own forward gives."""
     plan: str | None = None
-    """FILE:NAME, a dict of roles in a Python file, as `initialize(plan=...)` takes it."""
+    """FILE.py:NAME, a dict of roles, as `initialize(plan=...)` takes it."""
     timeout_s: float = 300.0
     """Seconds that ranks may take."""
     json: bool = False
@@ -104,7 +103,7 @@ def prove(asked: ProveCommand) -> Verdict:
     config = Config.load(asked.path, asked.overrides).check_world(asked.world)
     config.check_built()
     build, about = _builder(asked.model, asked.whole)
-    plan: Any = _named(asked.plan) if asked.plan else "auto"
+    plan: Any = read_source(asked.plan)[0] if asked.plan else "auto"
     model = build()
     case = proof.case_of(config, model, steps=asked.steps, criterion=asked.criterion, plan=plan)
     layout = config.layout().describe()
@@ -149,31 +148,13 @@ def _axis(asked: ProveCommand, config: Config, case: ProofCase, ranks: _Ranks) -
 # ---- the model ----
 
 
-def _named(text: str) -> Any:
-    """What FILE:NAME names. Raises ValueError."""
-    file, _, name = text.rpartition(":")
-    path = Path(file)
-    if not name or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{text}: no Python file and name in it; legal: FILE:NAME, such as model.py:build")
-    known = f"_proven_{path.stem}"
-    if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(known, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[known] = module
-        sys.path.insert(0, str(path.resolve().parent))
-        spec.loader.exec_module(module)
-    if not hasattr(sys.modules[known], name):
-        raise ValueError(f"{text}: {path} has no {name}")
-    return getattr(sys.modules[known], name)
-
-
 def _builder(text: str, whole: bool) -> tuple[Build, str]:
     from colossal_lite.engine.proof import shrunk
+    from colossal_lite.models import GPT, GPTConfig
+    from colossal_lite.planner.model_source import find_model
 
-    build: Build = _named(text)
-    if not callable(build):
-        raise ValueError(f"--model {text}: {type(build).__name__}; legal: a function that returns the model")
+    found = find_model(text)
+    build: Build = partial(GPT, found) if isinstance(found, GPTConfig) else found
     return (build, "the whole model") if whole else shrunk(build)
 
 
@@ -253,7 +234,7 @@ class _Ranks:
 def _ranks(world: int, timeout_s: float, modules: Iterable[str]) -> Iterator[_Ranks]:
     """Processes of `world` ranks; `modules` are imported once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    installed = sorted(name for name in modules if not name.startswith(("_proven", "__main__")))
+    installed = sorted(name for name in modules if not name.startswith(("colossal_lite_model", "__main__")))
     context.set_forkserver_preload([*PRELOADED, *installed])
     pipes = [context.Pipe() for _ in range(world)]
     processes = [context.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]

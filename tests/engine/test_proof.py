@@ -216,4 +216,4 @@ def test_the_command_says_equal_or_refused(tmp_path: Path, capsys: pytest.Captur
     )
     assert math.isfinite(said["seconds"])
     assert main([*given[:3], f"{tmp_path}/model.py:nothing", *given[4:]]) == 2
-    assert "has no nothing" in capsys.readouterr().err
+    assert "has no function 'nothing'" in capsys.readouterr().err
