@@ -124,8 +124,8 @@ def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
     """Ids [samples, TOKENS] that every table of a model has, other ones in each sample, on its device."""
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
     device = next(model.parameters()).device
-    sample, token = torch.arange(samples)[:, None], torch.arange(TOKENS)
-    return ((sample + 1) * token + sample).remainder(max(rows, 1)).to(device)
+    sample = torch.arange(samples, device=device)[:, None]
+    return ((sample + 1) * torch.arange(TOKENS, device=device) + sample).remainder(max(rows, 1))
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -212,7 +212,7 @@ class _Zeros(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def on_meta(value: Any) -> Any:
-            return value.to("meta") if isinstance(value, Tensor) else value
+            return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
         def zeros(value: Any) -> Any:
             if not isinstance(value, Tensor):
