@@ -164,10 +164,9 @@ def _builder(text: str, whole: bool) -> tuple[Build, str]:
 def _serve(tasks: Connection) -> None:
     """Main function of a rank: one world after another, until the other end is closed."""
     import torch
-    import torch.distributed as dist
 
     from colossal_lite.engine.proof import prove_on_rank
-    from colossal_lite.launcher.start import launch
+    from colossal_lite.launcher.start import file_store, launch
 
     torch.set_num_threads(1)
     while True:
@@ -177,7 +176,7 @@ def _serve(tasks: Connection) -> None:
             return
         try:
             build, _ = _builder(model, whole)
-            store = dist.FileStore(path, world)
+            store = file_store(path, world)
             with launch(case.config, store=store, rank=rank, world_size=world) as context:
                 answer: Any = prove_on_rank(context, build, case)
         except ValueError as error:
