@@ -61,16 +61,18 @@ class Loss:
                 f"engine(x) with criterion='model' and parallel.tensor={tensor}; legal: train_step and eval_step"
             )
 
-    def of(self, outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
-        """(sum, count) of a micro-batch, of which the last stage gives these outputs. Raises ValueError for a
-        criterion that returns neither that nor a mean, and for logits of one position."""
+    def of(self, outputs: Any, part: Batch) -> tuple[Tensor, Tensor | int | float]:
+        """(sum, count) of this rank's part of a micro-batch, of which the last stage gives these outputs. Raises
+        ValueError for a criterion that returns neither that nor a mean, and for logits of one position."""
+        labels = part.labels
         if isinstance(self.criterion, ModelLoss):
             return self.criterion.of(outputs, labels)
         strategy, logits = self.parallelized.strategy, logits_of(outputs)
         if logits.dim() == 3 and labels.dim() == 2 and logits.shape[1] == 1 < labels.shape[1]:
             raise ValueError(LAST_ONLY.format(shape=tuple(logits.shape), labels=tuple(labels.shape)))
         if self.criterion is None:
-            return strategy.cross_entropy(self.parallelized.ops, logits, labels)
+            return strategy.cross_entropy(self.parallelized.ops, logits, part.labels)
+        logits, labels = part.without_padding(logits), part.without_padding(part.labels)
         valid = int((labels != -100).sum())
         if valid == 0:
             return logits.sum() * 0.0, 0

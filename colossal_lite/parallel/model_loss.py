@@ -123,8 +123,13 @@ def _argument(model: nn.Module) -> str:
     )
 
 
-def gather_logits(model: nn.Module, roles: Mapping[str, Role], strategy: TensorStrategy) -> None:
-    """Have the head of a split model give logits over the full vocabulary to the model's own code."""
+def gather_logits(
+    model: nn.Module, roles: Mapping[str, Role], strategy: TensorStrategy, criterion: ModelLoss | None
+) -> None:
+    """Have the head of a split model give logits over the full vocabulary to the model's own code, if that reads
+    them."""
+    if criterion is None:
+        return
     head = next(name for name, role in roles.items() if role.name == "lm_head")
     model.get_submodule(head).register_forward_hook(lambda module, args, out: strategy.whole_vocabulary(out))
 

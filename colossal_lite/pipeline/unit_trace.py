@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,13 +103,13 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
     except NoCopyError:
         made = on_meta_copy(model)
     try:
-        return _watched(made, blocks), made
+        return _watched(made, blocks, Wide()), made
     except UnitsError:
         raise
     except Exception as error:  # of the model's own code
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     try:
-        return _watched(model, blocks), None
+        return _watched(model, blocks, nullcontext()), None
     except UnitsError:
         raise
     except Exception as error:  # as above, or it has no values
@@ -121,26 +121,30 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
 
 def on_meta_copy(model: nn.Module) -> nn.Module:
     """A copy without values. Raises UnitsError for a model that cannot be copied."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
+
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
+        id(p): nn.Parameter(bare(p), requires_grad=p.requires_grad) for p in model.parameters()
     }
     kept = [value for module in model.modules() for value in vars(module).values()]
     tables = [*model.buffers(), *(value for value in kept if isinstance(value, Tensor))]
-    memo |= {id(table): torch.empty_like(table, device="meta") for table in tables}
+    memo |= {id(table): bare(table) for table in tables}
     try:
         return copy.deepcopy(model, memo).eval()
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
-def _watched(model: nn.Module, blocks: Sequence[str]) -> UnitTrace:
+def _watched(model: nn.Module, blocks: Sequence[str], within: AbstractContextManager[Any]) -> UnitTrace:
     """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
     watch, ids = _Watch(model, tuple(blocks)), few_ids(model)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
+        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, within, watch:
             model(ids)
     finally:
         for module, mode in modes.items():
