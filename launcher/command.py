@@ -221,6 +221,20 @@ class CkptCommand:
         return self.action.run()
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make report.html of a run again, from the files in its folder."""
+
+    folder: Positional[Path]
+    """What `cl.Run` was given."""
+
+    def run(self) -> int:
+        from colossal_lite.observe.report import write_report
+
+        print(f"{write_report(self.folder)}: written")
+        return 0
+
+
 Command = (
     Annotated[NewCommand, subcommand("new")]
     | Annotated[Doctor, subcommand("doctor")]
@@ -228,6 +242,7 @@ Command = (
     | Annotated[PlanCommand, subcommand("plan")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
+    | Annotated[ReportCommand, subcommand("report")]
 )
 
 
@@ -254,6 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that the command was told to write or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:

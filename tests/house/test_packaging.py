@@ -81,7 +81,7 @@ def test_every_import_is_declared() -> None:
     required = {requirement_name(row) for row in rows("options", "install_requires")}
     extras = {
         requirement_name(row)
-        for extra in ("hf", "tok", "log", "plot")
+        for extra in ("hf", "tok", "log")
         for row in rows("options.extras_require", extra)
     }
     for file in house().values():
