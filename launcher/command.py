@@ -21,6 +21,7 @@ from colossal_lite import __version__
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
+from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
@@ -220,12 +221,28 @@ class CkptCommand:
         return self.action.run()
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make report.html of a run again, from the files in its folder."""
+
+    folder: Positional[Path]
+    """What `cl.Run` was given."""
+
+    def run(self) -> int:
+        from colossal_lite.observe.report import write_report
+
+        print(f"{write_report(self.folder)}: written")
+        return 0
+
+
 Command = (
-    Annotated[Doctor, subcommand("doctor")]
+    Annotated[NewCommand, subcommand("new")]
+    | Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
+    | Annotated[ReportCommand, subcommand("report")]
 )
 
 
@@ -252,6 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that the command was told to write or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
+from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import StatedSizes
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
@@ -35,6 +37,7 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
@@ -54,6 +57,11 @@ class Parallelized:
     has_dropout: bool
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
+    padding: Padding
+
+    def local_part(self, batch: Batch) -> Batch:
+        """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
+        return self.strategy.local_part(self.padding.of(batch))
 
     @property
     def reported_loss(self) -> int:
@@ -89,19 +97,24 @@ def parallelize(
         known = known_plan(*_names(module))
         check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
     _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
-    auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
+    auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
-    if mesh.size("tensor") == 1:
-        made = _serial(module)
-    else:
+    if mesh.size("tensor") > 1:
         chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
         roles = assign_roles(chosen, *_names(module))
         check_plan(
             module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
         )  # fmt: skip
+    padding = padding_of(
+        module, mesh, facts, chosen, roles, sequence_parallel=sequence_parallel, sequence_mode=sequence_mode,
+        longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
+    )  # fmt: skip
+    if mesh.size("tensor") == 1:
+        made = _serial(module)
+    else:
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
@@ -110,7 +123,6 @@ def parallelize(
     if streams and linears:
         local_rows = rows_behind(module, roles, linears, streams, strategy.cut_behind, local_rows)
     if mesh.size("sequence") > 1:
-        facts = facts_of(module)
         longest = facts.sequence if facts else None
         strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
     has_dropout = streams is not None and _bind_dropout(module, mesh, roles, streams, local_rows, compiled)
@@ -121,7 +133,7 @@ def parallelize(
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding)
 
 
 def _bind_dropout(
@@ -192,6 +204,10 @@ def _serial(module: nn.Module) -> ModeResult:
     strategy, ties = Serial(), tied_names(module)
     specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
     return strategy, specs, lambda name, rows: rows, lambda name: Share()
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
 
 
 def _names(module: nn.Module) -> tuple[list[str], list[str]]:

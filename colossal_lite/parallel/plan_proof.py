@@ -111,7 +111,7 @@ def check_plan(
         return trial, trial.difference(small.roles, sequence_parallel)
 
     try:
-        trial, found = _on_a_copy(model, roles, tried)
+        trial, found = on_a_copy(model, roles, tried)
     except NoCopyError as error:
         return _without_proof(model, mesh, roles, error)
     if found is not None:
@@ -143,7 +143,7 @@ def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, 
         return small, prove(small.model, batch, across, layout)
 
     try:
-        small, found = _on_a_copy(model, roles, tried)
+        small, found = on_a_copy(model, roles, tried)
     except NoCopyError as error:
         return _without_proof(model, mesh, {}, error)
     if found is not None:
@@ -203,7 +203,7 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     ) and isinstance(model.config, GPTConfig)
 
 
-def _on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
+def on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
     """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
     wide as it may be. Raises NoCopyError if none does."""
     why = ""

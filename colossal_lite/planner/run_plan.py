@@ -12,6 +12,8 @@ from typing import Any
 
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.observe.tables import size
+from colossal_lite.schedule.simulator import ScheduleTimeline
 
 # Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
 # resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: what glibc keeps of the
@@ -25,6 +27,10 @@ ALLOCATOR_SHARE = 0.2
 STATE = (
     "weights", "gathered", "masters", "gradients", "optimizer", "visiting", "staging", "arena", "messages", "frozen",
 )  # fmt: skip
+
+
+MOST_NAMED = 3
+"""Kinds of memory in the first lines of a plan."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ class RunPlan:
     """Samples of each part that this rank runs in a step."""
     device_bytes: int | None = None
     schedule: str = ""
-    """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
+    """The pipeline's, in words: its cut, its bubble and what its ranks hold; empty without one."""
+    timeline: ScheduleTimeline | None = None
+    """Of the pipeline's schedule, by the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     libraries_bytes: int = LIBRARIES_BYTES
@@ -106,12 +114,18 @@ class RunPlan:
         """None where the device's memory is not known."""
         return None if self.device_bytes is None else self.peak_bytes <= self.device_bytes
 
+    @property
+    def bubble(self) -> float:
+        """Share of the step that the pipeline's ranks wait, by the costs of its stages; 0 without one."""
+        return 0.0 if self.timeline is None else self.timeline.idle_share()
+
     def bytes_of(self, kind: str) -> int:
         return sum(row.bytes for row in self.memory if row.kind == kind)
 
     def __str__(self) -> str:
         return "\n".join(
             [
+                *self.head,
                 f"rank {self.rank} of {self.world_size}: {self.layout}",
                 f"parameters {self.parameters:,}, here {self.local_parameters:,}",
                 *(f"  {term.name:<18} {term.value:>12,}  {term.origin}" for term in self.batch),
@@ -132,6 +146,25 @@ class RunPlan:
             return "the device's memory is not known"
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
 
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The answer in three lines: whether it fits, what fills the peak, what a step moves and how long it waits."""
+        rows = sorted(
+            (row for row in self.memory if row.tier == "device" and row.bytes), key=lambda row: -row.bytes
+        )
+        filled = [f"{row.kind} {size(row.bytes)}" for row in rows[:MOST_NAMED]]
+        if rest := sum(row.bytes for row in rows[MOST_NAMED:]):
+            filled.append(f"others {size(rest)}")
+        return (
+            f"{self.verdict}: peak {size(self.peak_bytes)} on rank {self.rank} of {self.world_size}",
+            f"  filled by {', '.join(filled)}",
+            f"  {self.moved}",
+        )
+
+    @property
+    def moved(self) -> str:
+        return f"moves {size(self.payload_bytes)} a step, bubble {self.bubble:.1%}"
+
 
 def libraries_bytes(config: Config) -> int:
     """What a process that trains so loads beside torch's import; what compiling itself takes is not known."""
@@ -140,7 +173,7 @@ def libraries_bytes(config: Config) -> int:
 
 
 def table(made: RunPlan) -> Any:
-    """A plan as rich tables, one under the other."""
+    """What a plan is made of, as rich tables, one under the other; `head` comes before."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -175,13 +208,3 @@ def table(made: RunPlan) -> Any:
 
 def _told(row: MemoryTerm) -> str:
     return row.origin if row.tier == "device" else f"on the {row.tier}: {row.origin}"
-
-
-def size(number: int) -> str:
-    """Bytes for people."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
