@@ -126,7 +126,7 @@ class Engine:
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
-        self._at_end.callback(self._state.checkpoints.close)
+        self._at_end.callback(self._state.close_checkpoints)
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
         context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
@@ -412,7 +412,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
         self.is_closed = True
-        self._state.checkpoints.close()
+        self._state.close_checkpoints()
         self._state.regain_weights()
         parked = self._state.park()
         self._parts.detach()
