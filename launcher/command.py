@@ -23,6 +23,7 @@ from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
 from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
+from colossal_lite.launcher.prove_command import ProveCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
 PROGRAM = "colossal-lite"
@@ -221,13 +222,29 @@ class CkptCommand:
         return self.action.run()
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make report.html of a run again, from the files in its folder."""
+
+    folder: Positional[Path]
+    """What `cl.Run` was given."""
+
+    def run(self) -> int:
+        from colossal_lite.observe.report import write_report
+
+        print(f"{write_report(self.folder)}: written")
+        return 0
+
+
 Command = (
     Annotated[NewCommand, subcommand("new")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
+    | Annotated[ProveCommand, subcommand("prove")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
+    | Annotated[ReportCommand, subcommand("report")]
 )
 
 
@@ -243,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = tyro.cli(Command, args=given, prog=PROGRAM, description=ABOUT, return_unknown_args=True)
     if rest and isinstance(command, ConfigCommand) and isinstance(command.action, Show):
         command = ConfigCommand(replace(command.action, overrides=tuple(rest)))
-    elif rest and isinstance(command, PlanCommand):
+    elif rest and isinstance(command, PlanCommand | ProveCommand):
         command = replace(command, overrides=tuple(rest))
     elif rest:
         print(
@@ -254,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that the command was told to write or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:

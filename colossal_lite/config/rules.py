@@ -187,7 +187,7 @@ def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[
     if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
         rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
         yield Problem("parallel.sequence.mode", sequence.mode, rule, "ring, ulysses, usp, allgather_kv")
-    tokens, heads = list(_token_rules(sequence, facts)), list(_head_rules(sequence, facts))
+    shape, heads = list(_shape_rules(sequence)), list(_head_rules(sequence, facts))
     if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
         inner = [
             n for n in divisors(sequence.size) if not any(_head_rules(_with(sequence, "ulysses", n), facts))
@@ -198,7 +198,7 @@ def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[
     sizes = [
         n for n in divisors(facts.sequence) if not any(sequence_rules(_with(sequence, "size", n), facts))
     ]
-    for rule in (*tokens, *heads):
+    for rule in (*shape, *heads):
         yield Problem("parallel.sequence.size", sequence.size, rule, _listed(sizes or [1]))
 
 
@@ -247,10 +247,6 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
         yield f"ffn {facts.ffn} does not divide into {hidden} parts"
     if facts.vocabulary < edge:
         yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
-    tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
-    if tensor.cuts_sequence and not rest and tokens % tensor.size:
-        whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
-        yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
 
 
 def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> list[int]:
@@ -264,21 +260,14 @@ def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: Mo
 
 
 def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    """What the sequence axis breaks."""
-    yield from _token_rules(sequence, facts)
+    """What the sequence axis breaks. Sequences of other lengths are padded (parallel/padding.py)."""
+    yield from _shape_rules(sequence)
     yield from _head_rules(sequence, facts)
 
 
-def _token_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    if sequence.size == 1:
-        return
+def _shape_rules(sequence: SequenceConfig) -> Iterator[str]:
     if not sequence.fits(sequence.size):
         yield f"ulysses={sequence.ulysses} does not divide it"
-    if facts.sequence % sequence.multiple:
-        low = facts.sequence // sequence.multiple * sequence.multiple
-        why = "zigzag pieces, 2 for each rank" if sequence.multiple > sequence.size else "pieces"
-        near = f"{low} or {low + sequence.multiple}" if low else f"{sequence.multiple}"
-        yield f"sequence {facts.sequence} does not divide into {sequence.multiple} {why}; {near} would"
 
 
 def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:

@@ -15,18 +15,23 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from colossal_lite.checkpoint.manifest import CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
-from colossal_lite.data.dataloader import Loader
+from colossal_lite.data.loader import Loader
 from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.step_measurements import leave_measurements
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
 from colossal_lite.observe.flops import device_peak_flops
+from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
 from colossal_lite.observe.sinks import run_sinks
 
@@ -38,7 +43,8 @@ class Run:
     for batch in run.batches(train, global_batch=32, steps=5000):
         result = run.step(batch)
 
-    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json` and
+    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json`,
+    `measured.json` and `schedule.json` (memory of the second step, times of the third), `report.html` and
     `logs/rank-N.log`. The last step is always saved."""
 
     def __init__(
@@ -63,7 +69,6 @@ class Run:
         self._save_every = save_every
         self._extra = {"facts": dict(facts or {})}  # for manifests
         self._loader: Loader | None = None
-        self._loader_options: Mapping[str, Any] = {}
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
         self._check_folder()
@@ -76,8 +81,10 @@ class Run:
         peak = device_peak_flops(self.context.device, self.context.config.precision.dtype)
         self._log = RunLog(
             folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
-            device=self.context.device, resumed_step=engine.steps, also=run_sinks(log, folder, self._extra["facts"]),
+            device=self.context.device, resumed_step=engine.steps, 
+            also=run_sinks(log, folder, self._extra["facts"], engine.steps),
         )  # fmt: skip
+        self._folder, self._begun, self._measures = folder, engine.steps, False
         self.context.hold(self._opened())
         engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
         engine.on_step(self._after_step, reads_weights=False)
@@ -93,16 +100,15 @@ class Run:
             raise ValueError(f"steps: {steps}; legal: 1 or more, those made before a resume included")
         start = self._samples
         self._loader = self.context.dataloader(dataset, start=start, **loader)
-        self._loader_options = loader
-        order = self._loader.order
-        before = self._data_before.get("samples", order.num_samples)
-        if start and before != order.num_samples:
+        found = self._loader.num_samples
+        before = self._data_before.get("samples", found)
+        if start and before != found:
             raise ValueError(
-                f"dataset: {order.num_samples} samples, and {before} when {self.directory} was begun: their order "
+                f"dataset: {found} samples, and {before} when {self.directory} was begun: their order "
                 f"would be another; legal: the dataset of then, or a new directory and "
                 f"engine.load({str(self.checkpoints)!r})"
             )
-        self._extra["data"] = {"samples": order.num_samples, "global_batch": order.global_batch}
+        self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         config = {row.path: row.value for row in self.context.config.resolved()}
         self._log.describe({**self._extra, "steps": steps, "config": config})
@@ -123,8 +129,12 @@ class Run:
     def step(self, batch: Any) -> StepResult:
         """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
         self._raise_stop()
+        # the second step allocates nothing: what it holds is what every further one does
+        made = self.engine.steps - self._begun
+        meters = self._folder and made == 1 and self.context.config.compile == "none"
+        self._measures = made == 2
         try:
-            with self._log.timeline.span("step"):
+            with self._log.timeline.span("step"), self.engine.metered() if meters else nullcontext():
                 return self.engine.train_step(batch)
         except Stopped as stopped:
             if stopped.code == SAVES_FAILED:
@@ -136,11 +146,9 @@ class Run:
     def evaluate(self, dataset: Any, **loader: Any) -> float:
         """The mean loss over all valid labels of a held-out `dataset`, every sample once; equal on every rank.
 
-        Its batches are as those of training, but neither shuffled nor dropped; `loader` changes that. Auxiliary losses
-        are weighed in each batch. Collective."""
-        options = {**self._loader_options, "shuffle": False, "drop_last": False, **loader}
-        if "global_batch" not in options and self._loader is not None:
-            options["global_batch"] = self._loader.order.global_batch
+        Its batches are as those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader`
+        changes that. Auxiliary losses are weighed in each batch. Collective."""
+        options = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **loader}
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
             for batch in self.context.dataloader(dataset, **options):
@@ -162,6 +170,11 @@ class Run:
                 self._log.say(f"NOT SAVED: {error}")
         self._log.lap()
 
+    def report(self) -> Path:
+        """Write report.html now; it is written at the end of the run anyway. Its path."""
+        self._log.report()
+        return self.directory / REPORT
+
     # ---- what happens around it ----
 
     @property
@@ -169,9 +182,23 @@ class Run:
         """The position in the data."""
         return self._loader.samples if self._loader is not None else self.engine.samples
 
+    def _options_of(self, dataset: Any) -> dict[str, Any]:
+        """The options of the training loader that hold for another dataset."""
+        if self._loader is None:
+            return {}
+        names = (
+            ("labels",)
+            if isinstance(dataset, DataLoader)
+            else ("labels", "global_batch", "collate", "workers")
+        )
+        return {name: getattr(self._loader.settings, name) for name in names}
+
     def _after_step(self, result: StepResult) -> None:
         self._result = result
         self._log.step(result, self.engine.ledger.payload_bytes)
+        if self._measures:
+            self._measures = False
+            self._log.dropped.attempt(partial(leave_measurements, self.engine, self._folder))
         if self._save_every and result.step % self._save_every == 0:
             self.save()
 

@@ -18,16 +18,16 @@ from itertools import product
 from typing import Any
 
 from colossal_lite.config.config import Config
-from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig, token_parts
 from colossal_lite.config.rules import divisors
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
+from colossal_lite.observe.tables import size
 from colossal_lite.parallel.tensor_modes import mode_file
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.planner import facts_of_config, plan
-from colossal_lite.planner.run_plan import size
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 
@@ -164,7 +164,8 @@ def _cost(config: Config, model: GPTConfig, batch: int, sequence: int, world_siz
     config = config.check_world(world_size)
     layout, facts = config.layout(), facts_of_config(model)
     itemsize = Precision.of(config.precision).compute.itemsize
-    tokens = sequence // config.parallel.sequence.size
+    parts = token_parts(config.parallel.tensor, config.parallel.sequence)
+    tokens = -(-sequence // parts) * parts // config.parallel.sequence.size
     rows = [
         row
         for samples in made.micro_batches
