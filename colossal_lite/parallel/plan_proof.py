@@ -19,6 +19,7 @@ from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
@@ -48,6 +49,7 @@ class _Trial:
     layout: MeshLayout
     mode: str
     regather_inputs: bool
+    criterion: ModelLoss | None
 
     def difference(self, roles: Mapping[str, Role], sequence_parallel: bool) -> Difference | None:
         """Raises NotRunError if the plain copy does not run."""
@@ -57,9 +59,11 @@ class _Trial:
         options = (sequence_parallel, self.regather_inputs)
 
         def swap(module: nn.Module, mesh: Mesh) -> ModeResult:
-            return mode_file(self.mode).swap_layers(module, mesh, roles, *options)
+            made = mode_file(self.mode).swap_layers(module, mesh, roles, *options)
+            gather_logits(module, roles, made[0], self.criterion)
+            return made
 
-        return prove(self.small.model, batch, swap, self.layout)
+        return prove(self.small.model, batch, swap, self.layout, self.criterion)
 
     def fitting(self, sequence_parallel: bool) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -96,10 +100,11 @@ class _Trial:
 
 
 def check_plan(
-    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], *, sequence_parallel: bool,
-    regather_inputs: bool,
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], sequence_parallel: bool,
+    regather_inputs: bool, criterion: ModelLoss | None = None,
 ) -> None:  # fmt: skip
     """Raises ValueError for roles with which the swapped model is not the plain one; the same on every rank.
+    `criterion`: the loss is the model's own.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
     """
@@ -107,7 +112,7 @@ def check_plan(
         return
 
     def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, Difference | None]:
-        trial = _trial(small, mesh, sequence_parallel, regather_inputs, as_it_is=as_it_is)
+        trial = _trial(small, mesh, sequence_parallel, regather_inputs, criterion, as_it_is=as_it_is)
         return trial, trial.difference(small.roles, sequence_parallel)
 
     try:
@@ -226,8 +231,9 @@ def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrow
 
 
 def _trial(
-    small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool, *, as_it_is: bool
-) -> _Trial:
+    small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool, criterion: ModelLoss | None, *,
+    as_it_is: bool,
+) -> _Trial:  # fmt: skip
     """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
     cut, if the copy is `as_it_is`."""
     mode, options = mode_of(mesh), (small.roles, sequence_parallel, regather_inputs)
@@ -239,7 +245,7 @@ def _trial(
             swap_layers(copy.deepcopy(small.model), Mesh.recording(layout), *options)
         except ValueError:  # fewer ranks may not divide what the real number does
             continue
-        return _Trial(small, layout, mode, regather_inputs)
+        return _Trial(small, layout, mode, regather_inputs, criterion)
     raise NoCopyError("no small number of ranks divides its heads as the real number does")
 
 
