@@ -63,7 +63,7 @@ class ScriptEnd:
         """An error leaves a context: keep which rank was the first to fail, while that can be asked."""
         self._heard = (id(error), first_failure)
         if isinstance(error, Stopped) and error.code:  # to Python that is no error
-            _record(error)
+            _record(error, str(error))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1"):
@@ -74,15 +74,21 @@ class ScriptEnd:
         )
         if said := self._said(error, refused):
             print(said, file=sys.stderr, flush=True)
-        _record(error)
+        of, first = self._heard
+        _record(error, first.partition("\n")[0] if of == id(error) and self._follows(first) else str(error))
         if refused:
             raise SystemExit(REFUSED)
+
+    def _follows(self, first_failure: str) -> bool:
+        """Whether another rank has failed first."""
+        rank = self.place.rank if self.place else None
+        return bool(first_failure) and not first_failure.startswith(f"rank {rank} ")
 
     def _said(self, error: BaseException, refused: bool) -> str:
         """What this rank prints."""
         of, first = self._heard
         rank = self.place.rank if self.place else None
-        if of == id(error) and first and not first.startswith(f"rank {rank} "):
+        if of == id(error) and self._follows(first):
             has_agent = self.place is not None and self.place.has_agent
             return "" if has_agent else f"rank {rank} ends, as {first.partition(chr(10))[0]}"
         if (
@@ -98,11 +104,11 @@ class ScriptEnd:
         return who + "".join(_trimmed(traceback.TracebackException.from_exception(error)).format()).rstrip()
 
 
-def _record(error: BaseException) -> None:
-    """Fill the error file that torchrun has given to this rank, if it has: its last lines show one line of it."""
+def _record(error: BaseException, text: str) -> None:
+    """Fill the error file that torchrun has given to this rank, if it has: its last lines show the text."""
     kind = type(type(error).__name__, (Exception,), {"__module__": "builtins"})
     try:
-        raise kind(str(error)) from None  # without its traceback, causes and notes, which are told elsewhere
+        raise kind(text) from None  # without its traceback, causes and notes, which are told elsewhere
     except Exception as told:
         get_error_handler().record_exception(told.with_traceback(None))
 

@@ -81,7 +81,7 @@ COLLECTIVES = {
     *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
 }
 COMMUNICATOR = "distributed.communicator"
-DISTRIBUTED = {COMMUNICATOR, "distributed.mesh", "launcher.start"}
+DISTRIBUTED = {COMMUNICATOR, "distributed.mesh", "launcher.script_end", "launcher.start"}
 ENVIRONMENT = {"launcher.env"}
 DEVICE_COPIES = {
     "memory.link": "what travels in a step",
