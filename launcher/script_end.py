@@ -4,7 +4,7 @@ Note: which rank speaks.
 An error that ends a script comes to `sys.excepthook`.  `launch` and `options` put ours there, in each process that a
 user started.
 What was asked for and cannot be (ConfigError, LaunchError, a ValueError that this package raises) is told without a
-traceback, and the exit code is 2.  Of any other error the frames of the user's files are shown, and where it was
+traceback, and the exit code is 2; ranks that do not meet (CommError) are told without one too.  Of any other error the frames of the user's files are shown, and where it was
 raised.  A rank that fails since another did is quiet; without torchrun, whose last lines name it, it prints a line.
 All of a traceback is in the log of a rank that has a `Run`, or shown by Python's development mode.
 """
@@ -21,6 +21,7 @@ from typing import TypeVar
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from colossal_lite.config.errors import ConfigError
+from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine.stopping import Stopped
 from colossal_lite.launcher import env
 from colossal_lite.launcher.env import Launch, LaunchError
@@ -98,7 +99,7 @@ class ScriptEnd:
         ):
             return ""  # all ranks find the same
         who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
-        if refused:
+        if refused or isinstance(error, CommError):
             at = "".join(f"\n  {f.filename}, line {f.lineno}: {f.line}" for f in _user_frames(error)[-1:])
             return "\n".join([f"{who}{error}", *getattr(error, "__notes__", ())]) + at
         return who + "".join(_trimmed(traceback.TracebackException.from_exception(error)).format()).rstrip()
