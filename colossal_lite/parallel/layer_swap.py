@@ -72,6 +72,16 @@ class Swap(ABC):
         """The layer that takes the place of `module`; itself where only specs are needed. Calls `parameter` for each
         parameter that the module holds."""
 
+    @property
+    def tells_heads(self) -> bool:
+        """Whether modules of the role `attention` are told that they have a share of the heads."""
+        return True
+
+    @property
+    def at_root(self) -> Placements:
+        """How gradients of the model's own parameters lie, beside data and sequence."""
+        return ()
+
     has_adapters = False
     """Whether this mode knows the role `adapter`."""
 
@@ -107,8 +117,11 @@ class Swap(ABC):
             layer = self.layer(name, owners[name], role, held)
             if layer is not owners[name]:
                 _replace(self.module, name, layer)
+        for parameter in self.module.parameters(recurse=False):
+            self.parameter(parameter, gradient=self.at_root)
         for name, held in heads.items():
-            _set_heads(owners[name], held, self.head_parts)
+            if self.tells_heads:
+                _set_heads(owners[name], held, self.head_parts)
         return self.specs
 
     def replaces(self, name: str, role: Role) -> bool:
@@ -169,10 +182,9 @@ class Swap(ABC):
 
 def output_rows(rows: int, role: Role, heads: Heads | None, parts: int) -> tuple[Dim, str | None]:
     """Output features of a column-wise linear as factors, and the factor that is cut (None: all rows are kept)."""
-    if role.detail == "gate_up":
-        return ((Factor("ffn", rows // 2),), (Factor("ffn", rows // 2),)), "ffn"
     if role.detail not in ("qkv", "kv"):
-        return plain("out", rows), "out"
+        unit = rows // sum(role.shares)
+        return tuple((Factor("out", unit * share),) for share in role.shares), "out"
     assert heads is not None
     total = heads.query + 2 * heads.key if role.detail == "qkv" else heads.key
     width = Factor("K", rows // total)

@@ -9,8 +9,9 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -35,11 +36,13 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
-from colossal_lite.parallel.plan_proof import check_plan, check_sequence
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
+from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
-from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
+from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
-from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
+from colossal_lite.parallel.small_copy import NoCopyError
+from colossal_lite.parallel.tensor_modes import Form, LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
@@ -67,7 +70,7 @@ def parallelize(
     mesh: Mesh,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | Literal["auto"] = "auto",
     regather_inputs: bool = True,
     sequence_mode: str = "ring",
     kernels: Literal["auto", "torch", "triton"] = "auto",
@@ -88,23 +91,20 @@ def parallelize(
         _check_attention(module, sequence_mode)
         known = known_plan(*_names(module))
         check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
-    _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
     if mesh.size("tensor") == 1:
+        _check_auxiliary(module, mesh, False, sequence_mode)
         made = _serial(module)
     else:
-        chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
-        roles = assign_roles(chosen, *_names(module))
-        check_plan(
-            module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
-        )  # fmt: skip
+        chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs)
+        _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
-        made = swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
+        made = swap_layers(module, mesh, roles, form)
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
     if streams and linears:
@@ -200,14 +200,50 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, _ in module.named_modules() if name], owners
 
 
-def _auto_plan(module: nn.Module) -> Mapping[str, str]:
-    found = known_plan(*_names(module))
-    if found is None:
-        raise ValueError(
-            f"plan='auto': the module names of {type(module).__name__} are not those of a model that is known "
-            f"({', '.join(PLANS)}); give a dict from name patterns to roles: {', '.join(ROLES)}"
-        )
-    return with_adapters(found[1], module)
+def _proven(
+    module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool,
+) -> tuple[Mapping[str, str], Mapping[str, Role], Form]:  # fmt: skip
+    """The plan, the roles and the form in which the model stays what it is. Raises ValueError if there are none."""
+    first: ValueError | None = None
+    given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh)
+    for found in given:
+        chosen = found.plan
+        try:
+            roles = assign_roles(chosen, *_names(module))
+            form = check_plan(
+                module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
+            )  # fmt: skip
+        except ValueError as error:
+            first = first or error
+            continue
+        if found.whole and mesh.rank == 0:
+            told = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
+            warnings.warn(
+                f"plan='auto': left whole, exact but with no saving: {told}" + (f" ({first})" if first else ""),
+                stacklevel=4,
+            )
+        return chosen, roles, form
+    assert first is not None, "there is a plan"
+    raise first
+
+
+def _auto_plans(module: nn.Module, mesh: Mesh) -> Iterator[AutoPlan]:
+    """Plans to be proven: of known names; of a run; and of the run with pairs of linears left whole."""
+    if (known := known_plan(*_names(module))) is not None:
+        yield AutoPlan(with_adapters(known[1], module), {})
+        if isinstance(module, GPT):
+            return
+    try:
+        found = auto_plan(module, parts_of(mesh))
+    except NoCopyError as error:
+        if known is None:
+            raise ValueError(
+                f"plan='auto': {type(module).__name__} does not run on random words ({error}), so that its roles "
+                f"cannot be read; give a dict from name patterns to roles: {', '.join(ROLES)}"
+            ) from None
+        return
+    yield from found.choices()
 
 
 # Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def small_copy(
             raise NoCopyError("it has buffers on meta")
         memo[id(buffer)] = _copied(buffer if narrow is None else narrow.part(buffer))
     try:
-        made = copy.deepcopy(model, memo)
+        made = deep_copy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise NoCopyError(f"it cannot be copied: {type(error).__name__}: {error}") from error
     for name in dropped:
@@ -85,6 +86,20 @@ def small_copy(
         narrow.tell(made)
     words, padding = _resize(made, left)
     return SmallCopy(made.eval(), dict(left), words, padding)
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy, in which functions that a module keeps, and their closures, refer to the modules of the copy."""
+    memo = {} if memo is None else memo
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = (CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in value.__closure__)
+                module.__dict__[name] = FunctionType(
+                    value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+                )
+    return made
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ rank of the real world comes to the same verdict.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.small_copy import deep_copy
 from colossal_lite.parallel.tensor_modes import ModeResult
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -110,7 +110,7 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
     run by itself.
     """
     calls = _Calls()
-    plain = copy.deepcopy(model)
+    plain = deep_copy(model)
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -124,7 +124,7 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
         meshes = Mesh.emulated(layout, world)
         watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(copy.deepcopy(model), mesh, batch, replace, calls)
+            _Rank(deep_copy(model), mesh, batch, replace, calls)
             for mesh, calls in zip(meshes, watched, strict=True)
         ]
         try:
@@ -140,6 +140,15 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
     return Difference(first.what, tuple(places), bypassed)
 
 
+def run_plainly(model: nn.Module, batch: Batch) -> None:
+    """Run a small copy forward, for the hooks that are on it. Raises NotRunError if it does not run."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide():
+        try:
+            model(*batch.args, **batch.kwargs)
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
+
+
 def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
     """Modules never called, of which a module within was."""
     return tuple(
@@ -153,7 +162,8 @@ def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
 def _plain_run(model: nn.Module, batch: Batch) -> _Run:
     with torch.enable_grad(), Wide():
         logits = logits_of(model(*batch.args, **batch.kwargs))
-        loss = F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), reduction="sum")
+        labels = _last(batch.labels, logits)
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     loss.backward()
     return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
@@ -179,7 +189,7 @@ class _Rank:
         part = strategy.local_part(self.batch)
         with torch.enable_grad(), Wide():
             logits = logits_of(self.model(*part.args, **part.kwargs))
-            total, _ = strategy.cross_entropy(TORCH, logits, part.labels)
+            total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
         total.backward()
         told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
         loss = float(self.mesh.world.all_reduce(told.clone()))
@@ -209,6 +219,11 @@ class _Rank:
         return Difference(
             f"its loss is right, but the gradient of {name} is not (norm {sizes})", tuple(owners)
         )
+
+
+def _last(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels of the tokens that have logits: a forward without targets may give those of the last ones only."""
+    return labels[:, labels.shape[1] - logits.shape[1] :] if logits.dim() == 3 else labels
 
 
 def _zeros(spec: ShardSpec) -> Tensor:

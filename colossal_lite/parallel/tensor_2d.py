@@ -46,7 +46,7 @@ from colossal_lite.parallel.tensor_grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
@@ -188,7 +188,7 @@ class TensorParallel2D(TensorParallelGrid):
 
 
 def swap_layers(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence_parallel: bool, _regather_inputs: bool
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form: Form
 ) -> ModeResult:
     """Swap the layers of `module` for this rank's parts, in place."""
     vocabulary, width = head_weight(module, roles).shape

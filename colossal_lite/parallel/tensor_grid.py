@@ -257,7 +257,7 @@ class TensorParallelGrid(Swap):
                 outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
                 yield "inputs", inputs, math.prod(comm.size for comm in lie.inputs)
                 if role.name in ("colwise", "rowwise") and role.detail not in ("qkv", "kv"):
-                    yield "outputs", outputs, lie.outputs.size * (2 if role.detail == "gate_up" else 1)
+                    yield "outputs", outputs * math.gcd(*role.shares), lie.outputs.size * sum(role.shares)
             case "norm" | "position":
                 yield "features", weight.shape[-1], self.stream.size
 
