@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.layer_swap import heads_of
 from colossal_lite.parallel.plan_proof import on_a_copy
 from colossal_lite.parallel.roles import Role, match_name
@@ -44,7 +43,9 @@ class AutoPlan:
     def choices(self) -> Iterator[AutoPlan]:
         """This plan; then with the linears of one module left whole, and last of all."""
         yield self
-        cut = {pattern: role for pattern, role in self.plan.items() if role.startswith(("colwise", "rowwise"))}
+        cut = {
+            pattern: role for pattern, role in self.plan.items() if role.startswith(("colwise", "rowwise"))
+        }
         owners = list(dict.fromkeys(pattern.rpartition(".")[0] for pattern in cut))
         for chosen in ([owner] for owner in owners) if len(owners) > 1 else ():
             yield self._without(cut, chosen)
@@ -72,7 +73,8 @@ class _Found:
 
     parts: int
     owner: dict[str, Tensor] = field(default_factory=dict)
-    rowwise: list[str] = field(default_factory=list)
+    rowwise: dict[str, list[str]] = field(default_factory=dict)
+    """Row-wise linears, each with its column-wise ones."""
     mixing: set[str] = field(default_factory=set)
     """Row-wise linears whose input sees other tokens: those of attention."""
     faults: dict[str, str] = field(default_factory=dict)
@@ -100,9 +102,11 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
             whole |= found.faults
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]
     roles |= _as_in_kept(roles, blocks, dropped)
+    attentions = tuple(f"{name}." for name, role in roles.items() if role == "attention")
     for name, module in model.named_modules():
         if name and name not in roles and any(True for _ in module.parameters(recurse=False)):
-            roles[name] = "norm" if _is_norm(module) else "replicate"
+            is_norm = _is_norm(module) and not name.startswith(attentions)
+            roles[name] = "norm" if is_norm else "replicate"
     return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks))
 
 
@@ -232,7 +236,7 @@ def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
     for name, owner in claims.items():
         before = found.owner.get(name)
         found.owner[name] = owner if before is None else torch.where(owner >= 0, owner, before)
-    found.rowwise.append(call.name)
+    found.rowwise[call.name] = list(claims)
     at_end = _gradients(call.input[:, -1], [c.output for c in earlier if c.name in claims])
     if any(g is not None and bool(g[:, :-1].any()) for g in at_end):
         found.mixing.add(call.name)
@@ -254,19 +258,36 @@ def _gradients(x: Tensor, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
 
 
 def _linear_roles(found: _Found) -> dict[str, str]:
-    """Roles of the linears of one block. A row-wise linear of which a column-wise one has no legal form is whole."""
-    roles: dict[str, str] = {}
-    for name, owner in found.owner.items():
-        shares = shares_of(owner.tolist(), found.parts)
-        if shares is None:
-            found.faults[name] = f"its rows do not divide into {found.parts} parts block by block"
-            return dict.fromkeys((*found.owner, *found.rowwise), "replicate")
-        roles[name] = "colwise" if len(shares) == 1 else f"colwise:{'+'.join(map(str, shares))}"
-    return roles | dict.fromkeys(found.rowwise, "rowwise")
+    """Roles of the linears of one block. Pairs with a column-wise linear that has no legal form are left whole."""
+    shares = {name: shares_of(owner.tolist(), found.parts) for name, owner in found.owner.items()}
+    bad = {name for name, found_shares in shares.items() if found_shares is None}
+    for name in sorted(bad):
+        found.faults[name] = f"its rows do not divide into {found.parts} parts block by block"
+    left: set[str] = set()
+    while more := {row for row, firsts in found.rowwise.items() if row not in left and bad & set(firsts)}:
+        left |= more
+        bad |= {first for row in more for first in found.rowwise[row]}
+    roles = dict.fromkeys((*bad, *left), "replicate")
+    for name in [row for row in found.rowwise if row not in left]:
+        roles[name] = "rowwise"
+        for first in found.rowwise[name]:
+            blocks = shares[first] or (1,)
+            roles[first] = "colwise" if len(blocks) == 1 else f"colwise:{'+'.join(map(str, blocks))}"
+    found.mixing -= left
+    return roles
 
 
 def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The proportion of blocks of rows, each of which is cut into equal parts in order; None if there are none."""
+    """The proportion of blocks of rows, each of which is cut into equal parts in order; None if there are none.
+
+    Rows of part -1 are those of units that were off in the run; where most rows tell, they follow."""
+    if -1 in owners:
+        known = [(row, part) for row, part in enumerate(owners) if part >= 0]
+        for count in (1, 2, 3) if 2 * len(known) > len(owners) else ():
+            size, rest = divmod(len(owners), count)
+            if not rest and all(row % size * parts // size == part for row, part in known):
+                return (1,) * count
+        return None
     runs_ = [(part, len(list(run))) for part, run in groupby(owners)]
     blocks = []
     for start in range(0, len(runs_), parts):
@@ -322,4 +343,3 @@ def _patterns(roles: Mapping[str, str], blocks: Sequence[str]) -> dict[str, str]
         alike = {role for other, role in roles.items() if match_name(glob, other)}
         found[glob if len(alike) == 1 else name] = text
     return found
-

@@ -112,7 +112,7 @@ class Swap(ABC):
             raise ValueError("parallelize: " + "; ".join(faults))
         self._names = {id(p): name for name, p in self.module.named_parameters()}
         self.prepare()
-        for name, role in self.roles.items():
+        for name, role in sorted(self.roles.items(), key=lambda each: each[1].name == "replicate"):
             held = next((heads[a] for a in ancestors(name) if a in heads), None)
             layer = self.layer(name, owners[name], role, held)
             if layer is not owners[name]:
@@ -167,6 +167,15 @@ class Swap(ABC):
             empty = torch.empty(shape, dtype=original.dtype, device="meta")
             self._local[id(original)] = nn.Parameter(empty, requires_grad=original.requires_grad)
         return self._local[id(original)]
+
+    def replicated(self, module: nn.Module, gradient: Placements = ()) -> None:
+        """Every rank has the parameters of a module; one that a layer shares is the part of that layer."""
+        for name, parameter in module.named_parameters(recurse=False):
+            known = self.specs.get(self._names[id(parameter)])
+            if known is None or not known.value:
+                self.parameter(parameter, gradient=gradient)
+            else:
+                module.register_parameter(name, self._local[id(parameter)])
 
     def _head_faults(self, name: str, heads: Heads) -> list[str]:
         n, faults = self.head_parts, []

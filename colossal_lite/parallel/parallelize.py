@@ -26,6 +26,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
 from colossal_lite.parallel.dropout_rows import (
     CutLinear,
     adapters_of,
@@ -36,13 +37,19 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
-from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
 from colossal_lite.parallel.small_copy import NoCopyError
-from colossal_lite.parallel.tensor_modes import Form, LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
+from colossal_lite.parallel.tensor_modes import (
+    Form,
+    LocalRows,
+    ModeResult,
+    TensorStrategy,
+    mode_file,
+    mode_of,
+)
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
@@ -220,7 +227,8 @@ def _proven(
         if found.whole and mesh.rank == 0:
             told = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
             warnings.warn(
-                f"plan='auto': left whole, exact but with no saving: {told}" + (f" ({first})" if first else ""),
+                f"plan='auto': left whole, exact but with no saving: {told}"
+                + (f" ({first})" if first else ""),
                 stacklevel=4,
             )
         return chosen, roles, form

@@ -67,7 +67,9 @@ class _Trial:
                 groups.setdefault((".".join(parts), role.detail), []).append(name)
         details = ("", *DETAILS["colwise"])
         tries: list[tuple[list[str], str]] = [([], "")]
-        tries += [(names, detail) for (_, now), names in groups.items() for detail in details if detail != now]
+        tries += [
+            (names, detail) for (_, now), names in groups.items() for detail in details if detail != now
+        ]
         whole = [replace(form, sequence_parallel=False) for form in forms]
         for names, detail in tries[:MOST_TRIES]:
             roles = {**self.small.roles, **dict.fromkeys(names, Role("colwise", detail))}
@@ -122,7 +124,7 @@ def check_plan(
         if sequence_parallel == "auto" and not form.sequence_parallel and mesh.rank == 0:
             warnings.warn(
                 f"parallel.tensor.sequence_parallel: off, as {type(model).__name__} is not exact with it: "
-                f"{found[0].what}",
+                f"{found[-1 if len(found) < 3 else 1].what}",
                 stacklevel=4,
             )
         return form

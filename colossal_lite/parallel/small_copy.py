@@ -85,7 +85,7 @@ def small_copy(
     if narrow is not None:
         narrow.tell(made)
     words, padding = _resize(made, left)
-    return SmallCopy(made.eval(), dict(left), words, padding)
+    return SmallCopy(made.train(), dict(left), words, padding)
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -112,9 +112,12 @@ def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tup
 def _alike(model: nn.Module, roles: Mapping[str, Role]) -> tuple[str, ...]:
     """Prefixes, with a dot, of blocks beyond the first ones that are like them in class, shapes and roles."""
     dropped: list[str] = []
+    within: tuple[str, ...] = ()
     for path, owner in model.named_modules():
-        if not isinstance(owner, nn.ModuleList | nn.Sequential) or path.startswith(tuple(dropped)):
+        if not isinstance(owner, nn.ModuleList | nn.Sequential) or path.startswith(within):
             continue
+        if path and any(any(True for _ in child.children()) for child in owner.children()):
+            within = (*within, f"{path}.")  # lists within blocks are parts of them, such as heads
         seen: dict[Any, int] = {}
         for name, child in owner.named_children():
             full = f"{path}.{name}." if path else f"{name}."

@@ -95,6 +95,22 @@ class Wide(TorchFunctionMode):
         return isinstance(value, torch.dtype) and value in self.NARROW
 
 
+class Plainly(Wide):
+    """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
+
+    DROPOUTS = (
+        F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 @dataclass(frozen=True)
 class _Run:
     """What a run of a model gave: its loss and gradients (None where none came)."""
@@ -142,7 +158,7 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
 
 def run_plainly(model: nn.Module, batch: Batch) -> None:
     """Run a small copy forward, for the hooks that are on it. Raises NotRunError if it does not run."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Plainly():
         try:
             model(*batch.args, **batch.kwargs)
         except Exception as error:  # of a user's code, whatever it is
@@ -160,7 +176,7 @@ def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
 
 
 def _plain_run(model: nn.Module, batch: Batch) -> _Run:
-    with torch.enable_grad(), Wide():
+    with torch.enable_grad(), Plainly():
         logits = logits_of(model(*batch.args, **batch.kwargs))
         labels = _last(batch.labels, logits)
         loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
@@ -187,7 +203,7 @@ class _Rank:
         fill_placeholders(self.model, originals, specs, self.mesh)
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
-        with torch.enable_grad(), Wide():
+        with torch.enable_grad(), Plainly():
             logits = logits_of(self.model(*part.args, **part.kwargs))
             total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
         total.backward()

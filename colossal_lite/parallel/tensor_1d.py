@@ -182,11 +182,12 @@ class TensorParallel1D(Swap):
     def _is_door(self, parent: str) -> bool:
         """Whether the sequence may be gathered where this module begins: it is an attention or MLP that is called."""
         is_block = not parent or self.roles.get(parent, Role("")).name == "block"
-        return not is_block and not isinstance(self.module.get_submodule(parent), nn.ModuleDict | nn.ModuleList)
+        return not is_block and not isinstance(
+            self.module.get_submodule(parent), nn.ModuleDict | nn.ModuleList
+        )
 
     def _open(self, door: nn.Module, mode: Tensor1D) -> None:
         """Gather the sequence where the module begins."""
-
 
         def enter(x: Tensor) -> Tensor:
             whole = gather_from_sequence_region(x, mode)
@@ -226,8 +227,7 @@ class TensorParallel1D(Swap):
                 return PositionEmbedding(mode, self.parameter(module.weight, gradient=per_token))
         sees_part = role.name in ("norm", "replicate", "block") and mode.sequence_parallel  # of the tokens
         sees_part = sees_part or not self._regions.isdisjoint(ancestors(name))  # of the heads
-        for parameter in module.parameters(recurse=False):
-            self.parameter(parameter, gradient=((AXIS, Partial),) if sees_part else ())
+        self.replicated(module, gradient=((AXIS, Partial),) if sees_part else ())
         return kept
 
     # ---- adapters ----

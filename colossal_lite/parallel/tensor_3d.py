@@ -215,9 +215,7 @@ class TensorParallel3D(TensorParallelGrid):
 # ---- the functions of `tensor_modes.ModeFile` ----
 
 
-def swap_layers(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form: Form
-) -> ModeResult:
+def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form: Form) -> ModeResult:
     """Swap the layers of `module` for this rank's parts, in place."""
     vocabulary, width = head_weight(module, roles).shape
     mode = Tensor3D.on(mesh, vocabulary)

@@ -71,9 +71,7 @@ counters its dropout sees, and which share of the stream its auxiliary loss sees
 class ModeFile(Protocol):
     """The functions that the file of a mode has."""
 
-    def swap_layers(
-        self, module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form
-    ) -> ModeResult:
+    def swap_layers(self, module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form) -> ModeResult:
         """Replace the layers of `module` by this rank's parts, in place. A mode may ignore the form."""
 
     def planned_payload(

@@ -9,8 +9,8 @@ torch computes on the part.  So no attribute of a module is changed, and none ha
 Where the cut lies behind a call is read from two runs of the call on meta tensors, with whole and with local sizes; the
 answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
 
-A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients within
-the region are terms of a sum over the ranks.  The specs of its parameters say so; tensors of outside enter by `copy`.
+A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients
+within the region are terms of a sum over the ranks.  The specs of its parameters say so; others enter by `copy`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,31 @@ class Cut:
         alike = tuple(blocks) if len(set(blocks)) > 1 else (blocks[0],)
         return replace(self, dim=dim, size=size, blocks=alike)
 
+    def taken(self, x: Tensor, dim: int) -> Tensor:
+        """This part of a tensor that every rank has whole, along a dim of this size, or of one entry for each group
+        of heads."""
+        size = x.shape[dim]
+        if size != self.size:
+            start, length = self.groups(size)
+            return x.narrow(dim, start, length)
+        block = self.blocks[0]
+        one = x.unflatten(dim, (size // block, block))
+        own = block // self.parts
+        return one.narrow(dim + 1, self.part * own, own).flatten(dim, dim + 1)
+
+    def groups(self, size: int) -> tuple[int, int]:
+        """(first, number) of the entries that this part's heads use, where each is shared by a group of heads."""
+        heads = self.size // size
+        return self.part * self.local // heads, max(1, self.local // heads)
+
+    def fits(self, size: int) -> bool:
+        """Whether a dim of `size` can be taken so."""
+        if len(self.blocks) > 1:
+            return False
+        heads, rest = divmod(self.size, size)
+        is_group = size > 1 and not rest and self.blocks[0] == self.size
+        return size == self.size or (is_group and (self.local % heads == 0 or heads % self.local == 0))
+
     def sections(self) -> list[int]:
         """Where blocks end along the dim."""
         return list(accumulate(self.blocks * (self.size // sum(self.blocks))))
@@ -80,11 +105,19 @@ class Part(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with LOCAL():
+            if _is_in_backward():
+                return func(*args, **(kwargs or {}))
             rule = _RULES.get(func, _compute)
             try:
                 return rule(func, args, kwargs or {})
             except CutError as error:
                 raise CutError(f"{_line_of_code()}: {error}") from None
+
+
+def _is_in_backward() -> bool:
+    """Whether the backward of a user's autograd function runs: what it saved is as local as its gradients are. A
+    forward that checkpointing runs again has gradients enabled."""
+    return not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def local(x: Tensor) -> Tensor:
@@ -163,7 +196,9 @@ def viewed(whole: Sequence[int], cut: Cut, shape: Sequence[int]) -> Cut:
         if inner < period <= inner * size and inner * size % period == 0:
             if all(length % inner == 0 for length in lengths):
                 return cut.on(dim, size, [length // inner for length in lengths])
-    raise CutError(f"a view of {tuple(whole)}, cut in dim {cut.dim}, as {tuple(shape)} has no dim with that cut")
+    raise CutError(
+        f"a view of {tuple(whole)}, cut in dim {cut.dim}, as {tuple(shape)} has no dim with that cut"
+    )
 
 
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
@@ -305,7 +340,7 @@ def _entered(
     if plan is not None and cut is not None:
         for place, dim in plan.narrowed:
             x = changed.get(id(tensors[place]), tensors[place])
-            changed[id(tensors[place])] = x.narrow(dim, cut.part * cut.local, cut.local)
+            changed[id(tensors[place])] = cut.taken(x, dim)
     if not changed:
         return args, kwargs
     return _mapped(lambda x: changed.get(id(x), x), args), _mapped(lambda x: changed.get(id(x), x), kwargs)
@@ -319,10 +354,8 @@ def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
         chosen = {id(tensors[place]): dim for place, dim in narrowed}
 
         def part(x: Tensor, chosen: dict[int, int] = chosen) -> Tensor:
-            shape = list(Tensor.shape.__get__(x))  # type: ignore[attr-defined]
-            if id(x) in chosen:
-                shape[chosen[id(x)]] = cut.local
-            return torch.empty(shape, dtype=x.dtype, device="meta")
+            meta = torch.empty(Tensor.shape.__get__(x), dtype=x.dtype, device="meta")  # type: ignore[attr-defined]
+            return cut.taken(meta, chosen[id(x)]) if id(x) in chosen else meta
 
         try:
             parts = list(_tensors(func(*_mapped(part, args), **_mapped(part, kwargs))))
@@ -354,18 +387,18 @@ def _narrowings(
 ) -> Iterator[tuple[tuple[int, int], ...]]:
     """None, then each way of narrowing tensors that every rank has whole; dims aligned from the right come first."""
     yield ()
-    behind = max((x.dim() - x.cut.dim for x in tensors if isinstance(x, Part) and x.cut is not None), default=0)
+    behind = max(
+        (x.dim() - x.cut.dim for x in tensors if isinstance(x, Part) and x.cut is not None), default=0
+    )
     whole = [(i, x) for i, x in enumerate(tensors) if getattr(x, "cut", None) is None]
     aligned = tuple(
-        (i, x.dim() - behind) for i, x in whole if x.dim() >= behind and x.shape[x.dim() - behind] == cut.size
+        (i, x.dim() - behind) for i, x in whole if x.dim() >= behind and cut.fits(x.shape[x.dim() - behind])
     )
-    if len(cut.blocks) > 1 or cut.blocks[0] != cut.size:
-        return
     if aligned:
         yield aligned
     for i, x in whole:
         for dim, size in enumerate(x.shape):
-            if size == cut.size and ((i, dim),) != aligned:
+            if size == cut.size and len(cut.blocks) == 1 and ((i, dim),) != aligned:
                 yield ((i, dim),)
 
 
