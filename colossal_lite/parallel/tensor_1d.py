@@ -369,7 +369,7 @@ def _around(
         outputs = forward(*args, **kwargs)
         return outputs if behind is None else behind(outputs)
 
-    module.forward = changed  # type: ignore[method-assign]
+    module.forward = changed
 
 
 def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -70,7 +70,8 @@ class Cut:
         block = self.blocks[0]
         one = x.unflatten(dim, (size // block, block))
         own = block // self.parts
-        return one.narrow(dim + 1, self.part * own, own).flatten(dim, dim + 1)
+        part: Tensor = one.narrow(dim + 1, self.part * own, own).flatten(dim, dim + 1)
+        return part
 
     def groups(self, size: int) -> tuple[int, int]:
         """(first, number) of the entries that this part's heads use, where each is shared by a group of heads."""
@@ -270,11 +271,13 @@ def _join(func: Any, args: Any, kwargs: Any) -> Any:
     """cat along the cut: blocks side by side."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    cuts = [getattr(x, "cut", None) for x in tensors]
-    along = [cut is not None and dim % x.dim() == cut.dim for x, cut in zip(tensors, cuts, strict=True)]
-    if not any(along):
+    found = [getattr(x, "cut", None) for x in tensors]
+    cuts = [
+        cut for x, cut in zip(tensors, found, strict=True) if cut is not None and dim % x.dim() == cut.dim
+    ]
+    if not cuts:
         return _compute(func, args, kwargs)
-    if not all(along):
+    if len(cuts) < len(tensors):
         raise CutError("cat of parts with a tensor that every rank has whole, along the cut")
     blocks = [block for cut in cuts for block in cut.blocks * (cut.size // sum(cut.blocks))]
     joined = cuts[0].on(cuts[0].dim, sum(blocks), blocks)
