@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from colossal_lite import models as models
     from colossal_lite.config.config import Config as Config
     from colossal_lite.config.config import ConfigError as ConfigError
+    from colossal_lite.config.config import Problem as Problem
+    from colossal_lite.config.config_dict import ConfigDict as ConfigDict
     from colossal_lite.distributed.mesh import Mesh as Mesh
     from colossal_lite.engine.context import Context as Context
     from colossal_lite.engine.engine import Engine as Engine
     from colossal_lite.engine.initialize import initialize as initialize
+    from colossal_lite.engine.run import Run as Run
+    from colossal_lite.engine.run import fit as fit
     from colossal_lite.engine.step_totals import StepResult as StepResult
     from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
@@ -36,13 +40,17 @@ __path__[:] = [str(_here)]
 _MODULE_OF = {
     "AuxiliaryLoss": "transforms.auxiliary_loss",
     "Config": "config.config",
+    "ConfigDict": "config.config_dict",
     "ConfigError": "config.config",
     "Context": "engine.context",
     "Engine": "engine.engine",
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
+    "Problem": "config.config",
+    "Run": "engine.run",
     "StepResult": "engine.step_totals",
     "Stopped": "engine.stopping",
+    "fit": "engine.run",
     "finish_gradients": "parallel.standalone",
     "initialize": "engine.initialize",
     "launch": "launcher",

@@ -12,24 +12,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, subcommand
 
+from colossal_lite import __version__
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
+from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.schedule.schedule_drawing import draw
-
-if TYPE_CHECKING:
-    from colossal_lite.models import GPTConfig
 
 PROGRAM = "colossal-lite"
 # Commands that are not built yet. They are refused by name.
 NOT_BUILT: Mapping[str, str] = {
     "bench": "benchmarks in one command; scripts are in examples/benchmarks",
 }
+ABOUT = f"""Large-scale training; torchrun starts the workers. Not built yet: {", ".join(NOT_BUILT)}.
+
+--version prints the version. For completion, write FILE and source it, in bash, zsh or fish:
+{PROGRAM} --tyro-write-completion bash FILE"""
 
 
 @dataclass(frozen=True)
@@ -217,66 +220,6 @@ class CkptCommand:
         return self.action.run()
 
 
-@dataclass(frozen=True)
-class PlanCommand:
-    """What a run will hold and move on one rank, in a world that need not exist. Exit code 1 if it does not fit.
-
-    Options after the file (`--parallel.tensor.size 2`) lie over it, as in `config show`.
-    """
-
-    path: Positional[str]
-    """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
-    model: str
-    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both."""
-    batch: int
-    """Samples of a step, over all ranks."""
-    sequence: int
-    """Tokens of a sample."""
-    world: int
-    """Ranks."""
-    rank: int = 0
-    """Which of them."""
-    device_memory: str | None = None
-    """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
-    one_host: bool = False
-    """All ranks are processes of one host's CPUs, which exchange through shared memory."""
-    compare: Literal["tensor"] | None = None
-    """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
-    overrides: Suppress[tuple[str, ...]] = ()
-
-    def run(self) -> int:
-        from rich.console import Console
-
-        from colossal_lite.planner import planner, run_plan
-
-        config = Config.load(self.path, self.overrides)
-        model = planner.parse_model(self.model)
-        if self.compare is not None:
-            return self._compare(config, model)
-        memory = planner.device_memory(self.device_memory)
-        plan = planner.plan(
-            config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
-            device_bytes=memory, one_host=self.one_host,
-        )  # fmt: skip
-        for line in (*config.notices, *config.warnings()):
-            print(line, file=sys.stderr)
-        Console().print(run_plan.table(plan))
-        if plan.schedule:
-            print(f"\n{plan.schedule}")
-        return 1 if plan.fits is False else 0
-
-    def _compare(self, config: Config, model: GPTConfig) -> int:
-        from rich.console import Console
-
-        from colossal_lite.planner import compare
-
-        made = compare.compare_tensor(
-            config, model, batch=self.batch, sequence=self.sequence, world_size=self.world
-        )
-        Console(width=max(Console().width, 130)).print(compare.table(made))
-        return 0
-
-
 Command = (
     Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
@@ -292,8 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in NOT_BUILT:
         print(f"{PROGRAM} {given[0]} is not built yet ({NOT_BUILT[given[0]]})", file=sys.stderr)
         return 2
-    about = f"Large-scale training; torchrun starts the workers. Not built yet: {', '.join(NOT_BUILT)}."
-    command, rest = tyro.cli(Command, args=given, prog=PROGRAM, description=about, return_unknown_args=True)
+    if given == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    command, rest = tyro.cli(Command, args=given, prog=PROGRAM, description=ABOUT, return_unknown_args=True)
     if rest and isinstance(command, ConfigCommand) and isinstance(command.action, Show):
         command = ConfigCommand(replace(command.action, overrides=tuple(rest)))
     elif rest and isinstance(command, PlanCommand):

@@ -22,11 +22,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from colossal_lite import kernels
 from colossal_lite.config.config import Config, ConfigError, Problem
+from colossal_lite.config.config_dict import ConfigDict
 from colossal_lite.distributed import host_handshake
 from colossal_lite.distributed.communicator import CommError, everyones
 from colossal_lite.distributed.key_value_store import LimitedStore, answered
@@ -58,7 +59,7 @@ MARGIN_S = 0.3
 
 
 def launch(
-    config: Mapping[str, Any] | str | Path | Config,
+    config: ConfigDict | str | Path | Config,
     model_facts: ModelFacts | None = None,
     *,
     store: dist.Store | None = None,
@@ -68,7 +69,8 @@ def launch(
 ) -> Context:
     """Join this process to its world. Collective: every rank calls it, with the same configuration.
 
-    `config` is a dict, a .py, .json or .toml file, or a Config; `overrides` are options that lie over it
+    `config` is a dict (`cl.ConfigDict` types its keys; `Config.load` takes any mapping), a .py, .json or .toml file, or
+    a Config; `overrides` are options that lie over it
     (`--parallel.tensor.size 2`).  Place and world come from the environment (torchrun, SLURM, OpenMPI, none),
     or from `rank` and `world_size`, which go with a `store` that all those ranks share.
 

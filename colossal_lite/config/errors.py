@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from colossal_lite.config.foreign_keys import SAME_VALUES, answer, nested, written
 from colossal_lite.config.schema import Legal
 
 if typing.TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _problem(
         rule, _, legal = re.sub(r"^\w+(=\S+)?: ", "", told).partition("; ")
         return Problem(path, value, rule, legal or describe(field.annotation, field.metadata))
     names = choices(field.annotation)
-    near = nearest(value, names) if isinstance(value, str) else None
+    near = _nearest_value(str(value), names)  # a torch.dtype has a name too
     if kinds & {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "string_too_short"}:
         rule = "is out of range"
     elif "finite_number" in kinds:
@@ -220,12 +221,32 @@ def _problem(
         rule = "is not one of the legal values"
     else:
         rule = f"has the wrong type, {type(value).__name__}"
+        if is_section(field.annotation) and (section := _as_section(field.annotation, path, value)):
+            return Problem(path, value, rule, section)
     return Problem(path, value, rule, describe(field.annotation, field.metadata), near and repr(near))
+
+
+def _nearest_value(value: str, names: tuple[str, ...]) -> str | None:
+    """By meaning, such as fp32 for float32, else by spelling."""
+    same = SAME_VALUES.get(value.lower().removeprefix("torch."))
+    return same if same in names else nearest(value, names) if names else None
+
+
+def _as_section(section: type[BaseModel], path: str, value: object) -> str | None:
+    """A bare value as the setting of the section that people mean by it: `zero=dict(stage=3)`."""
+    name = next(iter(section.model_fields), "")
+    try:
+        section.model_validate({name: value})
+    except ValidationError:
+        return None
+    return written(nested({path: {name: value}}))
 
 
 def unknown_key(root: type[BaseModel], path: str, model: type[BaseModel], value: object) -> Problem:
     """The problem of a key that its section does not have; the nearest may stand in another section."""
     section, _, name = path.rpartition(".")
+    if told := answer(name, value):
+        return Problem(path, value, "is a key of another framework", told)
     legal = list(model.model_fields)
     near = nearest(name, legal)
     if near is None:

@@ -152,8 +152,11 @@ def _num_chunks(done: Translation) -> None:
 
 def _fp16(done: Translation) -> None:
     """fp16=dict(mode=AMP_TYPE.x, scaler settings); a mode of None switched it off."""
-    value = done.take("fp16")
-    if value is ABSENT:
+    value = get_path(done.raw, "fp16")
+    is_foreign = isinstance(value, bool) or (
+        isinstance(value, Mapping) and "enabled" in value and "mode" not in value
+    )
+    if is_foreign or done.take("fp16") is ABSENT:  # Hugging Face's and DeepSpeed's: foreign_keys.py answers
         return
     settings: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"mode": value}
     mode = settings.pop("mode", None)

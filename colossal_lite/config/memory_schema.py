@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from colossal_lite.config.schema import Legal, NotNegative, Ratio, Section, SettingError, UnusedSetting
 
@@ -48,6 +49,25 @@ class HostFraction(Section):
     """Of the optimizer's states, the masters included where they are apart from the weights."""
 
 
+def _is_share(value: Any) -> Any:
+    """A mix of updates on host and device: one of its two shares, in range."""
+    if isinstance(value, str):
+        return value
+    every, host = value.get("every"), value.get("host")
+    if len(value) != 1 or (every is not None and (int(every) != every or every < 2)):
+        raise ValueError("is no share of the chunks")
+    if host is not None and not 0 <= host <= 1:
+        raise ValueError("is no share of the chunks")
+    return value
+
+
+UpdateOn = Annotated[
+    Literal["device", "host"] | dict[Literal["every", "host"], int | float],
+    AfterValidator(_is_share),
+    Legal("'device', 'host', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+]
+
+
 class MemoryConfig(Section):
     """Tiers of memory: device, host, disk."""
 
@@ -68,14 +88,24 @@ class MemoryConfig(Section):
     host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: Budget | None = None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: Literal["device", "host"] = "device"
-    """Where optimizer state that rests on the host or on disk is updated: it visits the device, whose op gives the bits
-    that it gives to state that stays there; or on the host, with the CPU's op, and gradients go down and weights up in
-    its place."""
+    update_on: UpdateOn = "device"
+    """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and back, and the
+    device's op gives the bits that it gives to state that stays there. host: with the CPU's op, and gradients go down
+    and weights up in its place. dict(every=k): of every k chunks one on the device, and the others on the host;
+    dict(host=share): so many on the host. Both sides then work at once."""
     link_latency_s: NotNegative = 0.0
     """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: Budget | None = None
     """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
+
+    @property
+    def host_share(self) -> Fraction:
+        """Of the chunks whose records rest off the device: those that are updated on the host."""
+        if isinstance(self.update_on, str):
+            return Fraction(self.update_on == "host")
+        if "every" in self.update_on:
+            return 1 - 1 / Fraction(self.update_on["every"])
+        return Fraction(self.update_on["host"]).limit_denominator(10_000)
 
     @property
     def emulates(self) -> tuple[str, ...]:

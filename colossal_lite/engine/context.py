@@ -13,8 +13,9 @@ rules for ranks that end early:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
@@ -26,6 +27,8 @@ from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.stopping import Stopped, StopSignals
+
+Held = TypeVar("Held")
 
 if TYPE_CHECKING:
     import torch
@@ -153,13 +156,17 @@ class Context:
         """Call `callback` when the context is closed, before anything is freed; the last one added runs first."""
         self._owned.callback(callback)
 
+    def hold(self, manager: AbstractContextManager[Held]) -> Held:
+        """Enter `manager`, and leave it when the context closes, as `on_close`, with the error that ends it."""
+        return self._owned.enter_context(manager)
+
     def on_finish(self, ask: Callable[[], Stopped | None]) -> None:
         """Call `ask` when the `with` block has ended without an error and all is closed; what it returns is raised."""
         self._endings.append(ask)
 
     def close(self) -> None:
         """Destroy groups and restore signal handlers. A second call does nothing."""
-        self._owned.close()
+        self._owned.__exit__(*sys.exc_info())  # in a `finally`, the error that is on its way
 
     def __enter__(self) -> Context:
         return self
@@ -169,7 +176,7 @@ class Context:
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
-        self.close()
+        self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []
         self._endings.clear()
         for stopped in filter(None, asked):

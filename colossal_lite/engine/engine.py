@@ -95,18 +95,15 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self._is_closed = False
+        self.is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
         self._facts, self._sharding = facts_of(built.model), sharding_of(config)
         self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
-        self._memory_budget, self._updates, self._metering = (
-            parts.memory_budget,
-            parts.updates,
-            parts.metering,
-        )
+        self._memory_budget, self._updates = parts.memory_budget, parts.updates
+        self._metering = parts.metering
         self._forecast_batch = forecast_batch
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
@@ -222,10 +219,16 @@ class Engine:
             raise self._state.stop()
         return result
 
-    @torch.no_grad()
-    @noting_faults
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
+        loss_sum, count = self.eval_sums(batch)
+        return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
+
+    @torch.no_grad()
+    @noting_faults
+    def eval_sums(self, batch: Any) -> tuple[float, float]:
+        """What `eval_step` divides: the sum of the loss over the valid labels of a global batch, and their number. Over
+        many batches these add up to the mean over all of them. Equal on every rank."""
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
         parts = self._read(batch)
@@ -241,7 +244,7 @@ class Engine:
         loss_sum, count, apart = self.mesh.world.all_reduce(row).tolist()
         self._comparison.check(apart)
         self._auxiliary.check_count(count)
-        return torch.tensor(loss_sum / count if count else math.nan, dtype=torch.float64)
+        return loss_sum, count
 
     # ---- the Colossal-AI manner: the user's own loop ----
 
@@ -406,7 +409,7 @@ class Engine:
     def close(self) -> None:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
-        self._is_closed = True
+        self.is_closed = True
         self._state.checkpoints.close()
         self._state.regain_weights()
         parked = self._state.park()
@@ -419,7 +422,7 @@ class Engine:
     def _let_go(self) -> None:
         """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
         through them raises."""
-        self._is_closed = True
+        self.is_closed = True
         self._parts.detach()
         is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
@@ -429,7 +432,7 @@ class Engine:
 
     def _refuse_closed(self, what: str) -> None:
         """Raises ValueError after `close`: without its hooks the model would give a loss, and nothing would change."""
-        if self._is_closed:
+        if self.is_closed:
             raise ValueError(
                 f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
             )

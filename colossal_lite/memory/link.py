@@ -14,6 +14,7 @@ the link's thread when that work is done.  Other copies are enqueued at once, an
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 import warnings
@@ -69,6 +70,8 @@ class Transfer:
         self.link, self.request, self.after, self.priority = link, request, tuple(after), priority
         self.size_bytes = size_bytes
         self.is_revoked = False
+        self.number = 0
+        """Its place in the order of the requests of its link."""
         self.told: Future[None] | None = None
         """Ends when `then` has been called; None: there is no `then`, or it is a part of the copy."""
 
@@ -149,7 +152,9 @@ class Link:
         self._thread = ThreadPoolExecutor(1, f"link-{name}")
         self._teller = ThreadPoolExecutor(1, f"link-{name}-ends")  # starts its thread at the first `then`
         self._changed = threading.Condition()
-        self._queue: list[Transfer] = []  # in the order of the requests
+        self._queue: dict[Transfer, None] = {}  # in the order of the requests
+        self._demanded: list[tuple[int, Transfer]] = []  # a heap; some may have left the queue
+        self._requests = 0
         self._serving = 0
         self._last: Transfer | None = None  # the last that the executor was given
 
@@ -189,7 +194,7 @@ class Link:
             if is_next:
                 self._serving += 1
             else:
-                self._queue.append(transfer)
+                self._enqueue(transfer)
         if is_next:
             self._serve(transfer)
         else:
@@ -240,6 +245,8 @@ class Link:
         """As `Transfer.expedite`, of one that may be in this link's queue."""
         with self._changed:
             transfer.priority = Priority.DEMAND
+            if transfer in self._queue:
+                heapq.heappush(self._demanded, (transfer.number, transfer))
             self._changed.notify_all()
 
     def revoke(self, transfer: Transfer) -> bool:
@@ -247,13 +254,21 @@ class Link:
         with self._changed:
             if transfer not in self._queue:
                 return False
-            self._queue.remove(transfer)
+            del self._queue[transfer]
             self.moved_bytes -= transfer.size_bytes
             transfer.is_revoked = True
             self._changed.notify_all()
         transfer.request.drop()
         transfer.request.future.set_result(None)
         return True
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        transfer.number = self._requests
+        self._requests += 1
+        self._queue[transfer] = None
+        if transfer.priority is Priority.DEMAND:
+            heapq.heappush(self._demanded, (transfer.number, transfer))
+        self._changed.notify_all()  # it may overtake what the thread waits for
 
     def _turn(self) -> None:
         """Serve one waiting copy; there may be none left, if one was revoked."""
@@ -265,25 +280,27 @@ class Link:
         end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
         with self._changed:
             while self._queue:
-                found = self._next()
+                candidates = self._candidates()
+                found = next((each for each in candidates if _is_ready(each)), None)
                 if found is None and (left_s := end_s - time.monotonic()) > 0:
-                    missing = {root for transfer in self._queue for root in _missing(transfer)} - watched
+                    missing = {root for each in candidates for root in _missing(each)} - watched
                     watched |= missing
                     for root in missing:
                         root.request.future.add_done_callback(self._wake)
                     if not missing:  # else one of them may have been handed meanwhile
                         self._changed.wait(left_s)
                     continue
-                found = found or self._queue[0]
-                self._queue.remove(found)
+                found = found or candidates[-1]
+                del self._queue[found]
                 self._serving += 1
                 return found
         return None
 
-    def _next(self) -> Transfer | None:
-        """The first demanded copy, if it waits for nothing; else the first of all, if that waits for nothing."""
-        demanded = next((each for each in self._queue if each.priority is Priority.DEMAND), None)
-        return next((each for each in (demanded, self._queue[0]) if each and _is_ready(each)), None)
+    def _candidates(self) -> tuple[Transfer, ...]:
+        """The first demanded copy, if there is one, and the first of all: no other may be the next."""
+        while self._demanded and self._demanded[0][1] not in self._queue:
+            heapq.heappop(self._demanded)
+        return *(each for _, each in self._demanded[:1]), next(iter(self._queue))
 
     def _serve(self, transfer: Transfer) -> None:
         try:

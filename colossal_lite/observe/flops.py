@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a transformer's step and looks up a device's peak, for the model FLOPs utilisation (mfu)."""
+"""Looks up the peak FLOP/s of a device, for the model FLOPs utilisation (mfu)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,3 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def device_peak_flops(device: torch.device, dtype: str) -> float | None:
     """`peak_flops` of the device itself; None for a CPU."""
     return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-
-
-def model_flops_per_token(matmul_params: int, layers: int, width: int, sequence: int) -> int:
-    """FLOPs of forward and backward for one token: 6 N + 12 L D T (arXiv 2204.02311, appendix B).
-
-    `matmul_params` are the parameters of matrix products: all but those of embeddings.
-    """
-    return 6 * matmul_params + 12 * layers * width * sequence

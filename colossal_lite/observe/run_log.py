@@ -11,13 +11,14 @@ the same calls do nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from colossal_lite.observe.dropped_rows import DroppedRows, JsonLines, RankFile
@@ -43,8 +44,8 @@ class StepRow:
     step: int
     loss: float
     """nats per token, mean over the valid tokens of the global batch"""
-    bits_per_byte: float
-    """the same in bits per byte of text"""
+    bits_per_byte: float | None
+    """the same in bits per byte of text; None where the bytes of a token are not known"""
     grad_norm: float
     """before clipping"""
     lr: float
@@ -77,7 +78,7 @@ class EvaluationRow:
 
     step: int
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
 
 
 # -------------------------------------------------------------------------------------------------------- run
@@ -85,6 +86,8 @@ class EvaluationRow:
 
 REDRAW_NS = 250_000_000
 """between two drawings of the moving line: more often costs more than it tells"""
+LINE_NS = 10_000_000_000
+"""between two lines where none can move: in a pipe or a file"""
 
 
 class LogStep(Protocol):
@@ -108,48 +111,61 @@ class LogStep(Protocol):
 class Scale:
     """Constants of a run by which its numbers compare with those of other runs."""
 
-    bytes_per_token: float = 1.0
-    """of the text; 1 for a vocabulary of bytes"""
-    yardsticks: str = ""
-    """shown beside bits per byte, such as "zlib 1.91, lzma 1.61" """
+    bytes_per_token: float | None = None
+    """of the text: 1 for a vocabulary of bytes; None where nobody has said"""
     flops_per_token: float = 0.0
     """`model_flops_per_token`"""
     peak_flops: float | None = None
     """of all devices together; None where no peak is known"""
 
-    def bits_per_byte(self, loss: float) -> float:
+    def bits_per_byte(self, loss: float) -> float | None:
         """Of a loss in nats per token."""
-        return loss / math.log(2) / self.bytes_per_token
+        return loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
 
 
-def progress_line(row: StepRow, timing: TimingRow, total_steps: int, scale: Scale) -> str:
-    """Formats one step as a line."""
-    beside = f" ({scale.yardsticks})" if scale.yardsticks else ""
-    parts = [
-        f"step {row.step:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {row.loss:.4f}",
-        f"{row.bits_per_byte:.3f} bits/byte{beside}",
-        f"norm {row.grad_norm:.2f}",
-        f"lr {row.lr:.2e}",
-        f"{timing.tokens_per_s:,.0f} tok/s",
+def progress_line(row: StepRow, timing: TimingRow, total_steps: int | None, width: int) -> str:
+    """Formats one step as a line of at most `width` columns, with what fits of the rest."""
+    of = f"{row.step:>{len(str(total_steps))}}/{total_steps}" if total_steps else str(row.step)
+    left = max((total_steps or 0) - row.step, 0) * timing.step_s
+    line = "  ".join(
+        [
+            f"step {of}",
+            f"loss {row.loss:.4f}{' SKIPPED' if row.skipped else ''}",
+            f"{timing.tokens_per_s:,.0f} tok/s",
+            *([f"{duration(left)} left"] if total_steps else []),
+        ]
+    )
+    more = [
+        f"{row.bits_per_byte:.3f} bits/byte" if row.bits_per_byte is not None else "",
         f"mfu {timing.mfu:.1%}" if timing.mfu is not None else "",
+        f"lr {row.lr:.2e}",
         f"mem {timing.memory_bytes / 2**20:,.0f} MiB",
+        f"norm {row.grad_norm:.2f}",
         f"sent {row.sent_bytes / 2**20:.1f} MiB",
-        "SKIPPED" if row.skipped else "",
     ]
-    return "  ".join(filter(None, parts))
+    for part in filter(None, more):
+        if len(line) + 2 + len(part) <= width:
+            line = f"{line}  {part}"
+    return line
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: `4:05`, `1:00:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class RunLog:
     """Logs one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
 
-    A terminal shows a progress bar. Elsewhere a line is printed for the first step and every `every` steps. The rows
-    go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to trace.json
-    at the end. With `folder` None nothing is written or printed, as on all ranks but one.
+    A terminal shows one line that moves. Elsewhere a line is printed for the first step, then every ten seconds. The
+    rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to
+    trace.json at the end. With `folder` None nothing is written or printed, as on all ranks but one.
     """
 
     def __init__(
-        self, folder: Path | None, *, total_steps: int, scale: Scale, device: torch.device, every: int = 10,
+        self, folder: Path | None, *, scale: Scale, device: torch.device, total_steps: int | None = None,
         console: Console | None = None, clock: Callable[[], int] = time.perf_counter_ns, resumed_step: int = 0,
         also: Sequence[Sink] = (),
     ) -> None:  # fmt: skip
@@ -157,13 +173,14 @@ class RunLog:
         places that numbers go to (`run_sinks`)."""
         self._resumed_step, self._sinks = resumed_step, tuple(also)
         self.timeline = LogTimeline(clock=clock)
-        self._folder, self._total_steps, self._scale, self._device = folder, total_steps, scale, device
-        self._every, self._clock = every, clock
+        self.total_steps = total_steps
+        """The step that the run ends with; None: not known yet."""
+        self._folder, self._scale, self._device, self._clock = folder, scale, device, clock
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._files: dict[type, JsonLines] = {}
         self.dropped = DroppedRows(self.say)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)
-        self._bar: Progress | None = None
+        self._line: Progress | None = None
         self._shown_ns = self._lap_ns = 0
 
     def __enter__(self) -> RunLog:
@@ -173,19 +190,12 @@ class RunLog:
         names = {StepRow: "metrics", TimingRow: "timing", EvaluationRow: "evaluation"}
         for kind, name in names.items():
             self.dropped.attempt(partial(self._open, self._folder / f"{name}.jsonl", kind))
-        if self._console.is_terminal:
-            columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, auto_refresh=False)
-            self._bar.add_task("first step", total=self._total_steps)
-            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.refresh()
-            self._bar.stop()
+        self._stop_line()
         for file in self._files.values():
             self.dropped.attempt(file.close)
         for sink in self._sinks:
@@ -208,6 +218,12 @@ class RunLog:
         for sink in self._sinks:
             self.dropped.attempt(partial(sink.write, group, row.step, values))
 
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Write what the run is to run.json."""
+        if self._folder is not None:
+            text = json.dumps(facts, indent=2)
+            self.dropped.attempt(partial((self._folder / "run.json").write_text, text, "utf-8"))
+
     def step(self, result: LogStep, sent_bytes: int) -> None:
         """Record and show a step that has just ended."""
         if self._folder is None:
@@ -221,7 +237,7 @@ class RunLog:
         self._recent.append((row.tokens, step_s))
         timing = self._timing(row.step, row.tokens, step_s)
         self._write("train", row, timing)
-        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        tokens, seconds = (sum(each) / len(each) for each in zip(*self._recent, strict=True))
         self._show(row, self._timing(row.step, tokens, seconds))
         self._lap_ns = self._clock()
 
@@ -231,11 +247,12 @@ class RunLog:
             return
         row = EvaluationRow(step, loss, self._scale.bits_per_byte(loss))
         self._write("held_out", row)
-        self.say(f"step {step}: held-out loss {loss:.4f}, {row.bits_per_byte:.3f} bits/byte")
+        bits = f", {row.bits_per_byte:.3f} bits/byte" if row.bits_per_byte is not None else ""
+        self.say(f"step {step}: held-out loss {loss:.4f}{bits}")
         self._lap_ns = self._clock()
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress bar."""
+        """Prints a line above the one that moves."""
         if self._folder is not None:
             try:
                 self._console.print(text, markup=False)
@@ -252,16 +269,31 @@ class RunLog:
         return TimingRow(step, seconds, rate, mfu, memory_bytes(self._device))
 
     def _show(self, row: StepRow, timing: TimingRow) -> None:
-        line = progress_line(row, timing, self._total_steps, self._scale)
-        now_ns, is_last = self._clock(), row.step == self._total_steps
-        if self._bar is None:
-            if not self._shown_ns or row.step % self._every == 0 or is_last:
-                self.say(line)
-                self._shown_ns = now_ns
-        elif is_last or now_ns - self._shown_ns > REDRAW_NS:
-            self._bar.update(self._bar.task_ids[0], completed=row.step, description=line)
-            self._bar.refresh()
-            self._shown_ns = now_ns
+        now_ns, is_last = self._clock(), row.step == self.total_steps
+        moves = self._console.is_terminal
+        if self._shown_ns and not is_last and now_ns - self._shown_ns < (REDRAW_NS if moves else LINE_NS):
+            return
+        line = progress_line(row, timing, self.total_steps, self._console.width - 1)
+        self._shown_ns = now_ns
+        if not moves:
+            self.say(line)
+            return
+        if self._line is None:
+            column = TextColumn("{task.description}", markup=False)
+            self._line = Progress(column, console=self._console, auto_refresh=False)
+            self._line.add_task("")
+            self._line.start()
+        self._line.update(self._line.task_ids[0], description=line)
+        self._line.refresh()
+        if is_last:
+            self._stop_line()
+
+    def _stop_line(self) -> None:
+        """Leave the moving line as it is."""
+        if self._line:
+            self._line.refresh()
+            self._line.stop()
+            self._line = None
 
 
 class RankLog:

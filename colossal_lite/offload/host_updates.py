@@ -1,16 +1,16 @@
 """Runs updates on the host, where the state of a chunk rests, and copies gradients and weights for them.
 
 Note: one thread, and slots.
-What an update needs from the device is copied to slots on the host.  A gradient takes one of `AHEAD + 1`, because it is
-used up there.  Weights that are their own masters, or a half of them, take one of `AHEAD + 2`; the new ones are copied
-back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State on the
-host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does not
-wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for that
-one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one that
-the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a GPU
-they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32
-masters 4 to the host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4,
-where it takes 8 each way.
+What an update needs from the device is copied to slots on the host.  A gradient takes one of `ahead_down + 1`, as it is
+used up there.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
+copied back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State
+on the host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does
+not wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for
+that one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one
+that the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a
+GPU they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32 masters 4 to the
+host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4, where it takes 8
+each way.
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
 """
 
@@ -30,6 +30,7 @@ from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.transfers import Buffers
 from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, StagingBuffer
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing
+from colossal_lite.schedule.update_mix import UpdateMix
 
 Job = Callable[[HostShard], None]
 
@@ -42,27 +43,39 @@ def crossing_of(chunk: Chunk) -> Crossing:
     return Crossing(tuple(down), up)
 
 
-def slot_bytes(crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int]) -> int:
+def slot_bytes(
+    crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int], mix: UpdateMix
+) -> int:
     """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
     coming = {i: gradients[i] for i, c in crossings.items() if ChunkPart.GRADIENT in c.down}
     both = {i: weights[i] for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down}
     written = {i: weights[i] for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down}
-    return GRADIENT_DOWN.bytes(coming) + WEIGHTS_BOTH.bytes(both) + WEIGHTS_UP.bytes(written)
+    down, two_ways, up = _slots_of(mix)
+    return down.bytes(coming) + two_ways.bytes(both) + up.bytes(written)
 
 
-def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int]) -> int:
+def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuffer]:
+    """For gradients, for weights that come down and go up, and for those that only go up."""
+    return (
+        GRADIENT_DOWN.wide(mix.gradient_width),
+        WEIGHTS_BOTH.wide(mix.weight_width),
+        WEIGHTS_UP.wide(mix.gradient_width),
+    )
+
+
+def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int], mix: UpdateMix) -> int:
     """Of the slots for those of these chunks that are updated on the host."""
     owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
     weights = [n * c.local_shard.element_size() for n, c in zip(owned, chunks, strict=True)]
     gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
-    return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients)
+    return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients, mix)
 
 
 class HostUpdates:
     """Runs updates on a thread of the host, with slots for what they need from the device."""
 
-    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
-        self._chunks, self._up, self._down = tuple(chunks), up, down
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, mix: UpdateMix) -> None:
+        self._chunks, self._up, self._down, self._mix = tuple(chunks), up, down, mix
         self.updates_link = Link("cpu", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
         """Of the slots."""
@@ -78,16 +91,17 @@ class HostUpdates:
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self.host_bytes = 0
         chunks, crossings = self._chunks, self.crossings
+        down, two_ways, up = _slots_of(self._mix)
         self._gradients = self._slots(
-            GRADIENT_DOWN,
+            down,
             {i: chunks[i].gradient for i, c in crossings.items() if ChunkPart.GRADIENT in c.down},
         )
         self._both = self._slots(
-            WEIGHTS_BOTH,
+            two_ways,
             {i: chunks[i].local_shard for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down},
         )
         self._written = self._slots(
-            WEIGHTS_UP,
+            up,
             {
                 i: chunks[i].local_shard
                 for i, c in crossings.items()
@@ -103,7 +117,7 @@ class HostUpdates:
     @property
     def forecast_bytes(self) -> int:
         """By the formula: of the slots."""
-        return updating_bytes(self._chunks, self.crossings)
+        return updating_bytes(self._chunks, self.crossings, self._mix)
 
     def bring(self, index: int, part: ChunkPart) -> None:
         """Begin to copy a chunk's gradient or weights to the host."""

@@ -2,14 +2,15 @@
 
 Note: records and slots.
 A chunk has a record: its state tensors, and what its masters have beside the weights, in one buffer.  So there is one
-copy each way.  On the device a record has a place that it shares with records of other times.  One is updated, `AHEAD`
-are fetched and one is written back, so `AHEAD + 2` in a row have separate places.  Between updates a record is in a
-storage (offload/state_storage.py).  On the host that is a place of its own (memory/host_store.py), pending from the end
-of a step until its update is back.  On disk (memory/disk_file.py) it passes through slots on the host.  A record is
-fetched again only after it has been written back.  A slot is refilled only after the copy out of it; a record is read
-only after the copy into it.  `Transfer`s order these.  The computation and its order are those without offload: so are
-the bits.  Records that are updated on the host (offload/host_updates.py) are not copied to the device.  They are
-updated in place, or in the slot between their read and their write.
+copy each way.  On the device a record has a place that it shares with records of other times.  One is updated, `ahead`
+(schedule/update_mix.py) are fetched and one is written back, so `ahead + 2` in a row have separate places. Between
+updates a record is in a storage (offload/state_storage.py).  On the host that is a place of its own
+(memory/host_store.py), pending from the end of a step until its update is back.  On disk (memory/disk_file.py) it
+passes through slots on the host.  A record is fetched again only after it has been written back.  A slot is refilled
+only after the copy out of it; a record is read only after the copy into it.  `Transfer`s order these.  The computation
+and its order are those without offload: so are the bits.  Records that are updated on the host
+(offload/host_updates.py) are not copied to the device.  They are updated in place, or in the slot between their read
+and their write.
 
 The first records are fetched while backward still runs (`prepare`).  The last ones are written back when the next step
 has begun.  A reader or writer outside of a step first calls `flush`.  That drops what was fetched ahead, without
@@ -44,9 +45,7 @@ from colossal_lite.offload.state_storage import (
     record_of,
 )
 from colossal_lite.schedule.plan import DISK, Action, ActionKind
-
-AHEAD = 1
-SLOTS = AHEAD + 2
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix
 
 
 class OffloadedOptimizerStates:
@@ -54,15 +53,16 @@ class OffloadedOptimizerStates:
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
-        speed: LinkSpeed, places: TaskRecords, *, update: str = "device", on_disk: Collection[int] | None = None,
-        open_file: OpenFile | None = None, disk_speed: LinkSpeed = AS_IT_COPIES, shares: bool = False,
+        speed: LinkSpeed, places: TaskRecords, *, mix: UpdateMix = ALL_ON_DEVICE,
+        on_disk: Collection[int] | None = None, open_file: OpenFile | None = None,
+        disk_speed: LinkSpeed = AS_IT_COPIES, shares: bool = False,
     ) -> None:  # fmt: skip
         """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
         between device and host; records rest in `places`, but those of the chunks `on_disk` (None: none ever does) in
         what `open_file` makes (None: nowhere; nothing is ever read or written), which is no faster than `disk_speed`,
-        both ways together; `update`: on the "host", where no record is copied to the device, or on the "device";
-        `shares`: there are no places on the device before `settle_places`. Raises DiskError."""
-        self._chunks, self._update = tuple(chunks), update
+        both ways together; `mix`: those updated on the host are not copied to the device; `shares`: there are no places
+        on the device before `settle_places`. Raises DiskError."""
+        self._chunks, self._mix = tuple(chunks), mix
         self._records = tuple(record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True))
         self._dtype, device = chunks[0].types.state, chunks[0].device
         self._device = device
@@ -117,7 +117,7 @@ class OffloadedOptimizerStates:
     @property
     def on_host(self) -> frozenset[int]:
         """Chunks with a record that are updated on the host."""
-        return frozenset(self._storage_of if self._update == "host" else ())
+        return self._mix.on_host & {*self._storage_of}
 
     def record_bytes(self, tier: str) -> int:
         """Of all records that rest on a tier."""
@@ -136,7 +136,7 @@ class OffloadedOptimizerStates:
         self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
         visiting, width = sorted({*self._storage_of} - self.on_host), self._dtype.itemsize
         sizes = {index: self._records[index].size * width for index in visiting}
-        ranges = VISITING[StateKind.OPTIMIZER].live_ranges(sizes, width=SLOTS)
+        ranges = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width).live_ranges(sizes)
         self._slots = ArenaAllocator(ranges, self._dtype, self._device, arena)
 
     @property

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.schedule import step_moments
-from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges, visits
+from colossal_lite.schedule.interval_packing import LiveRange, most_at_once, pack_live_ranges, visits
 from colossal_lite.schedule.step_moments import UPDATES, Backwards, SharedInterval, moments_of_step
 
 
@@ -51,9 +51,13 @@ class StagingBuffer(NamedTuple):
         """How many, for these chunks."""
         return most_at_once(chunks, self.width)
 
-    def live_ranges(self, sizes: Mapping[int, int], *, width: int | None = None) -> tuple[LiveRange, ...]:
+    def wide(self, width: int) -> StagingBuffer:
+        """The same for so many chunks in a row."""
+        return self._replace(width=width)
+
+    def live_ranges(self, sizes: Mapping[int, int]) -> tuple[LiveRange, ...]:
         """When places are needed, counted in updates, for these sizes: chunk -> bytes."""
-        return visits(sizes, width or self.width, self.what, last_first=self.form == "places, last first")
+        return visits(sizes, self.width, self.what, last_first=self.form == "places, last first")
 
     def in_step(
         self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST
@@ -108,11 +112,6 @@ def unused_bytes(records: Mapping[int, int]) -> int:
 
 def padded(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def most_at_once(chunks: Collection[int], width: int) -> int:
-    """The most of these chunks among any `width` in a row: those that are fetched, updated or written back at once."""
-    return max((sum(c + n in chunks for n in range(width)) for c in chunks), default=0)
 
 
 class Name(NamedTuple):

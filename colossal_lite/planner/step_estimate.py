@@ -96,7 +96,7 @@ def memory_rows(
         {},
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
-        update=config.memory.update_on,
+        host_share=config.memory.host_share,
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -166,6 +166,12 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
 def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
     """The least that an arena of these live ranges takes: what exists at the worst moment."""
     return most_held([live_range.sized(align_bytes) for live_range in live_ranges])
+
+
+def most_at_once(chunks: Collection[int], width: int) -> int:
+    """The most of these chunks among any `width` in a row: those that are fetched, updated or written back at once."""
+    some = {*chunks}
+    return max((sum(c + n in some for n in range(width)) for c in some), default=0)
 
 
 def visits(

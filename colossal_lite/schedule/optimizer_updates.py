@@ -20,7 +20,8 @@ not copied.  Its gradient comes down, and so do its weights if they are their ow
 weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c and
 `#2n+c` are its weights.  Such an update does not block the issuer, so all of them may start as soon as the norm is
 known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
-updated on the device between them (arXiv 2410.21316: every k-th).
+updated on the device between them (arXiv 2410.21316; schedule/update_mix.py decides).  Then records are fetched
+`ahead` chunks before their turn, and gradients come down `ahead_down` chunks before theirs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 
+from colossal_lite.schedule.interval_packing import most_at_once
 from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
 
 
@@ -67,6 +69,7 @@ def update_plan(
     num_chunks: int,
     *,
     ahead: int | None = None,
+    ahead_down: int | None = None,
     below: int | None = None,
     on_disk: Collection[int] | None = None,
     moving: Collection[int] | None = None,
@@ -76,11 +79,10 @@ def update_plan(
     """One rank's updates in forward order, or, with `backward`, in the order of gradients.
 
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
-    the device. `below`: the state of the chunks `on_disk` (None: of all) is on disk, and is read so many of those
-    chunks before it would be fetched if there were no others. None: it is on the host. `moving`: the chunks of which
-    something is off the device; None: all. `on_host`: chunks that are updated on the host, and what of them crosses
-    the link; none with `backward`.
-    """
+    the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
+    of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
+    there were no others. None: it is on the host. `moving`: the chunks of which something is off the device; None: all.
+    `on_host`: chunks that are updated on the host, and what of them crosses the link; none with `backward`."""
     if backward:
         assert not on_host, "an update within backward runs where the gradient is"
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
@@ -96,7 +98,7 @@ def update_plan(
             actions += [_action(ActionKind.FETCH, there[place], DISK) for place in reads]
             if fetched is not None and fetched not in on_host:
                 actions.append(_action(ActionKind.FETCH, fetched))
-        for coming in _next(chunk, ahead, num_chunks):
+        for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
             parts = on_host[coming].down if coming in on_host else ()
             actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
         if chunk in on_host:
@@ -119,6 +121,7 @@ def run_of(
     steps: int,
     *,
     ahead: int,
+    ahead_down: int | None = None,
     below: int | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> tuple[Plan, Memory]:
@@ -130,7 +133,7 @@ def run_of(
     """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    (made,) = update_plan(num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     actions: list[Action] = []
@@ -147,7 +150,7 @@ def run_of(
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )
-    memory = memory_of(num_chunks, ahead=ahead, below=below, on_host=on_host)
+    memory = memory_of(num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host)
     gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})
@@ -164,11 +167,11 @@ def holds_up(action: Action) -> bool:
 
 
 def memory_of(
-    num_chunks: int, *, ahead: int, below: int | None = None, on_disk: Collection[int] | None = None,
-    on_host: Mapping[int, Crossing] = ON_DEVICE,
+    num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
+    on_disk: Collection[int] | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> Memory:  # fmt: skip
-    """The memory of a step's updates: home tiers, and slots. A record takes one slot, and so does a gradient of a
-    chunk that is updated on the host."""
+    """The memory of a step's updates: home tiers, and slots. A record takes one slot. So do the gradient and the
+    weights of a chunk that is updated on the host, each of slots of their own kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -177,16 +180,24 @@ def memory_of(
     for chunk, crossing in on_host.items():
         home[gradients[chunk]] = "device" if ChunkPart.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
-    come = sum(tier == "device" for key, tier in home.items() if key in gradients.values())
-    slots = {"device": (ahead + 2) * (len(on_host) < num_chunks) + come}
+    visitors = [chunk for chunk in range(num_chunks) if chunk not in on_host]
+    slots = {"device": most_at_once(visitors, ahead + 2)}
     if there or on_host:
-        passing = min(len(there), (below or 0) + max(ahead, 1) + 2)
-        rest = len(on_host) - come + num_chunks - len(there) + passing
-        slots["host"] = rest + (ahead + 1) * (come > 0)
+        slots["host"] = num_chunks - len(there) + min(len(there), (below or 0) + max(ahead, 1) + 2)
+    coming = (ahead if ahead_down is None else ahead_down) + 1
+    kinds = {
+        "gradients": (gradients, coming, [c for c, way in on_host.items() if ChunkPart.GRADIENT in way.down]),
+        "weights": (weights, coming + 1, [c for c, way in on_host.items() if ChunkPart.WEIGHTS in way.down]),
+        "new weights": (
+            weights, coming, [c for c, way in on_host.items() if way.up and ChunkPart.WEIGHTS not in way.down]
+        ),
+    }  # fmt: skip
+    apart = {parts[chunk]: kind for kind, (parts, _, chunks) in kinds.items() for chunk in chunks}
+    slots |= {f"host of {kind}": most_at_once(chunks, width) for kind, (_, width, chunks) in kinds.items()}
     return Memory(
         home,
         {},
-        dict.fromkeys([*records, *gradients.values()], 1),
+        dict.fromkeys([*records, *apart], 1),
         budget_bytes=slots,
         reads={
             (0, c): (gradients[c], *((weights[c],) if ChunkPart.WEIGHTS in crossing.down else ()))
@@ -194,6 +205,7 @@ def memory_of(
         },
         writes={(0, c): (weights[c],) for c in on_host},
         spent=frozenset(gradients.values()),
+        apart=apart,
     )
 
 

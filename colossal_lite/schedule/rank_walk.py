@@ -33,11 +33,15 @@ class TierCopies:
             self.newest[chunk] = 0
             for tier in self._resting(chunk) if chunk not in made else ():
                 self.version[chunk, tier] = 0
-                self.used[tier] += self._size_bytes(chunk)
+                self.used[self._budget_of(chunk, tier)] += self._size_bytes(chunk)
         self.peak.update(self.used)
 
     def _resting(self, chunk: Chunk) -> set[str]:
         return {self.memory.home[chunk]} | {tier for other, tier in self.memory.also if other == chunk}
+
+    def _budget_of(self, key: Key, tier: str) -> str:
+        theirs = self.memory.apart.get(key) if len(key) == 2 else None
+        return tier if theirs is None else f"{tier} of {theirs}"
 
     def _size_bytes(self, key: Key) -> int:
         if len(key) == 2:
@@ -67,6 +71,7 @@ class TierCopies:
         self.writer[key, tier] = node
 
     def _take(self, node: int, key: Key, tier: str) -> None:
+        tier = self._budget_of(key, tier)
         size, budget = self._size_bytes(key), self.memory.budget_bytes.get(tier)
         self.used[tier] += size
         self.peak[tier] = max(self.peak[tier], self.used[tier])
@@ -83,9 +88,10 @@ class TierCopies:
         if self.version.pop((key, tier), None) is None:
             self.table.fault(f"{_name(key)} is not on the {tier}", node)
             return
-        self.used[tier] -= self._size_bytes(key)
+        budget = self._budget_of(key, tier)
+        self.used[budget] -= self._size_bytes(key)
         if self.table.actions[node].resource != COMPUTE:
-            self.freeing[tier].append((node, self._size_bytes(key)))
+            self.freeing[budget].append((node, self._size_bytes(key)))
         self._overwrite(node, key, tier)
         self.writer.pop((key, tier), None)
 

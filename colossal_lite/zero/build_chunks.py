@@ -194,7 +194,7 @@ def chunk_optimizer(
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
             speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
             disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
-            update=memory.update_on, backward=config.optimizer.update_when == "backward",
+            host_share=memory.host_share, backward=config.optimizer.update_when == "backward",
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
     except DiskError as error:

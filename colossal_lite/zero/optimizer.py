@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -38,13 +39,14 @@ from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
-from colossal_lite.offload.optimizer_states import AHEAD, OffloadedOptimizerStates
+from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
 from colossal_lite.offload.placement import spilled
 from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
+from colossal_lite.schedule.update_mix import UpdateMix, mix_of
 from colossal_lite.zero.optimizer_state import OptimizerState
 
 
@@ -106,32 +108,38 @@ class ChunkOptimizer(OptimizerState):
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         disk_speed: LinkSpeed = AS_IT_COPIES, open_file: OpenFile | None = None,
-        seed: int = 0, update: str = "device", backward: bool = False, host_room: int | None = None,
+        seed: int = 0, host_share: Fraction = Fraction(0), backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
         on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
-        file; None where no step is taken; `seed` of what rounds narrow states; `update`: on the "host" what rests off
-        the device is updated there; `backward`: updates come in the order of gradients.  Raises DiskError."""
+        file; None where no step is taken; `seed` of what rounds narrow states; `host_share` of the chunks is updated on
+        the host, if their records rest off the device; `backward`: updates come in the order of gradients.  Raises
+        DiskError."""
         self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
-        forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
+        self._mix = mix_of(host_share, [chunk.spec.id for chunk in self._chunks])
+        if (
+            shares or placement == "disk" or host_room is not None
+        ):  # budgets and slots of the disk are for one ahead
+            self._mix = UpdateMix(self._mix.on_host)
+        forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
             if placement == "host" and host_room is not None:
                 sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
-                updated = sizes if update == "host" else ()
-                on_disk = spilled(sizes, host_room - updating_bytes(self._chunks, updated))
+                updated = self._mix.on_host & {*sizes}
+                on_disk = spilled(sizes, host_room - updating_bytes(self._chunks, updated, self._mix))
             self.tiers = OffloadedOptimizerStates(
                 self._chunks, forms, timeout_s, speed, records,
-                update=update, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
+                mix=self._mix, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
         if self.tiers and self.tiers.on_host:
-            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
+            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down, self._mix)
             self.host_updates.settle(self.tiers.on_host)
         self.plan = self._planned(None)
         self._state = [
@@ -369,7 +377,8 @@ class ChunkOptimizer(OptimizerState):
     def _planned(self, moving: Collection[int] | None) -> Plan:
         """The updates; `moving`: the chunks of which something rests off the device, None: all or none."""
         return update_plan(
-            len(self._chunks), ahead=AHEAD if self.tiers else None, below=READ_AHEAD, moving=moving,
+            len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
+            below=READ_AHEAD, moving=moving,
             on_disk=self.tiers.on_disk if self.tiers else (),
             on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
             backward=self._backward,
@@ -391,7 +400,8 @@ class ChunkOptimizer(OptimizerState):
         moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
-        foreseen = VISITING[StateKind.OPTIMIZER].bytes(visiting) if shards is None else 0
+        slots = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width)
+        foreseen = slots.bytes(visiting) if shards is None else 0
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if self.arena is None else 0

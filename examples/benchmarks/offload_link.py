@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import colossal_lite as cl
-from colossal_lite.offload.optimizer_states import AHEAD
 from colossal_lite.schedule.optimizer_updates import run_of, update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE
 from colossal_lite.zero import build_chunks as build
 
 LAYERS, VOCABULARY, WIDTH, STEPS = 8, 8, 2048, 4
@@ -106,11 +106,11 @@ def predicted(record_units: float) -> tuple[float, float, float]:
             action.kind, record_units
         )
 
-    plan, memory = run_of([[number] for number in range(LAYERS)], STEPS, ahead=AHEAD)
+    plan, memory = run_of([[number] for number in range(LAYERS)], STEPS, ahead=ALL_ON_DEVICE.ahead)
     made = simulate(plan, units, memory=memory)
     last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
     start, end = last[STEPS - 2], last[STEPS - 1]
-    at_once = simulate(update_plan(LAYERS, ahead=AHEAD), units, memory=memory).makespan_s
+    at_once = simulate(update_plan(LAYERS, ahead=ALL_ON_DEVICE.ahead), units, memory=memory).makespan_s
     return end - start, made.waited_s("h2d", start, end), at_once
 
 

@@ -114,7 +114,7 @@ def main(options: Options) -> int:
             file=sys.stderr,
         )
         return 2
-    config = cl.models.GPTConfig(**json.loads(files[0].read_text())["model"])
+    config = cl.models.GPTConfig(**json.loads(files[0].read_text())["facts"]["model"])
     model = cl.models.GPT(config)
     model.load_state_dict(load_file(files[1]))
     text = generate(

@@ -22,11 +22,12 @@ import torch
 from corpus import Corpus, TokenWindows, data_error
 from torch import Tensor
 
-from colossal_lite.data.batch_checks import BATCH_KEYS, IGNORED
-
 TokenDtype = Literal["uint16", "uint32"]
 PARTS = ("train.bin", "val.bin")
 HASH_BYTES = 16 * 2**20
+BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
+IGNORED = -100
+"""a label that is not scored"""
 
 
 def write_tokens(

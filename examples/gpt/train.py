@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --config small --
 
 from __future__ import annotations
 
-import itertools
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,17 @@ from typing import Any, Literal
 
 import tyro
 from configs import CONFIGS
-from describe import describe, evaluate, read
-from generate import codec_of, generate
+from corpus import TokenWindows
+from describe import describe, flops_per_token, read
+from generate import TOKENIZER, codec_of, generate
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Subset
 
 import colossal_lite as cl
-from colossal_lite.checkpoint.manifest import CheckpointError, changes
 from colossal_lite.launcher import env, run
-from colossal_lite.observe.run_log import RankLog, RunLog, Scale
-from colossal_lite.observe.sinks import run_sinks
+
+EVALUATED_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -65,76 +67,44 @@ def main() -> None:
 
 
 def train(context: cl.Context, recipe: dict[str, Any], options: Options) -> None:
-    steps, global_batch = recipe["steps"], recipe["global_batch"]
-    model_config = cl.models.GPTConfig(**recipe["model"])
+    steps, global_batch, evaluate_every = recipe["steps"], recipe["global_batch"], recipe["evaluate_every"]
+    config = cl.models.GPTConfig(**recipe["model"])
     corpus = read(options.data)
-    corpus.check(model_config.vocabulary)
-    corpus.assert_same(context.mesh.world)
-    windows, held_out = corpus.windows(model_config.sequence, global_batch)
-    engine = cl.initialize(lambda: cl.models.GPT(model_config), context=context)
-    run_folder = options.out or Path("runs") / options.config
-    folder = run_folder if context.is_main else None  # of the one rank that tells
-    facts = {"model": recipe["model"], "global_batch": global_batch, "corpus": corpus.sha256}
-    loader = context.dataloader(windows, global_batch=global_batch)
-    loader.samples = resume(engine, run_folder / "checkpoints", facts, fresh=options.fresh)
-    scale = describe(context, corpus, recipe, options.data, folder) if folder else Scale()
-    sinks = run_sinks(options.metrics, folder, facts)
-
-    def after_step(result: cl.StepResult) -> None:  # before a signal stops the run, too
-        log.step(result, engine.ledger.payload_bytes)
-        if result.step % recipe["evaluate_every"] == 0 or result.step == steps:
-            with log.timeline.span("evaluate"):
-                loss = evaluate(engine, context, held_out, global_batch)
-            log.evaluated(result.step, loss)
-
-    def save() -> None:
-        try:
-            engine.save(run_folder / "checkpoints", samples=loader.samples, extra=facts)
-        except CheckpointError as error:  # the same on every rank: the run goes on, the last one still loads
-            log.say(f"NOT SAVED: {error}")
-        log.lap()
-
-    log = RunLog(
-        folder, total_steps=steps, scale=scale, device=context.device, resumed_step=engine.steps, also=sinks
-    )
-    engine.save_on_stop(run_folder / "checkpoints", samples=lambda: loader.samples, extra=facts)
-    engine.on_step(after_step, reads_weights=False)
-    with RankLog(run_folder / "logs", context.rank), log:
-        for batch in loader.take(steps - engine.steps):
-            with log.timeline.span("step"):
-                result = engine.train_step(batch)
-            if result.step == steps or result.step % options.save_every == 0:
-                with log.timeline.span("save"):
-                    save()
-    # whole on every rank, whatever the mesh, and read before closing ends what rests on disk
-    weights = engine.full_state_dict()
-    engine.close()
-    if folder:
-        save_file(weights, folder / "model.safetensors")
-        model = cl.models.GPT(model_config)
-        model.load_state_dict(weights)
-        model.to(context.device)
-        text = generate(model, codec_of(folder), options.prompt, options.sample, window=model_config.sequence)
-        print(f"--- sample\n{text}\n---")
-        print("left:", *sorted(str(file) for file in folder.iterdir()))
-
-
-def resume(engine: cl.Engine, checkpoints: Path, facts: dict[str, Any], *, fresh: bool) -> int:
-    """Go on from the newest whole checkpoint, if there is one; the samples that the run has seen."""
-    context = engine.context
-    if fresh and context.is_main and checkpoints.exists():
-        aside = next(
-            p for i in itertools.count(1) if not (p := checkpoints.with_name(f"checkpoints.{i}")).exists()
-        )
-        checkpoints.rename(aside)
-        print(f"fresh: earlier checkpoints are in {aside}")
-    context.mesh.world.barrier()
-    loaded = engine.resume(checkpoints)
-    if loaded is None:
-        return 0
+    corpus.check(config.vocabulary)
+    windows, held_out = corpus.windows(config.sequence, global_batch)
+    engine = cl.initialize(lambda: cl.models.GPT(config), context=context)
+    folder = options.out or Path("runs") / options.config
+    run = cl.Run(
+        folder, engine, save_every=options.save_every, log=options.metrics, fresh=options.fresh,
+        facts=describe(context, corpus, config), bytes_per_token=corpus.bytes_per_token,
+        flops_per_token=flops_per_token(config),
+    )  # fmt: skip
+    for batch in run.batches(windows, global_batch=global_batch, steps=steps):
+        result = run.step(batch)
+        if result.step % evaluate_every == 0 or result.step == steps:
+            run.evaluate(some_of(held_out, EVALUATED_BATCHES * global_batch))
+    weights = engine.full_state_dict()  # whole on every rank, whatever the mesh
     if context.is_main:
-        print(loaded, *(f"  {change}" for change in changes(loaded.manifest.extra, facts)), sep="\n")
-    return loaded.samples
+        finish(weights, config, folder, options)
+
+
+def some_of(windows: TokenWindows, count: int) -> Subset[Any]:
+    """`count` windows from all over the text, or all where there are not more: the same every time."""
+    return Subset(windows, range(0, len(windows), max(1, len(windows) // count))[:count])
+
+
+def finish(weights: dict[str, Tensor], config: cl.models.GPTConfig, folder: Path, options: Options) -> None:
+    """Write the weights of the serial model, and print a sample of its text."""
+    save_file(weights, folder / "model.safetensors")
+    if options.data is not None and (options.data / TOKENIZER).is_file():
+        shutil.copy(
+            options.data / TOKENIZER, folder / TOKENIZER
+        )  # so that the folder of the run needs no other
+    model = cl.models.GPT(config)
+    model.load_state_dict(weights)
+    text = generate(model, codec_of(folder), options.prompt, options.sample, window=config.sequence)
+    print(f"--- sample\n{text}\n---")
+    print("left:", *sorted(str(file) for file in folder.iterdir()))
 
 
 if __name__ == "__main__":

@@ -55,12 +55,14 @@ def places(options: Options) -> dict[str, dict[str, Any]]:
     }
 
 
-def train(options: Options, memory: dict[str, Any], name: str) -> tuple[list[float], list[str]]:
-    """Losses of all steps, and what rank 0 tells of memory."""
+def train(
+    options: Options, overrides: list[str], memory: dict[str, Any], name: str
+) -> tuple[list[float], list[str], bool]:
+    """Losses of all steps, what this rank tells of memory, and whether it is the one that tells."""
     model = cl.models.GPTConfig(
         vocabulary=256, layers=options.layers, heads=4, width=options.width, sequence=32
     )
-    with cl.launch(CONFIG | dict(memory=memory)) as context:
+    with cl.launch(CONFIG | dict(memory=memory), overrides=overrides) as context:
         engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
         text = torch.randint(256, (SAMPLES, 33), generator=torch.Generator().manual_seed(0))
         part = text[context.local_batch(SAMPLES)]
@@ -76,24 +78,24 @@ def train(options: Options, memory: dict[str, Any], name: str) -> tuple[list[flo
         if context.is_main:
             (options.out / f"{name}.svg").write_text(engine.memory_timeline().svg())
         engine.close()
-        return losses, told
+        return losses, told, context.is_main
 
 
 def main() -> None:
     speaks = env.speaks(env.environment())
-    options = tyro.cli(Options, console_outputs=speaks)
+    options, overrides = tyro.cli(Options, return_unknown_args=True, console_outputs=speaks)
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = Table(
         title=f"{options.layers} layers of width {options.width}: MiB of rank 0, at the peak of a step"
     )
     for column in ("state on", "loss", "device", "host", "disk", "over links, a step"):
         drawn.add_column(column)
-    found = {name: train(options, memory, name) for name, memory in places(options).items()}
-    for name, (losses, told) in found.items():
+    found = {name: train(options, overrides, memory, name) for name, memory in places(options).items()}
+    for name, (losses, told, _) in found.items():
         drawn.add_row(name, f"{losses[0]:.4f} to {losses[-1]:.4f}", *told)
-    if speaks:
+    if all(is_main for *_, is_main in found.values()):
         Console(width=100).print(drawn)
-        same = len({tuple(losses) for losses, _ in found.values()}) == 1
+        same = len({tuple(losses) for losses, *_ in found.values()}) == 1
         print(f"losses of all steps: {'the same bits in each' if same else 'they differ'}")
 
 

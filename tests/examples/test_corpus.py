@@ -14,7 +14,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from colossal_lite.distributed.mesh import Mesh
 from tests.shared.gpt_example import gpt_example
 
 with gpt_example() as example:
@@ -132,18 +131,6 @@ def test_a_corpus_without_a_batch_says_what_was_found_and_what_is_needed(library
         small.windows(sequence=49, global_batch=21)
     with pytest.raises(ValueError, match="and 50 held out, 51 and 51 needed.*now 50"):
         small.windows(sequence=50, global_batch=1)
-
-
-def test_ranks_that_read_different_texts_are_named(library: Any) -> None:
-    class World:
-        """Three ranks, of which the last has read another text."""
-
-        def gather_json(self, value: str) -> list[str]:
-            return [value, value, "0" * 64]
-
-    library.assert_same(Mesh.serial().world)
-    with pytest.raises(ValueError, match=r"ranks \[2\] read another text than rank 0; legal: the same text"):
-        library.assert_same(World())  # type: ignore[arg-type]
 
 
 def test_yardsticks_are_what_the_compressors_make_of_the_text() -> None:

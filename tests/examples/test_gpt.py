@@ -91,7 +91,7 @@ def test_evaluation_is_the_mean_over_all_held_out_windows(
 ) -> None:
     """35 windows in batches of 3: the ragged last batch weighs what it holds."""
     assert train(*few_steps(text, tmp_path)) == 0
-    model_config = GPTConfig(**json.loads((tmp_path / "run.json").read_text())["model"])
+    model_config = GPTConfig(**json.loads((tmp_path / "run.json").read_text())["facts"]["model"])
     model = GPT(model_config)
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     _, held_out = example("corpus").read_corpus(text).windows(model_config.sequence, 3)
@@ -120,7 +120,7 @@ def test_torchrun_on_two_ranks_gives_the_numbers_of_one(
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-9), key
     assert {row["sent_bytes"] for row in one} == {0} and all(row["sent_bytes"] > 0 for row in two)
-    facts = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two")]
+    facts = [json.loads((tmp_path / name / "run.json").read_text())["facts"] for name in ("one", "two")]
     assert facts[0]["corpus"] == facts[1]["corpus"] and len(facts[0]["corpus"]["sha256"]) == 64
     assert facts[0]["parameters"] == facts[1]["parameters"]
 
@@ -263,7 +263,9 @@ def test_readmes_command_is_below_the_unigram_entropy_within_two_minutes_and_sti
         process.stdout.read()
     losses = [row["loss"] for row in rows(tmp_path / "metrics.jsonl")]
     spent_s = 0.0
-    unigram = json.loads((tmp_path / "run.json").read_text())["bits_per_byte_of_held_out_text"]["unigram"]
+    unigram = json.loads((tmp_path / "run.json").read_text())["facts"]["bits_per_byte_of_held_out_text"][
+        "unigram"
+    ]
     for timing in rows(tmp_path / "timing.jsonl"):
         spent_s += timing["step_s"]
         if spent_s > 120 - first_loss_s:
@@ -287,6 +289,14 @@ def test_the_offload_example_trains_to_the_same_bits_wherever_state_rests(tmp_pa
     assert {each.name for each in tmp_path.iterdir()} == {
         f"{n}.svg" for n in ("device", "host", "disk", "budget")
     }
+
+
+def test_model_flops_are_those_of_the_matrix_products(example: Callable[[str], ModuleType]) -> None:
+    """N weights take 2 N forward and 4 N backward; attention has two products of T x D for a token."""
+    width, tokens, vocabulary = 8, 4, 16
+    config = GPTConfig(vocabulary=vocabulary, layers=1, heads=2, width=width, sequence=tokens)
+    forward = 2 * (12 * width * width + vocabulary * width) + 2 * 2 * tokens * width
+    assert example("describe").flops_per_token(config) == 3 * forward
 
 
 def test_every_option_is_passed_on_by_torchrun(example: Callable[[str], ModuleType]) -> None:

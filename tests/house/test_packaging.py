@@ -22,6 +22,7 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import colossal_lite
 from tests.house.test_layers import house, type_checking_blocks
+from tests.house.test_readme import README, blocks
 
 ROOT = Path(__file__).parents[2]
 MAPPED = ("kernels", "launcher")
@@ -330,12 +331,30 @@ with reveal_type(cl.launch({"seed": 7})) as context:
     reveal_type(TORCH)
 cl.models.GPTConfig(layers="two")
 cl.lunch
+typo: cl.ConfigDict = dict(optimizer=dict(type="adamw", learning_rate=1e-3), parallel=dict(tensor=2, pipelin=2))
+typo = dict(precison="bf16")
+value: cl.ConfigDict = dict(zero=dict(stage="3"), kernels="cuda", parallel=dict(tensor=dict(size=2, mode="2d")))
+cl.launch(dict(sed=7))
 """
+WRONG = [
+    *[(9, "arg-type"), (10, "attr-defined"), (11, "typeddict-unknown-key"), (11, "typeddict-unknown-key")],
+    *[(12, "typeddict-unknown-key"), (13, "typeddict-item"), (13, "typeddict-item"), (14, "arg-type")],
+]
+"""Line and kind of each error of the project."""
+UNTYPED = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-any-generics\n"
+"""A reader's own modules carry no types."""
 
 
-def test_a_project_outside_the_tree_sees_types(editable: Installed, pytestconfig: pytest.Config) -> None:
-    """Each name has its own type, and what is wrong is told: Any would pass."""
+def test_a_project_outside_the_tree_sees_types_and_readme_has_no_error(
+    editable: Installed, pytestconfig: pytest.Config
+) -> None:
+    """Each name has its own type, and what is wrong is told, a misspelt key too: Any would pass. One run of mypy."""
     (editable.outside / "project.py").write_text(PROJECT)
+    snippets = {f"readme_{line}.py": code for line, code in blocks(README, "python")}
+    first = next(iter(snippets.values()))
+    snippets["planted.py"] = re.sub(r"(config: cl.ConfigDict = dict\()", r"\1sed=1, ", first)
+    for name, code in snippets.items():
+        (editable.outside / name).write_text(UNTYPED + code)
     kept = getattr(pytestconfig, "cache", None)  # none under -p no:cacheprovider
     cache = kept.mkdir("mypy") if kept else editable.outside / "cache"
     command = [
@@ -346,6 +365,7 @@ def test_a_project_outside_the_tree_sees_types(editable: Installed, pytestconfig
         "--config-file=",
         f"--cache-dir={cache}",
         "project.py",
+        *snippets,
     ]
     run = subprocess.run(
         [*command, f"--python-executable={editable.python}"],
@@ -354,4 +374,8 @@ def test_a_project_outside_the_tree_sees_types(editable: Installed, pytestconfig
     revealed = re.findall(r'Revealed type is "[\w.]*?(\w+)"', run.stdout)
     assert revealed == ["Context", "GPTConfig", "Engine", "Tensor", "Ops"], run.stdout + run.stderr
     wrong = re.findall(r"project.py:(\d+): error: .*\[([\w-]+)\]", run.stdout)
-    assert wrong == [("9", "arg-type"), ("10", "attr-defined")], run.stdout
+    assert [(int(line), kind) for line, kind in wrong] == WRONG, run.stdout
+    elsewhere = [line for line in run.stdout.splitlines() if " error: " in line and "project.py" not in line]
+    assert len(elsewhere) == 1 and elsewhere[0].startswith("planted.py") and '"sed"' in elsewhere[0], (
+        run.stdout
+    )

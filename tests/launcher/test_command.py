@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import colossal_lite
 from colossal_lite.config.config import Config
 from colossal_lite.launcher import command as cli
 from colossal_lite.launcher import doctor
@@ -170,6 +171,23 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert caught.value.code == 0
     assert all(word in out for word in ("doctor", "config", "schedule", *cli.NOT_BUILT))
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"colossal-lite {colossal_lite.__version__}\n", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_help_tells_how_a_shell_completes_and_what_it_tells_works(
+    capsys: pytest.CaptureFixture[str], shell: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    told = capsys.readouterr().out
+    assert "--tyro-write-completion bash FILE" in told and shell in told
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--tyro-write-completion", shell, str(tmp_path / "completion")])
+    assert caught.value.code in (0, None) and "colossal-lite" in (tmp_path / "completion").read_text()
 
 
 # ------------------------------------------------------------------------------------------ real commands

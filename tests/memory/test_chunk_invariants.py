@@ -31,6 +31,7 @@ from colossal_lite.offload import optimizer_states, state_storage
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.zero import build_chunks as build
 from tests.shared.places import patched
 
@@ -220,13 +221,12 @@ def assert_newest_versions(
         return DiskFile(directory, layout, label="test", timeout_s=20.0, resting=resting)
 
     with (
-        patch.object(optimizer_states, "SLOTS", ahead + 2),
         patch.object(state_storage, "HOST_SLOTS", (below or 0) + 3),
         patch.object(Link, "run", delayed),
     ):
         made = optimizer_states.OffloadedOptimizerStates(
             chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")),
-            on_disk=None if below is None else on_disk(count), open_file=opened,
+            mix=UpdateMix(ahead=ahead), on_disk=None if below is None else on_disk(count), open_file=opened,
         )  # fmt: skip
         try:
             (plan,) = update_plan(count, ahead=ahead, below=below, on_disk=made.on_disk)

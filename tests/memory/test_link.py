@@ -360,13 +360,13 @@ def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not
         first = up.ask("up", "first", **AHEAD)
         second = down.run(lambda: up.ran.append("second"), 8, after=(first,), **AHEAD)
         if is_planted:
-            until(lambda: down._queue == [])
+            until(lambda: not down._queue)
         third = down.run(lambda: up.ran.append("third"), 8)
         fourth = up.ask("up", "fourth", after=(third,))
         up.let()
         if is_planted:  # each has begun one that waits for what stands behind the other's
-            until(lambda: up.links["up"]._queue == [first])
-            assert down._queue == [third] and not second.is_handed and not fourth.is_handed
+            until(lambda: up.links["up"]._queue == {first: None})
+            assert down._queue == {third: None} and not second.is_handed and not fourth.is_handed
             ends.set()
         up.close()
         down.drain()

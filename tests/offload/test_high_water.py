@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_iter
 from colossal_lite.engine.memory_report import MemoryRow
 from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.offload import optimizer_states, pieces, state_storage
+from colossal_lite.offload import pieces, state_storage
 from colossal_lite.offload import placement as budget
 from colossal_lite.schedule.interval_packing import LiveInterval, LiveRange
 from colossal_lite.schedule.step_moments import SharedInterval
+from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -255,6 +256,10 @@ def _rests_longer(what: SharedInterval) -> Callable[[], tuple[Any, str, Any]]:
     return planted
 
 
+def _wider_records() -> tuple[Any, str, Any]:
+    return UpdateMix, "record_width", property(lambda mix: mix.ahead + 3)
+
+
 FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
     "weights that rest by turns stay": (_rests_longer(SharedInterval.WEIGHTS), 3, "auto, some"),
     "gradients that rest by turns are there before they come": (
@@ -262,7 +267,7 @@ FAULTS: dict[str, tuple[Callable[[], tuple[Any, str, Any]], int, str]] = {
         3,
         "auto, some",
     ),
-    "a slot more for records": (lambda: (optimizer_states, "SLOTS", optimizer_states.SLOTS + 1), 1, "host"),
+    "a slot more for records": (_wider_records, 1, "host"),
     "a slot more for records on disk": (
         lambda: (state_storage, "HOST_SLOTS", state_storage.HOST_SLOTS + 1),
         1,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import colossal_lite as cl
-from colossal_lite.offload.optimizer_states import AHEAD
 from colossal_lite.offload.state_storage import READ_AHEAD
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
-from colossal_lite.schedule.plan import DISK, Action, ActionKind
+from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from tests.shared.pool import RankEnv, run_world
@@ -42,10 +43,14 @@ class Seconds:
     update: float
     copy: float
     disk: float = 0.0
+    host: float = 0.0
+    """Of an update on the host, if that differs."""
 
     def __call__(self, action: Action) -> float:
         if action.chunk is not None and action.chunk >= LAYERS:
             return self.copy / 2  # a gradient or weights, where a record is two moments
+        if action.resource == CPU:
+            return self.host or self.update
         if action.kind in (ActionKind.FETCH, ActionKind.EVICT):
             return self.disk if action.resource == DISK else self.copy
         return {ActionKind.F: self.forward, ActionKind.B: self.backward, ActionKind.UPDATE: self.update}[
@@ -110,7 +115,8 @@ def ran(
 
     def timed(self: ChunkOptimizer, chunk: Any, used: Any, **more: Any) -> None:
         update(self, chunk, used, **more)
-        clock.compute(f"U{chunk.spec.id}", seconds.update)
+        if not self.is_updated_on_host(chunk):
+            clock.compute(f"U{chunk.spec.id}", seconds.update)
 
     speeds = dict(link_bandwidth=round(RECORD_BYTES / seconds.copy))
     if memory["placement"] == "disk" and seconds.disk:
@@ -119,10 +125,8 @@ def ran(
         dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1)) | more | dict(memory=memory | speeds)
     )
     ids = torch.arange(8).view(2, 4)
+    clock.planted_s["cpu"] = seconds.host or seconds.update
     patches = clock.patched(), patch.object(ChunkOptimizer, "update", timed)
-    if memory.get("update_on") == "host":
-        clock.planted_s["cpu"] = seconds.update
-        patches = clock.patched(), nullcontext()
     with env.launch(config) as context, patches[0], patches[1], patch.object(build, "CHUNK_BYTES", 4 * WIDTH):
         engine = cl.initialize(Model(clock, seconds), context=context)
         assert len(engine._chunks) == LAYERS
@@ -136,18 +140,22 @@ def ran(
 
 
 def predicted(
-    seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE
-) -> tuple[float, float]:
-    """By the simulator: seconds waited for the link up, and of the step, from the end of one backward to the next."""
+    seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
+    mix: UpdateMix = ALL_ON_DEVICE,
+) -> tuple[float, float]:  # fmt: skip
+    """By the simulator: seconds waited, and of the step, from the end of one backward to the next."""
     units = [[number] for number in range(LAYERS)]
-    plan, memory = run_of(units, STEPS, ahead=AHEAD, below=below, on_host=on_host)
+    plan, memory = run_of(
+        units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host
+    )
     made = simulate(plan, seconds, memory=memory)
-    assert made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
+    assert on_host or made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
         "and for nothing else"
     )
     last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
     start_s, end_s = last[STEPS - 2], last[STEPS - 1]
-    return made.waited_s("h2d", start_s, end_s), end_s - start_s
+    resources = {wait.resource for wait in made.waits}
+    return sum(made.waited_s(each, start_s, end_s) for each in resources), end_s - start_s
 
 
 HIDES = Seconds(forward=2.0, backward=4.0, update=0.5, copy=2.5)
@@ -194,7 +202,7 @@ def test_waits_are_the_bound_where_computing_cannot_hide_the_copies(copy_s: floa
     """What is asked for behind the first update must be there for the last, and the forwards and updates between are
     all that hides it; and all that goes up has these, and a backward before them."""
     seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=copy_s)
-    behind, last = LAYERS - (AHEAD + 1), LAYERS - 1
+    behind, last = LAYERS - (ALL_ON_DEVICE.ahead + 1), LAYERS - 1
     waited, _ = predicted(seconds)
     assert waited == pytest.approx(
         max(
@@ -288,3 +296,38 @@ def test_with_the_first_chunk_on_the_device_nothing_is_waited_for_where_computin
     but_the_first = {chunk: ON_HOST[chunk] for chunk in range(1, LAYERS)}
     waited, _ = predicted(HOST_HIDES, on_host=but_the_first)
     assert waited == 0.0 and predicted(HOST_HIDES, on_host=ON_HOST)[0] > 0.0
+
+
+def drawn_mix(seed: int) -> tuple[Seconds, dict[str, Any], Fraction]:
+    draw = random.Random(seed)
+    seconds = Seconds(
+        forward=draw.choice([0.5, 2.0, 4.0]), backward=draw.choice([1.0, 4.0, 8.0]),
+        update=draw.choice([0.1, 0.5]), copy=draw.choice([0.5, 2.5, 8.0]), host=draw.choice([0.5, 3.0, 12.0]),
+    )  # fmt: skip
+    if draw.random() < 0.5:
+        every = draw.randint(2, 5)
+        return seconds, dict(every=every), Fraction(every - 1, every)
+    share = draw.randint(1, 9)
+    return seconds, dict(host=share / 10), Fraction(share, 10)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_whose_updates_are_on_both_sides_takes_what_the_simulator_says(seed: int) -> None:
+    assert_as_simulated(seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(10, 40))
+def test_thirty_more_steps_whose_updates_are_on_both_sides_take_what_the_simulator_says(seed: int) -> None:
+    assert_as_simulated(seed)
+
+
+def assert_as_simulated(seed: int) -> None:
+    """Within 0.1 % of the step, by the clock of planted seconds."""
+    seconds, how, share = drawn_mix(seed)
+    mix = mix_of(share, range(LAYERS))
+    on_host = {chunk: ON_HOST[chunk] for chunk in sorted(mix.on_host)}
+    waited, step_s = predicted(seconds, on_host=on_host, mix=mix)
+    ((real, real_s, _, _),) = run_world(ran, 1, seconds, dict(placement="host", update_on=how))
+    assert real_s == pytest.approx(step_s, rel=1e-3)
+    assert sum(real.values()) == pytest.approx(waited, abs=1e-3 * step_s)

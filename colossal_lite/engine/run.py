@@ -1,0 +1,258 @@
+"""Runs a training loop in a folder: resumes, saves, logs, evaluates, and stops when a signal asks for it.
+
+Note: what belongs to a run.
+A folder holds one run: its checkpoints, its rows, the log of each rank.  `Run` resumes from it at once, on any mesh.
+Every step of the engine is logged and, every `save_every` steps, saved, whoever drives the step.  The position in the
+data is the number of samples used, and is saved with the weights.
+A signal saves within the step (engine/stopping.py).  The loop may still evaluate that step: `Stopped` is raised when it
+asks for the next batch.  So the rows of a stopped run and of the one that goes on are those of an uninterrupted run.
+A loop that ends early by `break` has its last step saved when the context closes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from colossal_lite.checkpoint.manifest import CheckpointError, changes
+from colossal_lite.checkpoint.owner import FolderClaims
+from colossal_lite.checkpoint.run_state import Loaded
+from colossal_lite.data.dataloader import Loader
+from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.step_totals import StepResult
+from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
+from colossal_lite.observe.flops import device_peak_flops
+from colossal_lite.observe.run_log import RankLog, RunLog, Scale
+from colossal_lite.observe.sinks import run_sinks
+
+
+class Run:
+    """One run of an engine in a folder.
+
+    run = cl.Run("runs/first", engine, save_every=500)
+    for batch in run.batches(train, global_batch=32, steps=5000):
+        result = run.step(batch)
+
+    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json` and
+    `logs/rank-N.log`. The last step is always saved."""
+
+    def __init__(
+        self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None, bytes_per_token: float | None = None, flops_per_token: float = 0.0,
+        fresh: bool = False,
+    ) -> None:  # fmt: skip
+        """Go on from the newest whole checkpoint in `directory`, if there is one. Collective.
+
+        `save_every`: steps between saves (None: at the end, and when a signal stops the run).  `log`: further places
+        for the numbers, "tensorboard" and "wandb" (offline).  `facts`: JSON of the caller's own, the same on every
+        rank, for the manifest of each checkpoint and run.json.  `bytes_per_token` of the text, for losses in bits per
+        byte; `flops_per_token` of forward and backward, for mfu.  `fresh`: start over; earlier checkpoints are set
+        aside, not deleted.  Raises ValueError on every rank for a folder that cannot be written, or that another
+        running process owns."""
+        if save_every is not None and save_every < 1:
+            raise ValueError(
+                f"save_every: {save_every}; legal: 1 or more steps, or None for the last step alone"
+            )
+        self.engine, self.context, self.directory = engine, engine.context, Path(directory)
+        self.checkpoints = self.directory / "checkpoints"
+        self._save_every = save_every
+        self._extra = {"facts": dict(facts or {})}  # for manifests
+        self._loader: Loader | None = None
+        self._loader_options: Mapping[str, Any] = {}
+        self._result: StepResult | None = None
+        self._stopped: Stopped | None = None
+        self._check_folder()
+        if fresh:
+            self._set_aside()
+        loaded = engine.resume(self.checkpoints)
+        self._data_before: Mapping[str, Any] = self._tell(loaded) if loaded else {}
+        self._saved_step = engine.steps if loaded else -1
+        folder = self.directory if self.context.is_main else None  # of the one rank that tells
+        peak = device_peak_flops(self.context.device, self.context.config.precision.dtype)
+        self._log = RunLog(
+            folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
+            device=self.context.device, resumed_step=engine.steps, also=run_sinks(log, folder, self._extra["facts"]),
+        )  # fmt: skip
+        self.context.hold(self._opened())
+        engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
+        engine.on_step(self._after_step, reads_weights=False)
+
+    # ---- the loop ----
+
+    def batches(self, dataset: Any, *, steps: int, **loader: Any) -> Iterator[Any]:
+        """This rank's batches until the engine has made `steps` steps in all; `loader` as `context.dataloader`.
+
+        Goes on where the data was left. Saves after the last step. Raises `Stopped` after the step in which a signal
+        came, ValueError for a dataset of another length than that of the run which it goes on with. Collective."""
+        if steps < 1:
+            raise ValueError(f"steps: {steps}; legal: 1 or more, those made before a resume included")
+        start = self._samples
+        self._loader = self.context.dataloader(dataset, start=start, **loader)
+        self._loader_options = loader
+        order = self._loader.order
+        before = self._data_before.get("samples", order.num_samples)
+        if start and before != order.num_samples:
+            raise ValueError(
+                f"dataset: {order.num_samples} samples, and {before} when {self.directory} was begun: their order "
+                f"would be another; legal: the dataset of then, or a new directory and "
+                f"engine.load({str(self.checkpoints)!r})"
+            )
+        self._extra["data"] = {"samples": order.num_samples, "global_batch": order.global_batch}
+        self._log.total_steps = steps
+        config = {row.path: row.value for row in self.context.config.resolved()}
+        self._log.describe({**self._extra, "steps": steps, "config": config})
+        return self._batches(self._loader, steps)
+
+    def _batches(self, loader: Loader, steps: int) -> Iterator[Any]:
+        stream = loader.take(steps - self.engine.steps)
+        while (before := self.engine.steps) < steps:
+            yield next(stream)
+            self._raise_stop()
+            if self.engine.steps == before:
+                raise ValueError(
+                    "run.batches: a batch was given, and no step was made with it; legal: one run.step(batch), or one "
+                    "engine.step(), for each batch"
+                )
+        self._save_last()
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
+        self._raise_stop()
+        try:
+            with self._log.timeline.span("step"):
+                return self.engine.train_step(batch)
+        except Stopped as stopped:
+            if stopped.code == SAVES_FAILED:
+                raise
+            self._stopped = stopped
+            assert self._result is not None, "a signal stops a step after its callbacks"
+            return self._result
+
+    def evaluate(self, dataset: Any, **loader: Any) -> float:
+        """The mean loss over all valid labels of a held-out `dataset`, every sample once; equal on every rank.
+
+        Its batches are as those of training, but neither shuffled nor dropped; `loader` changes that. Auxiliary losses
+        are weighed in each batch. Collective."""
+        options = {**self._loader_options, "shuffle": False, "drop_last": False, **loader}
+        if "global_batch" not in options and self._loader is not None:
+            options["global_batch"] = self._loader.order.global_batch
+        total, count = 0.0, 0.0
+        with self._log.timeline.span("evaluate"):
+            for batch in self.context.dataloader(dataset, **options):
+                loss_sum, labels = self.engine.eval_sums(batch)
+                total, count = total + loss_sum, count + labels
+        if not count:
+            raise ValueError("evaluate: no label of the dataset counts; legal: labels other than -100")
+        self._log.evaluated(self.engine.steps, total / count)
+        return total / count
+
+    def save(self) -> None:
+        """Save now. A save that fails is told, and the run goes on, until `checkpoint.max_failures` have failed in a
+        row. Collective."""
+        self._saved_step = self.engine.steps
+        with self._log.timeline.span("save"):
+            try:
+                self.engine.save(self.checkpoints, samples=self._samples, extra=self._extra)
+            except CheckpointError as error:  # the same on every rank
+                self._log.say(f"NOT SAVED: {error}")
+        self._log.lap()
+
+    # ---- what happens around it ----
+
+    @property
+    def _samples(self) -> int:
+        """The position in the data."""
+        return self._loader.samples if self._loader is not None else self.engine.samples
+
+    def _after_step(self, result: StepResult) -> None:
+        self._result = result
+        self._log.step(result, self.engine.ledger.payload_bytes)
+        if self._save_every and result.step % self._save_every == 0:
+            self.save()
+
+    def _raise_stop(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+
+    def _save_last(self) -> None:
+        if self.engine.steps > max(self._saved_step, 0):
+            self.save()
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Open the files of the run; at the end of a context without an error, save what a `break` has left."""
+        with RankLog(self.directory / "logs", self.context.rank), self._log:
+            yield
+            self._raise_stop()
+            if not self.engine.is_closed:
+                self._save_last()
+
+    def _check_folder(self) -> None:
+        """Raises ValueError, on every rank, if a rank cannot write to the folder, or if ranks have other facts."""
+        fault = ""
+        try:
+            json.dumps(self._extra)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"facts: {error}; legal: a dict of values that JSON has") from error
+        except OSError as error:
+            fault = f"{self.directory}: {error.strerror}"
+        told = self.context.mesh.world.gather_json([fault, self._extra["facts"]])
+        for rank, (reason, facts) in enumerate(told):
+            if reason:
+                raise ValueError(
+                    f"directory: rank {rank} cannot write to {reason}; legal: a folder that every rank can write to"
+                )
+            first = told[0][1]
+            for name in sorted({*first, *facts}):
+                if facts.get(name) != first.get(name):
+                    found = f"{facts.get(name)} on rank {rank}, {first.get(name)} on rank 0"
+                    raise ValueError(f"facts: {name} is {found}; legal: the same on every rank")
+
+    def _set_aside(self) -> None:
+        """Rename the folder of earlier checkpoints, unless a running process owns it."""
+        refused = ""
+        if self.context.is_main and self.checkpoints.exists():
+            claims = FolderClaims()
+            refused = claims.claim(self.checkpoints)
+            claims.close()
+            names = (self.checkpoints.with_name(f"checkpoints.{i}") for i in itertools.count(1))
+            aside = next(path for path in names if not path.exists())
+            if not refused:
+                self.checkpoints.rename(aside)
+                print(f"fresh: earlier checkpoints are in {aside}", flush=True)
+        if refused := self.context.mesh.world.gather_json(refused)[0]:
+            raise ValueError(f"fresh: {refused}; legal: another directory")
+
+    def _tell(self, loaded: Loaded) -> Mapping[str, Any]:
+        """Print what the run goes on from; what is known of its data."""
+        before = loaded.manifest.extra
+        if self.context.is_main:
+            changed = changes(before.get("facts", {}), self._extra["facts"])
+            print(loaded, *(f"  {change}" for change in changed), sep="\n", flush=True)
+        data: Mapping[str, Any] = before.get("data", {})
+        return data
+
+
+def fit(
+    engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
+    save_every: int | None = None, evaluate_every: int | None = None, log: Sequence[str] = (), **loader: Any,
+) -> Run:  # fmt: skip
+    """Train to `steps` steps in all, in a folder that the same call goes on in. Collective.
+
+    `valid` is evaluated every `evaluate_every` steps (None: as it is saved), and after the last. The rest is as for
+    `Run` and `Run.batches`."""
+    run = Run(directory, engine, save_every=save_every, log=log)
+    every = evaluate_every or save_every or steps
+    for batch in run.batches(dataset, steps=steps, **loader):
+        step = run.step(batch).step
+        if valid is not None and (step % every == 0 or step == steps):
+            run.evaluate(valid)
+    return run

@@ -1,0 +1,64 @@
+"""Decides which chunks are updated on the host, where their state rests, and which on the device.
+
+Note: the interleaved optimizer (arXiv 2410.21316).
+State off the device can be updated where it rests, or be streamed to the device and back.  With both at once the host,
+both directions of the link and the device are busy together.  The chunks of one side are spread evenly over all.  A
+chunk's side depends on its number in the whole model alone, so all ranks that share it choose alike.  The computation
+of an update and its order are the same on both sides.  On an emulated device so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+
+LOOKAHEAD = 2
+"""Chunks of one side that are on their way while one is updated, where both sides are used."""
+
+
+@dataclass(frozen=True)
+class UpdateMix:
+    """The side of each chunk's update, and how early what it needs is copied.
+
+    Records of chunks that are updated on the device are fetched `ahead` chunks before their turn.  Gradients and
+    weights for updates on the host come down `ahead_down` chunks before.
+    """
+
+    on_host: frozenset[int] = frozenset()
+    ahead: int = 1
+    ahead_down: int = 1
+
+    @property
+    def record_width(self) -> int:
+        """Chunks in a row whose records may be on the device at once: fetched, updated, written back."""
+        return self.ahead + 2
+
+    @property
+    def gradient_width(self) -> int:
+        """Chunks in a row whose gradients may be in slots on the host at once."""
+        return self.ahead_down + 1
+
+    @property
+    def weight_width(self) -> int:
+        """As `gradient_width`, of weights that come down, are updated and go up again."""
+        return self.ahead_down + 2
+
+
+ALL_ON_DEVICE = UpdateMix()
+
+
+def mix_of(host_share: Fraction, ids: Collection[int]) -> UpdateMix:
+    """The mix that updates a share of the chunks on the host. `ids`: a chunk's number in the whole model, by its place
+    on this rank."""
+    on_host = frozenset(place for place, number in enumerate(ids) if is_on_host(number, host_share))
+    if not on_host or len(on_host) == len(ids):
+        return UpdateMix(on_host)
+    distances = (1 / (1 - host_share), 1 / host_share)
+    ahead, ahead_down = (LOOKAHEAD * -(-distance.numerator // distance.denominator) for distance in distances)
+    return UpdateMix(on_host, min(ahead, len(ids)), min(ahead_down, len(ids)))
+
+
+def is_on_host(number: int, host_share: Fraction) -> bool:
+    """Whether the chunk with this number is updated on the host: of the first n chunks, floor(n * share) are."""
+    return (number + 1) * host_share // 1 > number * host_share // 1

@@ -1,0 +1,245 @@
+"""`cl.Run` and `cl.fit`: a loop in a folder that resumes, saves, evaluates, logs and stops, with the numbers of a loop
+by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colossal_lite as cl
+from colossal_lite.checkpoint.files import inspect, listed
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
+SHAPE = cl.models.GPTConfig(vocabulary=32, layers=1, heads=2, width=8, sequence=8)
+TOKENS = torch.randint(32, (41, 9), generator=torch.Generator().manual_seed(0))
+TRAIN = [(row[:-1], row[1:]) for row in TOKENS[:22]]
+VALID = [(row[:-1], torch.where(torch.arange(8) > i % 8, -100, row[1:])) for i, row in enumerate(TOKENS[22:])]
+"""19 samples with 1 to 8 labels that count"""
+
+
+def engine_in(context: cl.Context) -> cl.Engine:
+    return cl.initialize(lambda: cl.models.GPT(SHAPE), context=context)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def looped(env: RankEnv, folder: str, how: dict[str, Any]) -> dict[str, Any]:
+    """README's loop to `steps`; `at`: a signal to `rank` before that step, `leave`: the loop breaks after that step."""
+    losses, valid, ended = {}, {}, None
+    steps, at, leave = how.get("steps", 9), how.get("at"), how.get("leave")
+    try:
+        with env.launch(CONFIG | how.get("config", {})) as context:
+            engine = engine_in(context)
+            run = cl.Run(folder, engine, save_every=how.get("save_every", 4), facts=how.get("facts"))
+            for batch in run.batches(TRAIN[: how.get("samples")], global_batch=4, steps=steps):
+                if engine.steps + 1 == at and env.rank == how.get("rank", 0):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                result = run.step(batch)
+                losses[result.step] = float(result.loss)
+                if result.step % 3 == 0:
+                    valid[result.step] = run.evaluate(VALID)
+                if result.step == leave:
+                    break
+    except cl.Stopped as stopped:
+        ended = stopped.code
+    return dict(losses=losses, valid=valid, ended=ended)
+
+
+def by_hand(env: RankEnv) -> dict[str, Any]:
+    losses = {}
+    with env.launch(CONFIG) as context:
+        engine = engine_in(context)
+        for batch in context.dataloader(TRAIN, global_batch=4).take(9):
+            result = engine.train_step(batch)
+            losses[result.step] = float(result.loss)
+        weights = engine.full_state_dict()
+    model = cl.models.GPT(SHAPE).double()
+    model.load_state_dict(weights)
+    inputs, labels = (torch.stack(part) for part in zip(*VALID, strict=True))
+    loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+    return dict(losses=losses, valid=float(loss))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of nine steps on two ranks that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_world(looped, 2, str(folder), {})
+    return folder
+
+
+def test_a_run_gives_the_losses_of_a_loop_by_hand_and_the_loss_of_the_whole_held_out_set(
+    whole: Path, tmp_path: Path
+) -> None:
+    (truth,) = run_world(by_hand, 1)
+    (alone,) = run_world(looped, 1, str(tmp_path), {})
+    assert alone["losses"] == truth["losses"]
+    assert alone["valid"][9] == pytest.approx(truth["valid"], rel=1e-12)
+    found = rows(whole / "metrics.jsonl")
+    assert {row["step"]: row["loss"] for row in found} == pytest.approx(truth["losses"], rel=1e-12)
+    assert rows(whole / "evaluation.jsonl")[-1]["loss"] == pytest.approx(truth["valid"], rel=1e-12)
+    assert [path.name for path in listed(whole / "checkpoints")] == [f"step-0000000{n}" for n in (9, 8, 4)]
+    assert sorted(path.name for path in (whole / "logs").iterdir()) == ["rank-00000.log", "rank-00001.log"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_run_goes_on_to_the_same_rows_evaluations_of_its_last_step_included(
+    rank: int, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run_world(looped, 2, str(tmp_path), dict(at=6, rank=rank, facts={"width": 8}))
+    assert [row["ended"] for row in ended] == [0, 0] and [*ended[0]["valid"]] == [3, 6]
+    manifest = inspect(listed(tmp_path / "checkpoints")[0])
+    assert (manifest.step, manifest.samples) == (6, 24)
+    assert manifest.extra == {"facts": {"width": 8}, "data": {"samples": 22, "global_batch": 4}}
+    capsys.readouterr()
+    again = run_world(looped, 2, str(tmp_path), dict(facts={"width": 9}))
+    assert [*again[0]["losses"]] == [7, 8, 9]
+    said = capsys.readouterr().out
+    assert (
+        f"resumed from {tmp_path}/checkpoints/step-00000006: step 6, 24 samples" in said and "width" in said
+    )
+    for name in ("metrics.jsonl", "evaluation.jsonl"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_run_goes_on_on_another_mesh(whole: Path, tmp_path: Path) -> None:
+    run_world(looped, 2, str(tmp_path), dict(at=5, config=dict(zero=dict(stage=3))))
+    run_world(looped, 2, str(tmp_path), dict(config=dict(parallel=dict(tensor=2))))
+    found, truth = rows(tmp_path / "metrics.jsonl"), rows(whole / "metrics.jsonl")
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in truth], rel=1e-12)
+    run_world(looped, 1, str(tmp_path), {})
+    assert rows(tmp_path / "metrics.jsonl") == found, "the run is complete: nothing is trained again"
+
+
+def test_a_loop_that_breaks_has_its_last_step_saved(tmp_path: Path) -> None:
+    run_world(looped, 2, str(tmp_path), dict(leave=6))
+    assert [inspect(path).step for path in listed(tmp_path / "checkpoints")] == [6, 4]
+
+
+def fitted(env: RankEnv, folder: str) -> None:
+    with env.launch(CONFIG) as context:
+        cl.fit(
+            engine_in(context), TRAIN, directory=folder, global_batch=4, steps=9, valid=VALID, save_every=4,
+            evaluate_every=3,
+        )  # fmt: skip
+
+
+def test_fit_leaves_what_the_loop_leaves(whole: Path, tmp_path: Path) -> None:
+    run_world(fitted, 2, str(tmp_path))
+    for name in ("metrics.jsonl", "evaluation.jsonl", "run.json"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    assert len(listed(tmp_path / "checkpoints")) == 3
+
+
+def fails_to_save(env: RankEnv, folder: str) -> tuple[int, Any]:
+    with pytest.raises(cl.Stopped) as stopped, env.launch(CONFIG) as context:
+        run = cl.Run(folder, engine_in(context))
+        run.checkpoints = Path("/sys/kernel/checkpoints")
+        for batch in run.batches(TRAIN, global_batch=4, steps=2):
+            run.step(batch)
+    return stopped.value.step, stopped.value.code
+
+
+def test_a_last_save_that_fails_ends_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_world(fails_to_save, 2, str(tmp_path)) == [(2, 4)] * 2
+    assert capsys.readouterr().out.count("NOT SAVED: ") == 1, "tried once"
+
+
+def own_steps(env: RankEnv, folder: str) -> list[int]:
+    """A loop in the Colossal-AI manner."""
+    with env.launch(CONFIG) as context:
+        engine = engine_in(context)
+        run = cl.Run(folder, engine, save_every=2)
+        for inputs, labels in run.batches(TRAIN, global_batch=4, steps=3):
+            loss = torch.nn.functional.cross_entropy(engine(inputs).flatten(0, 1), labels.flatten())
+            engine.backward(loss, count=labels.numel())
+            engine.step()
+    return [row["step"] for row in rows(Path(folder) / "metrics.jsonl")]
+
+
+def test_steps_of_a_loop_of_ones_own_are_logged_and_saved_too(tmp_path: Path) -> None:
+    assert run_world(own_steps, 2, str(tmp_path)) == [[1, 2, 3]] * 2
+    assert [inspect(path).step for path in listed(tmp_path / "checkpoints")] == [3, 2]
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(env: RankEnv, folder: str, how: str) -> str:
+    with env.launch(CONFIG) as context, pytest.raises(ValueError) as error:
+        engine = engine_in(context)
+        if how == "every":
+            cl.Run(folder, engine, save_every=0)
+        if how == "facts differ":
+            cl.Run(folder, engine, facts={"rank": env.rank})
+        if how == "facts":
+            cl.Run(folder, engine, facts={"model": SHAPE})
+        if how == "one rank":
+            cl.Run(folder + "/there" if env.rank else "/sys/kernel/run", engine)
+        if how == "log":
+            cl.Run(folder, engine, log=["mlflow"])
+        run = cl.Run(folder, engine)
+        if how == "steps":
+            run.batches(TRAIN, global_batch=4, steps=0)
+        if how == "unused":
+            for _ in run.batches(TRAIN, global_batch=4, steps=3):
+                continue
+        if how == "labels":
+            run.evaluate([(row[:-1], torch.full((8,), -100)) for row in TOKENS], global_batch=4)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("every", "save_every: 0; legal: 1 or more steps"),
+        (
+            "facts differ",
+            "facts: rank is 1 on rank 1, 0 on rank 0; legal: the same on every rank",
+        ),
+        ("facts", "facts: Object of type GPTConfig is not JSON serializable; legal: a dict of values"),
+        ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
+        ("log", "log: mlflow; legal: tensorboard, wandb"),
+        ("steps", "steps: 0; legal: 1 or more"),
+        ("unused", "a batch was given, and no step was made with it; legal: one run.step(batch)"),
+        ("labels", "evaluate: no label of the dataset counts"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(how: str, says: str, tmp_path: Path) -> None:
+    assert all(says in text for text in run_world(refused, 2, str(tmp_path), how))
+
+
+def test_a_dataset_of_another_length_is_refused_when_a_run_goes_on(tmp_path: Path) -> None:
+    run_world(looped, 1, str(tmp_path), dict(leave=3))
+    with pytest.raises(
+        WorldError, match=r"dataset: 20 samples, and 22 when .* legal: the dataset of then, or a new"
+    ):
+        run_world(looped, 1, str(tmp_path), dict(samples=20))
+    run_world(looped, 1, str(tmp_path), dict(steps=4))
+    assert inspect(listed(tmp_path / "checkpoints")[0]).step == 4, "nothing is lost"
+
+
+def begins_anew(env: RankEnv, folder: str) -> int:
+    with env.launch(CONFIG) as context:
+        engine = engine_in(context)
+        run = cl.Run(folder, engine, fresh=True)
+        for batch in run.batches(TRAIN, global_batch=4, steps=2):
+            run.step(batch)
+        return engine.steps
+
+
+def test_fresh_sets_earlier_checkpoints_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_world(looped, 2, str(tmp_path), dict(steps=3))
+    assert run_world(begins_anew, 2, str(tmp_path)) == [2, 2]
+    assert f"fresh: earlier checkpoints are in {tmp_path}/checkpoints.1" in capsys.readouterr().out
+    assert inspect(listed(tmp_path / "checkpoints.1")[0]).step == 3
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]

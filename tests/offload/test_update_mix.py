@@ -1,0 +1,136 @@
+"""Checks updates on host and device at once: their bits, buffers by the formula, and each update once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
+from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.schedule.update_mix import is_on_host, mix_of
+from tests.shared.covering import covering_array, name_of
+from tests.shared.parity import start, steps_of
+from tests.shared.pool import RankEnv, run_world
+from tests.zero.test_memory_budget import DEEP, _extent, auto, config_of, three_tiers
+from tests.zero.test_zero import SMALL, assert_same_bits, bits
+
+# ---- the plan ----
+
+
+@given(
+    st.integers(0, 40),
+    st.fractions(0, 1, max_denominator=12),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_mix_updates_each_chunk_once_and_brings_it_home_once(
+    num_chunks: int, share: Fraction, ahead: int, ahead_down: int, own_master: bool
+) -> None:
+    parts = (ChunkPart.GRADIENT, ChunkPart.WEIGHTS) if own_master else (ChunkPart.GRADIENT,)
+    on_host = dict.fromkeys(sorted(mix_of(share, range(num_chunks)).on_host), Crossing(parts))
+    how: dict[str, Any] = dict(ahead=ahead, ahead_down=ahead_down, on_host=on_host)
+    plan = update_plan(num_chunks, **how)
+    check(plan, memory=memory_of(num_chunks, **how))
+    assert [a.chunk for a in plan[0] if a.kind is ActionKind.UPDATE] == [*range(num_chunks)]
+    home = [a.chunk for a in plan[0] if a.kind is ActionKind.EVICT and (a.chunk or 0) < num_chunks]
+    assert home == [chunk for chunk in range(num_chunks) if chunk not in on_host]
+
+
+@given(st.integers(1, 200), st.fractions(0, 1, max_denominator=50))
+@settings(max_examples=200, deadline=None)
+def test_a_share_is_spread_evenly_whichever_part_of_the_chunks_a_rank_has(
+    first: int, share: Fraction
+) -> None:
+    for count in (1, 7, 50):
+        chosen = sum(is_on_host(number, share) for number in range(first, first + count))
+        assert abs(chosen - count * share) < 1
+    ids = [first, first + 3, first + 4]
+    assert mix_of(share, ids).on_host == {
+        place for place, number in enumerate(ids) if is_on_host(number, share)
+    }
+
+
+# ---- the bits ----
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": dict(type="adamw", lr=0.01, weight_decay=0.1),
+    "narrow moments": dict(type="adamw", lr=0.01, moments="bf16"),
+    "sgd": dict(type="sgd", lr=0.1, momentum=0.9),
+    "lion": dict(type="lion", lr=0.001),
+    "muon": dict(
+        type="muon", lr=0.01, groups=[dict(match="*norm*", type="adamw"), dict(match="*bias", type="adamw")]
+    ),
+}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "host": dict(placement="host"),
+    "static": dict(placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.8)),
+    "records alone": dict(placement="static", host_fraction=dict(optimizer=1.0)),
+    "budget": {},
+    "three tiers": {},
+    "disk": dict(placement="disk"),
+}
+MIXES: dict[str, dict[str, Any]] = {
+    "every 2": dict(every=2), "every 3": dict(every=3), "every 4": dict(every=4), "0.3": dict(host=0.3),
+}  # fmt: skip
+ROWS = covering_array(
+    dict(
+        optimizer=list(OPTIMIZERS),
+        precision=["fp32", "bf16", "split"],
+        stage=[0, 1, 2, 3],
+        placement=list(PLACEMENTS),
+        mix=list(MIXES),
+        step=["clip", "accumulation"],
+        ranks=[1, 2],
+    ),
+    legal=lambda row: (
+        not (row["optimizer"] == "muon" and (row["precision"] == "split" or row["stage"]))
+        and not (row["optimizer"] == "narrow moments" and row["precision"] == "fp32")
+        and not (row["placement"] == "static" and row["stage"] < 3)
+    ),
+)
+
+
+def mixed(env: RankEnv, case: Any, placement: str, mix: dict[str, Any], directory: str) -> Any:
+    """Steps and state of a case; how many chunks were updated on either side; buffers as allocated and by formula."""
+    memory = (
+        PLACEMENTS[placement]
+        | dict(update_on=mix)
+        | (dict(disk_dir=directory) if placement == "disk" else {})
+    )
+    if placement == "budget":
+        least, whole = _extent(env, case, update_on=mix)
+        memory = auto(round(least + 0.3 * (whole - least)), update_on=mix)["memory"]
+    if placement == "three tiers":
+        memory = three_tiers(env, case, directory, update_on=mix)
+    case = replace(case, config=case.config | dict(memory=memory))
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        found = [*steps_of(engine, context, case)], engine.full_optimizer_state()
+        updated = [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
+        visits = [(visit.kind, visit.bytes, visit.forecast_bytes) for visit in engine._optimizer.visits]
+        return found, updated, visits
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_mix_has_the_bits_of_state_that_stays_on_the_device(row: dict[str, Any], tmp_path: Path) -> None:
+    precision = dict(dtype="bf16", master="split") if row["precision"] == "split" else row["precision"]
+    more = dict(optimizer=OPTIMIZERS[row["optimizer"]])
+    config = config_of(
+        row["stage"], precision=precision, clip=row["step"] == "clip",
+        accumulation=3 if row["step"] == "accumulation" else 1,
+    ) | more  # fmt: skip
+    case = replace(DEEP, world_size=row["ranks"], chunk_bytes=SMALL // 4, config=config)
+    expected = run_world(bits, row["ranks"], case)
+    found = run_world(mixed, row["ranks"], case, row["placement"], MIXES[row["mix"]], str(tmp_path))
+    assert_same_bits([steps for steps, _, _ in found], expected)
+    assert any(set(updated) == {False, True} for _, updated, _ in found) or row["placement"] == "budget"
+    assert all(held == foreseen for _, _, visits in found for _, held, foreseen in visits)
