@@ -22,6 +22,7 @@ from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
 from colossal_lite.launcher.plan_command import PlanCommand
+from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
 PROGRAM = "colossal-lite"
@@ -224,6 +225,7 @@ Command = (
     Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
+    | Annotated[RolesCommand, subcommand("roles")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
 )

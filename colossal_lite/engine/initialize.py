@@ -45,6 +45,7 @@ from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta,
 from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections
 from colossal_lite.pipeline.partition import Unit
@@ -128,6 +129,9 @@ def _initialize(
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
     parallelized = _swap_layers(module, context, plan, streams)
+    if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
+        if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
+            forecast_batch = None  # by a proof, which `plan` does not make
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))

@@ -102,11 +102,16 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
             whole |= found.faults
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]
     roles |= _as_in_kept(roles, blocks, dropped)
+    prefixes = tuple(f"{block}." for block in blocks)
     attentions = tuple(f"{name}." for name, role in roles.items() if role == "attention")
     for name, module in model.named_modules():
         if name and name not in roles and any(True for _ in module.parameters(recurse=False)):
             is_norm = _is_norm(module) and not name.startswith(attentions)
             roles[name] = "norm" if is_norm else "replicate"
+    for name, role in roles.items():
+        if role == "replicate" and name.startswith(prefixes) and _is_linear(model.get_submodule(name)):
+            if not any(other.rpartition(".")[0] == name.rpartition(".")[0] for other in whole):
+                whole[name] = f"it is in no pair of linears that {parts} parts divide"
     return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks))
 
 
@@ -228,6 +233,14 @@ def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
         else:
             claims[each.name] = torch.where(uses.any(0), uses.int().argmax(0), -1)
     if not claims:
+        partly = [
+            c.name for c, uses in zip(earlier, zip(*needs, strict=True), strict=True) if 0 < _share(uses) < 1
+        ]
+        if partly:
+            found.faults[call.name] = (
+                f"{n} parts of its input need the same rows of {partly[0].rpartition('.')[2]}, as where {n} divides no "
+                f"number of heads"
+            )
         return
     clash = [n for n, o in claims.items() if n in found.owner and ((found.owner[n] >= 0) & (o >= 0)).any()]
     if clash:
@@ -240,6 +253,11 @@ def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
     at_end = _gradients(call.input[:, -1], [c.output for c in earlier if c.name in claims])
     if any(g is not None and bool(g[:, :-1].any()) for g in at_end):
         found.mixing.add(call.name)
+
+
+def _share(uses: Sequence[Tensor]) -> float:
+    """The share of its rows that the parts need."""
+    return float(torch.stack(list(uses)).double().mean())
 
 
 def _needed(x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:

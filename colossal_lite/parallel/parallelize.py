@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class Parallelized:
     has_dropout: bool
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
+    form: Form = field(default_factory=Form)
 
     @property
     def reported_loss(self) -> int:
@@ -103,6 +104,7 @@ def parallelize(
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
+    form = Form()
     if mesh.size("tensor") == 1:
         _check_auxiliary(module, mesh, False, sequence_mode)
         made = _serial(module)
@@ -128,7 +130,7 @@ def parallelize(
         )
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, form)
 
 
 def _bind_dropout(

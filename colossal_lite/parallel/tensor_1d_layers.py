@@ -64,7 +64,7 @@ class Tensor1D:
 
     @property
     def cut_behind(self) -> tuple[int, int] | None:
-        return self.coord, self.size
+        return (0, 1) if self.whole_sizes else (self.coord, self.size)
 
     def local_part(self, batch: Batch) -> Batch:
         return batch
