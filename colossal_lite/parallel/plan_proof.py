@@ -276,12 +276,6 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 
 def _place(small: SmallCopy, found: Difference) -> str:
     """Where a copy differs, and what is legal there."""
-
-    if bypassed := [name for name in found.bypassed if name in small.roles]:
-        return (
-            f"the forward of {_named(small, bypassed)} is called directly, which skips what a swap does where it "
-            f"begins; legal: call the module itself, block(x)"
-        )
     where = f"at {_named(small, found.where)}: " if found.where else ""
     return (
         f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "

@@ -47,16 +47,13 @@ class Difference:
 
     what: str
     where: tuple[str, ...] = ()
-    bypassed: tuple[str, ...] = ()
-    """Modules that ran without being called as modules, so that no hook of theirs did."""
 
 
 @dataclass
 class _Calls:
-    """Which modules of one model are being called, and which have been."""
+    """Which modules of one model are being called."""
 
     stack: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
 
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -66,7 +63,6 @@ class _Calls:
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             self.stack.append(name)
-            self.seen.add(name)
 
         return hook
 
@@ -135,7 +131,6 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
             ) from error
-        bypassed = _bypassed(plain, calls)
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
         watched = [_Calls() for _ in meshes]
@@ -147,13 +142,13 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
         except Exception as error:  # as above
             where = next((each.place for each in watched if each.place), "")
-            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else (), bypassed)
+            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else ())
     every = [each for each in found if each is not None]
     if not every:
         return None
     first = every[0]
     places = dict.fromkeys(place for each in every for place in each.where)
-    return Difference(first.what, tuple(places), bypassed)
+    return Difference(first.what, tuple(places))
 
 
 def run_plainly(model: nn.Module, batch: Batch) -> None:
@@ -163,16 +158,6 @@ def run_plainly(model: nn.Module, batch: Batch) -> None:
             model(*batch.args, **batch.kwargs)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
-
-
-def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
-    """Modules never called, of which a module within was."""
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if name and name not in calls.seen and type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        and any(f"{name}.{inner}" in calls.seen for inner, _ in module.named_modules() if inner)
-    )  # fmt: skip
 
 
 def _plain_run(model: nn.Module, batch: Batch) -> _Run:
