@@ -20,21 +20,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.shared.drawn_cases import DrawnCase, case_of, draw
-from tests.shared.drawn_runs import Seen, first_part, plain_run, second_part
-from tests.shared.drawn_verdicts import BAD, Verdict, judge_end, masked, unlike, wrong
+from tests.shared.drawn_runs import Seen, at_own_weights, first_part, plain_run, second_part
+from tests.shared.drawn_verdicts import BAD, Verdict, different_bits, judge_end, masked, unlike, wrong
 from tests.shared.pool import WorldError, pool, run_world
 
 LIMIT_S = 60.0
 """For each of a case's two worlds; a collective waits `timeout_s` of the case, which is shorter."""
 FAULT_S = 60.0
 """Of draws for each planted fault."""
+FAULT_WORLDS = (2, 1, 2, 1, 4, 1)
+"""In turn: about the same time on one rank, on two and on four."""
 NARROW = ("bf16", "fp16")
 ROOT = Path(__file__).parents[1]
 
@@ -49,13 +53,29 @@ def outcome_of(case: DrawnCase, fault: str | None = None) -> Verdict:
         second = _part(second_part, case.resume_world, case, folder, fault) if resumes else None
     ends = second[0] if isinstance(second, list) else None
     skipped = first[0].skipped + (ends.skipped if ends else [False])
-    truth = plain_run(case, "fp64", skipped)
-    plain = plain_run(case, case.dtype, skipped) if case.dtype in NARROW else None
-    if why := wrong(case, first[0], ends, truth, plain):
+    truth, plain = plain_run(case, "fp64", skipped), None
+    if case.dtype in NARROW:
+        plain = at_own_weights(case, plain_run(case, case.dtype, skipped), first[0], ends, case.dtype)
+        truth = at_own_weights(case, truth, first[0], ends, "fp64")
+    why = wrong(case, first[0], ends, truth, plain) or _unlike_whole_masters(case, first[0], fault)
+    if why:
         return Verdict("WRONG", why)
     if isinstance(second, Verdict):
         return Verdict(second.outcome, f"resume: {second.why}", trained=True, detail=second.detail)
     return Verdict("exact", trained=True)
+
+
+def _unlike_whole_masters(case: DrawnCase, split: Seen, fault: str | None) -> str:
+    """How masters in two halves differ from whole ones, which they are to be bit for bit; "" if they do not."""
+    precision = case.config["precision"]
+    if not isinstance(precision, Mapping) or precision.get("master") != "split":
+        return ""
+    whole = replace(
+        case, config={**case.config, "precision": {**precision, "master": "fp32"}}, resume_world=0
+    )
+    with tempfile.TemporaryDirectory(prefix="drawn-") as folder:
+        seen = _part(first_part, case.world, whole, folder, fault)
+    return "" if isinstance(seen, Verdict) else different_bits(split, seen[0])
 
 
 def _part(
@@ -119,16 +139,20 @@ def report(asked: argparse.Namespace, tally: Counter[str], seconds: float) -> in
     return int(any(tally[name] for name in BAD))
 
 
-def found_within(fault: str, seconds: float, seed: int) -> tuple[float, int, str]:
-    """Seconds and draws, on 2 and 4 ranks in turn, until a case that is right shows a fault; "" where none has."""
-    begun, number = time.monotonic(), 0
-    while time.monotonic() - begun < seconds:
-        case = draw((2, 4)[number % 2], seed, number)
+def found_within(fault: str, asked: argparse.Namespace) -> tuple[float, int, str]:
+    """Seconds and draws, on FAULT_WORLDS in turn, until a case that is right shows a fault; "" where none has."""
+    begun, drawn = time.monotonic(), Counter[int]()
+    seconds = asked.seconds or (FAULT_S if asked.draws is None else float("inf"))
+    for world in cycle(FAULT_WORLDS):
+        if drawn.total() == asked.draws or time.monotonic() - begun > seconds:
+            break
+        case = draw(world, asked.seed, drawn[world])
+        drawn[world] += 1
         verdict = outcome_of(case, fault)
         if verdict.outcome in BAD and outcome_of(case).outcome not in BAD:
-            return time.monotonic() - begun, number + 1, f"{verdict.outcome} {verdict.why}"
-        number += 1
-    return time.monotonic() - begun, number, ""
+            how = f"world {world}, draw {drawn[world] - 1}: {verdict.outcome} {verdict.why}"
+            return time.monotonic() - begun, drawn.total(), how
+    return time.monotonic() - begun, drawn.total(), ""
 
 
 def hunt(asked: argparse.Namespace) -> int:
@@ -137,8 +161,10 @@ def hunt(asked: argparse.Namespace) -> int:
 
     names = [name for name in FAULTS if asked.faults in name]
     missed = []
+    for world in sorted(set(FAULT_WORLDS)):  # starts the ranks
+        outcome_of(draw(world, asked.seed, 0))
     for name in names:
-        seconds, number, how = found_within(name, asked.seconds or FAULT_S, asked.seed)
+        seconds, number, how = found_within(name, asked)
         print(
             f"{'found' if how else 'MISSED'} {seconds:5.1f} s {number:4d} draws: {name}: {how[:150]}",
             flush=True,

@@ -185,11 +185,16 @@ def parts_of(mesh: Mesh) -> int:
 
 
 def _emulated_sequence(mesh: Mesh, mode: str) -> MeshLayout:
-    """A sequence axis of as few ranks as divide the real one."""
-    if mode == "usp":
-        return MeshLayout.build(sequence=4, ulysses=2)
-    size = mesh.size("sequence")
-    return MeshLayout.build(sequence=next(n for n in range(2, size + 1) if size % n == 0))
+    """A sequence axis of as few ranks as divide the real one, in each of its parts."""
+    if mode != "usp":
+        return MeshLayout.build(sequence=_fewest(mesh.size("sequence")))
+    inner = _fewest(mesh.size("sequence.ulysses"))
+    return MeshLayout.build(sequence=inner * _fewest(mesh.size("sequence.ring")), ulysses=inner)
+
+
+def _fewest(size: int) -> int:
+    """The smallest number of ranks that cuts as `size` ranks do: 1, or its least divisor above."""
+    return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
 def _without_proof(

@@ -1,7 +1,7 @@
 """Ranks, and their launcher, that are stopped or killed as processes: who is left says so, ends, and loses nothing.
 
 A few trials stand in the suite. `pytest tests/distributed/test_stops_and_kills.py -m campaign -s` runs all of them, and
-prints a line for each.
+prints a line for each; `-k evaluation` or `-k piece_2` runs some.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ def test_a_stopped_rank_is_named_in_its_phase_within_the_timeout_and_two_seconds
     print(stop_in(tmp_path, phase, guilty))
 
 
+ROWS = [(phase, guilty, turn) for turn in (1, 2) for phase in PHASES for guilty in (0, 1)]
+
+
 @pytest.mark.campaign
-@pytest.mark.timeout(1200)
-def test_20_stops_of_each_rank_in_each_phase_are_told(tmp_path: Path) -> None:
-    rows = [(phase, guilty) for phase in PHASES for guilty in (0, 1)]
-    for number, (phase, guilty) in enumerate((rows * 2)[:20]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        print(number + 1, stop_in(folder, phase, guilty), flush=True)
+@pytest.mark.parametrize(("phase", "guilty", "turn"), ROWS[:20])
+def test_20_stops_of_each_rank_in_each_phase_are_told(
+    phase: str, guilty: int, turn: int, tmp_path: Path
+) -> None:
+    print(f"turn {turn}:", stop_in(tmp_path, phase, guilty), flush=True)
 
 
 def kill_the_launcher(folder: Path, delay_s: float) -> str:
@@ -161,18 +162,20 @@ def kill_and_resume(folder: Path, script: Path, whole: Path, number: int, chance
     return f"{told}; resumed with the same bits"
 
 
-def trials_of_kills(folder: Path, count: int) -> None:
-    chance, whole = random.Random(4), folder / "whole"
+def trials_of_kills(folder: Path, numbers: range) -> None:
+    whole = folder / "whole"
     whole.mkdir()
     script = write_script(whole)
     run_to_the_end(whole, script)
-    for number in range(count):
+    for number in numbers:
         at = folder / str(number)
         at.mkdir()
-        print(number + 1, kill_and_resume(at, write_script(at), whole, number, chance), flush=True)
+        told = kill_and_resume(at, write_script(at), whole, number, random.Random(number))
+        print(number + 1, told, flush=True)
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(2400)
-def test_30_kills_of_a_rank_resume_with_the_same_bits(tmp_path: Path) -> None:
-    trials_of_kills(tmp_path, 30)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(0, 30, 5), ids=lambda first: f"piece_{first // 5}")
+def test_30_kills_of_a_rank_resume_with_the_same_bits(first: int, tmp_path: Path) -> None:
+    trials_of_kills(tmp_path, range(first, first + 5))

@@ -17,7 +17,8 @@ import colossal_lite as cl
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.writer import SaveJob
 from colossal_lite.distributed import watchdog
-from colossal_lite.distributed.communicator import CommError
+from colossal_lite.distributed.communicator import CommError, Communicator
+from colossal_lite.distributed.ledger import Ledger
 from colossal_lite.engine import engine as engine_module
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -205,6 +206,25 @@ def test_a_watch_ends_though_the_store_does_not_answer(monkeypatch: pytest.Monke
     ours.close()
     gate.set()
     assert ours._thread is not None and not ours._thread.is_alive()
+
+
+def test_the_first_line_of_a_failure_is_told_before_anybody_is_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told_first: list[str] = []
+
+    def explain() -> str:
+        told_first.append(capsys.readouterr().err)
+        return "rank 1 has died"
+
+    watch = watchdog.Watchdog(torch.distributed.HashStore(), rank=0, world_size=1)
+    comm = Communicator(
+        "data", (0, 1), 0, Ledger(), recording=True, timeout_s=3, explain=explain, watch=watch
+    )
+    error = comm.failure("all_reduce", RuntimeError("no answer"))
+    (line,) = told_first
+    assert line.startswith("rank 0: all_reduce on axis 'data' failed") and "no answer" in line
+    assert str(error).startswith("rank 1 has died\n")
 
 
 def dies_in_a_save(env: RankEnv, folder: str) -> None:

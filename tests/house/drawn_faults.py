@@ -205,7 +205,12 @@ def _drops_the_buffer(original: Any, self: Any, slot: Tensor) -> None:
 
 
 def _written_nowhere(original: Any, self: Any, index: int, *, write: bool) -> Any:
-    return original(self, index, write=False)
+    return {name: state.clone() for name, state in original(self, index, write=write).items()}
+
+
+def _all_scaled(original: Any, *args: Any) -> Any:
+    targets, gradients = original(*args)
+    return targets, [gradient * 1.01 for gradient in gradients]
 
 
 def _no_documents(original: Any, self: Any, mask: Any) -> None:
@@ -215,6 +220,14 @@ def _no_documents(original: Any, self: Any, mask: Any) -> None:
 def _reduced_in_halves(original: Any, self: Any) -> None:
     original(self)
     self.gradient.mul_(0.5)
+
+
+def _no_gate_where_one_rank_keeps(original: Any, self: Any, owner: Any, needed: Any) -> Any:
+    return original(self, owner, [chunk for chunk in needed if chunk.is_sharded])
+
+
+def _as_it_is(original: Any, batch: Any) -> Any:
+    return batch
 
 
 FAULTS: dict[str, tuple[str, Change]] = {
@@ -258,7 +271,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "1d: tokens gathered in another order": ("gather_from_sequence_region", rolled(1)),
     "grid: the gradient of a norm is scaled": ("GridNorm:_Norm.backward", scaled()),
     "grid: weight gradients are scaled": ("_Product.backward", second_scaled),
-    "grid: ids of the next sample": ("looked_up", _ids_of_the_next_sample),
+    "grid: ids of the next sample": ("Embedding2D.forward", _ids_of_the_next_sample),
     "grid: outputs are stale": ("GridNorm.forward", stale),
     "2d: samples gathered in another order": ("Tensor2D.whole_batch", rolled(0)),
     # sequences
@@ -271,11 +284,16 @@ FAULTS: dict[str, tuple[str, Change]] = {
     # pipelines
     "pipeline: a unit is left out": ("SequentialSections.run", _last_unit_left_out),
     "pipeline: tied gradients are summed in the first step only": ("Engine._tied_reduce", _only_once),
-    "pipeline: weight gradients put off are scaled": ("linear_gradients", scaled()),
+    "pipeline: weight gradients put off are scaled": ("linear_gradients", _all_scaled),
     # shards, tiers and checkpoints
     "half a chunk is published": ("Chunk.publish", _half_published),
     "absent gradients are those of the step before": ("Chunk._zeros_where_absent", _old_numbers_where_absent),
     "gathered weights drift": ("Chunk.unshard", _drops_the_buffer),
+    "a weight that one rank keeps is read before its update": (
+        "ParameterGather._gates",
+        _no_gate_where_one_rank_keeps,
+    ),
+    "a rank without samples runs none": ("_with_one_row", _as_it_is),
     "masters are rolled": ("LocalShard.masters", _masters_rolled),
     "an update of the next forward comes too late": ("DeferredUpdates.until", forgotten),
     "what is written to state on the host is lost": ("HostStorage.opened", _written_nowhere),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from colossal_lite.config.config import Config
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from tests import draws
 from tests.draws import outcome_of
-from tests.shared.drawn_cases import DrawnCase, case_of, draw
-from tests.shared.drawn_runs import Ended, Seen, refused_batch
-from tests.shared.drawn_verdicts import judge_end, masked, unlike
+from tests.house.drawn_faults import FAULTS
+from tests.shared.drawn_cases import STEPS, DrawnCase, case_of, draw
+from tests.shared.drawn_runs import Ended, Seen, Truth, at_own_weights, plain_run, refused_batch
+from tests.shared.drawn_verdicts import judge_end, masked, unlike, wrong
+from tests.shared.places import place
 
 PLAIN: dict[str, Any] = dict(
     world=2, seed=1,
@@ -72,6 +75,59 @@ def test_a_plain_case_is_exact_and_a_case_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("fault", ["a reduce is dropped", "a gradient is scaled"])
 def test_a_planted_fault_is_wrong_or_unlike(fault: str) -> None:
     assert outcome_of(CASE, fault).outcome in ("WRONG", "UNLIKE")
+
+
+SPLIT = PLAIN["config"] | dict(precision=dict(dtype="bf16", master="split"))
+
+
+def test_low_bits_that_split_masters_lose_are_wrong() -> None:
+    case = DrawnCase(**PLAIN | dict(config=SPLIT, resume_world=0, resume={}))
+    assert outcome_of(case).outcome == "exact"
+    verdict = outcome_of(case, "low bits of split masters are lost")
+    assert verdict.outcome == "WRONG" and "has other bits than whole" in verdict.why
+
+
+def test_every_planted_fault_has_its_place() -> None:
+    for name, (where, _) in FAULTS.items():
+        assert place(where).bindings, name
+
+
+def test_a_step_in_sixteen_bits_is_judged_at_the_weights_that_the_ranks_saved() -> None:
+    case = DrawnCase(**PLAIN | dict(config=SPLIT))
+    truth = plain_run(case, "fp64", [False] * 4)
+    same = at_own_weights(case, truth, Seen(weights=truth.saved), Seen(weights=truth.last), "fp64")
+    assert same.losses[:STEPS] == truth.losses[:STEPS] and same.saved is truth.saved
+    assert same.losses[STEPS] == pytest.approx(truth.losses[STEPS], rel=1e-2)
+    zeros = Seen(weights={name: torch.zeros_like(value) for name, value in truth.saved.items()})
+    other = at_own_weights(case, truth, zeros, zeros, "fp64")
+    assert other.losses[STEPS] == pytest.approx(math.log(16)) == other.evaluated[1]
+
+
+def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
+    words = "ValueError: plan: a small copy of the model is not that of one process: gradient of head"
+    refused = Ended("refused", "initialize", words, "")
+    assert judge_end([Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
+
+
+def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -> None:
+    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign."""
+    config = PLAIN["config"] | dict(precision="bf16", optimizer=dict(type="lion", lr=1e-3))
+    case = DrawnCase(**PLAIN | dict(config=config, resume_world=0, resume={}))
+    start, first, second = (
+        torch.tensor(row, dtype=torch.float64) for row in ([0.0] * 3, [0.5, 0.5, -1.0], [-0.045, 0.5, -1.0])
+    )
+    signs = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
+    truth = Truth(
+        [1.0] * 4, [1.0] * 4, [dict(w=g) for g in (first, second, second, second)],
+        dict(w=start), dict(w=-2e-3 * signs), dict(w=-3e-3 * signs), (1.0, 1.0),
+    )  # fmt: skip
+    for element, said in ((0, ""), (1, "after 3 steps: weights")):
+        weights = dict(w=truth.saved["w"].clone())
+        weights["w"][element] *= -1
+        seen = Seen(
+            losses=[1.0] * 3, norms=[1.0] * 3, skipped=[False] * 3, told="ValueError: 3", weights=weights
+        )
+        assert wrong(case, seen, None, truth, truth)[: len("after 3 steps: weights")] == said
 
 
 def test_ranks_that_end_apart_are_unlike_and_a_late_refusal_is_a_crash() -> None:

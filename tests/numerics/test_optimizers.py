@@ -18,6 +18,7 @@ from colossal_lite.kernels import TORCH
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.optimizers import OPTIMIZERS, Group, rule_of
 from tests.shared.parity import Case, assert_parity
+from tests.shared.plain_optimizers import PLAIN
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 # Adaptive steps enlarge rounding where a true gradient is zero, as a key bias has it: Llama has no biases.
@@ -189,6 +190,19 @@ def test_muon_in_sixteen_bits_is_torchs_own_to_the_bit(shape: tuple[int, int]) -
             TORCH, group, ours, gradient.clone(), state, step=step, lr=0.1, grad_scale=1.0
         )
     assert torch.equal(ours, theirs.detach())
+
+
+def test_muon_leaves_a_matrix_without_a_gradient_as_the_plain_one_does() -> None:
+    start = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs, ours = nn.Parameter(start.clone()), start.clone()
+    theirs.grad = torch.zeros_like(start)
+    PLAIN["muon"]([theirs], lr=0.1, weight_decay=0.2).step()
+    group = Group("*", "muon", 0.1, (0.0, 0.0), 1.0, 0.2, 0.95, True)
+    state = {"momentum_buffer": torch.zeros_like(start)}
+    rule_of(group, torch.float64).update(
+        TORCH, group, ours, torch.zeros_like(start), state, step=1, lr=0.1, grad_scale=1.0
+    )
+    assert torch.equal(ours, theirs.detach()) and torch.equal(ours, start * 0.98)
 
 
 def test_a_parameter_of_zeros_leaves_lamb_with_a_ratio_of_one() -> None:

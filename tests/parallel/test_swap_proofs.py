@@ -216,6 +216,13 @@ def test_attention_across_ranks_is_proven(build: Callable[[], nn.Module], mode: 
         on_sequence(build(), mode)
 
 
+@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (2, 2)])
+def test_heads_are_proven_on_a_usp_axis_as_its_own_inner_part_divides_them(size: int, ulysses: int) -> None:
+    config = GPTConfig(vocabulary=WORDS, layers=1, heads=ulysses, width=8, sequence=32)
+    layout = MeshLayout.build(sequence=size, ulysses=ulysses)
+    parallelize(OwnGPT(config), Mesh.emulated(layout, EmulatedWorld(1.0))[0], sequence_mode="usp")
+
+
 @pytest.mark.parametrize("mode", SEQUENCES)
 def test_what_mixes_tokens_beside_attention_is_refused_on_a_sequence_axis(mode: str) -> None:
     ours, theirs = own_gpt(), hugging_face.llama()

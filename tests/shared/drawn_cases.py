@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, TypeVar
 
+from tests.shared.drawn_rarities import rare_of
+
 T = TypeVar("T")
 STEPS = 3
 """Before the save; one more is made after it, on the other mesh."""
@@ -79,6 +81,7 @@ class Shared:
     clip: float | None
     whole_tensors: bool
     own_optimizer: str | None
+    rare: Mapping[str, Any]
 
     @property
     def in_backward(self) -> bool:
@@ -162,7 +165,7 @@ def maybe(rng: Random, chance: float, **settings: Any) -> dict[str, Any]:
 
 def draw(world: int, seed: int, number: int) -> DrawnCase:
     rng = Random(f"{seed} {world} {number}")
-    shared = _draw_shared(rng)
+    shared = _draw_shared(rng, rare_of(world, number))
     resume_world = (
         world if rng.random() < 0.7 else rng.choice([n for n in (1, 2, 4, 8) if n <= max(2, world)])
     )
@@ -181,22 +184,27 @@ def draw(world: int, seed: int, number: int) -> DrawnCase:
 # ---- what holds for both meshes ----
 
 
-def _draw_shared(rng: Random) -> Shared:
-    kind = choose(rng, TOKEN_KINDS | WITHOUT_TOKENS)
+def _draw_shared(rng: Random, rare: Mapping[str, Any]) -> Shared:
+    kind = rare.get("kind") or choose(rng, TOKEN_KINDS if len(rare) > 2 else TOKEN_KINDS | WITHOUT_TOKENS)
     precision = _draw_precision(rng)
-    whole = rng.random() < 0.08
-    optimizer = _draw_optimizer(rng, kind, precision["dtype"], "lamb" if whole and rng.random() < 0.5 else "")
+    if rare.get("precision") == "split":
+        precision = {"dtype": "bf16", "master": "split"}
+    elif rare and rng.random() < 0.75:
+        precision = {"dtype": "fp64"}
+    whole = rare.get("optimizer") in ("muon", "lamb") or not rare and rng.random() < 0.08
+    given = rare.get("optimizer") or ("lamb" if whole and rng.random() < 0.5 else "")
+    optimizer = _draw_optimizer(rng, kind, precision["dtype"], "" if given == "muon" else given)
     if whole and optimizer["type"] != "lamb":
         optimizer = _muon(rng, kind)
     clip = None if rng.random() < 0.5 else rng.choice([0.01, 0.05, 1.0, 100.0])
     own = None
-    if not whole and precision.get("master") != "split" and rng.random() < 0.05:
+    if not whole and not rare and precision.get("master") != "split" and rng.random() < 0.15:
         own, optimizer = rng.choice(["nadam", "adagrad", "sgd"]), {"type": "adamw"}
         precision.pop("master", None)  # in 16 bits alone, torch's own end in NaN
     elif not whole and clip is None and precision["dtype"] != "fp16" and rng.random() < 0.15:
         optimizer["update_when"] = "backward"
-    causal = kind != "gpt" or rng.random() < 0.8
-    return Shared(kind, causal, optimizer, precision, clip, whole or own is not None, own)
+    causal = rare.get("causal", kind != "gpt" or rng.random() < 0.8)
+    return Shared(kind, causal, optimizer, precision, clip, whole or own is not None, own, rare)
 
 
 def _draw_precision(rng: Random) -> dict[str, Any]:
@@ -268,24 +276,26 @@ def _draw_mesh(rng: Random, shared: Shared, world: int) -> Mesh:
         weights |= {"pipeline": 0.0}
     left, alone = world, rng.random() < 0.35
     axis = choose(rng, weights)
+    if weights.get(rare := shared.rare.get("axis", "")):
+        axis, alone = rare, True
     while left > 1:
         axis = axis if alone else choose(rng, weights)
         sizes[axis] *= 2
         left //= 2
     accumulation = 1 if shared.one_micro_batch else choose(rng, {1: 60, 2: 28, 3: 12})
-    tensor = _draw_tensor(rng, sizes["tensor"])
+    tensor = _draw_tensor(rng, sizes["tensor"], shared.rare)
     parts = Mesh(sizes["data"], None, tensor, None, accumulation).sample_parts
     pipeline = _draw_pipeline(rng, shared, sizes["pipeline"], parts)
     sequence = _draw_sequence(rng, shared, sizes["sequence"])
     return Mesh(sizes["data"], pipeline, tensor, sequence, accumulation)
 
 
-def _draw_tensor(rng: Random, size: int) -> dict[str, Any] | None:
+def _draw_tensor(rng: Random, size: int, rare: Mapping[str, Any]) -> dict[str, Any] | None:
     if size == 1:
         return None
     modes: dict[str, float] = {"1d": 5}
     modes |= {2: {"2.5d": 0.6}, 4: {"2d": 4, "2.5d": 1}, 8: {"2.5d": 3, "3d": 3}}.get(size, {})
-    mode = choose(rng, modes)
+    mode = wanted if (wanted := rare.get("tensor")) in modes else choose(rng, modes)
     found: dict[str, Any] = {"size": size} | ({} if mode == "1d" else {"mode": mode})
     if mode == "1d":
         found |= maybe(rng, 0.35, sequence_parallel=False)
@@ -299,7 +309,7 @@ def _draw_pipeline(rng: Random, shared: Shared, size: int, parts: int) -> dict[s
     if size == 1:
         return None
     names = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto")
-    name = choose(rng, dict(zip(names, (2, 4, 3, 2, 3, 3, 2), strict=True)))
+    name = shared.rare.get("schedule") or choose(rng, dict(zip(names, (2, 4, 3, 2, 3, 3, 2), strict=True)))
     found: dict[str, Any] = {"size": size, "schedule": name}
     if name in ("interleaved", "zb-v"):
         found["stages_per_rank"] = 2
@@ -320,7 +330,7 @@ def _draw_sequence(rng: Random, shared: Shared, size: int) -> dict[str, Any] | N
     if size == 1:
         return None
     modes = {"ring": 4, "ulysses": 3, "usp": 3, "allgather_kv": 2, "ring_full": 0 if shared.causal else 6}
-    mode = choose(rng, modes)
+    mode = shared.rare.get("sequence") or choose(rng, modes)
     divisors = [n for n in (1, 2, 4, 8) if size % n == 0]
     return {"size": size, "mode": mode} | ({"ulysses": rng.choice(divisors)} if mode == "usp" else {})
 
@@ -344,7 +354,7 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     if grid:
         model["grid"] = True
     cut_tokens = grid or any(mesh.token_parts > 1 for mesh in meshes)
-    if shared.kind != "own" and rng.random() < 0.12:
+    if shared.kind != "own" and (rng.random() < 0.12 or "auxiliary" in shared.rare):
         kinds = ["element"] + ["token"] * (not grid) + ["sample"] * (not cut_tokens)
         model["auxiliary"] = tuple(sorted(rng.sample(kinds, rng.choice([1, min(2, len(kinds))]))))
     if not grid and not shared.whole_tensors and "auxiliary" not in model and rng.random() < 0.1:
@@ -384,7 +394,7 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     if shared.kind == "own":
         return sizes | {"ffn": ffn}
     sizes["sequence"] = tokens * max(1, rng.choice([4, 8, 12, 16]) // tokens)
-    sizes["tied"] = rng.random() < 0.5
+    sizes["tied"] = shared.rare.get("tied", rng.random() < 0.5)
     sizes |= maybe(rng, 0.25 if shared.kind != "hf-llama" else 0.0, dropout=rng.choice([0.1, 0.3]))
     grouped = [
         n for n in range(1, heads + 1)
@@ -395,6 +405,7 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     sizes |= maybe(rng, 0.4, ffn=ffn)
     if shared.kind == "gpt":
         sizes |= maybe(rng, 0.5, kv_heads=rng.choice(grouped))
+        sizes |= {"kv_heads": wanted} if (wanted := shared.rare.get("kv_heads")) in grouped else {}
         sizes |= maybe(rng, 0.5, position="rotary") | maybe(rng, 0.5, norm="rms")
         sizes |= {"bias": False} if shared.optimizer["type"] == "muon" else maybe(rng, 0.4, bias=False)
         sizes |= maybe(rng, 0.5, activation="swiglu") | ({} if shared.causal else {"causal": False})
@@ -420,6 +431,7 @@ def _draw_batch(
         samples = (
             least + rng.choice([0, 0, 1, 2, 3, 5]) if rng.random() < 0.75 else max(least, rng.choice([1, 2]))
         )
+        samples = max(least, shared.rare.get("samples", samples))
     kinds = {"full": 34, "ragged": 22, "sparse": 20, "one sample": 8, "a step without": 4}
     found = {"samples": samples, "labels": choose(rng, kinds), "form": "tuple"}
     if shared.kind == "perceptron":
@@ -428,9 +440,13 @@ def _draw_batch(
     longest = model["sizes"].get("sequence", tokens * max(1, rng.choice([4, 8, 12]) // tokens))
     found |= {"tokens": tokens * rng.randint(1, longest // tokens) if rng.random() < 0.3 else longest}
     found |= {"mask": "none", "positions": False}
-    if shared.kind != "own" and rng.random() < 0.4:
+    if shared.kind != "own" and (rng.random() < 0.4 or "mask" in shared.rare):
         masks = {"none": 2, "documents": 2} if shared.kind == "gpt" else {"none": 2, "right": 3, "left": 1}
-        found |= {"form": "dict", "mask": choose(rng, masks), "positions": rng.random() < 0.3}
+        found |= {
+            "form": "dict",
+            "mask": shared.rare.get("mask") or choose(rng, masks),
+            "positions": rng.random() < 0.3,
+        }
         if shared.kind.startswith("hf-") and any(mesh.sequence for mesh in meshes):
             found["positions"] = False
     return found
@@ -463,7 +479,8 @@ def _draw_zero(rng: Random, shared: Shared, mesh: Mesh, *, moves: bool) -> dict[
     if shared.whole_tensors:
         return {}
     stages = {0: 30, 1: 20, 2: 22, 3: 0.3 if mesh.pipeline else 40}
-    found: dict[str, Any] = {} if (stage := choose(rng, stages)) == 0 else {"stage": stage}
+    stage = shared.rare.get("zero") or choose(rng, stages)
+    found: dict[str, Any] = {"stage": stage} if stage else {}
     found |= maybe(rng, 0.25, sum_order="ordered")
     if stage == 2:
         found |= maybe(rng, 0.5, reduce_every="micro_batch")
@@ -484,7 +501,7 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
     weights: dict[str, float] = {"device": 50, "host": 22, "disk": 7, "static": 11, "auto": 8}
     if mesh.pipeline or shared.in_backward:
         weights |= {"static": 0.2, "auto": 0.2}
-    place = choose(rng, weights)
+    place = shared.rare.get("memory") or choose(rng, weights)
     if place == "device":
         return maybe(rng, 0.1, placement="device")
     found: dict[str, Any] = {"placement": place}
@@ -542,6 +559,7 @@ def _draw_habits(
 ) -> dict[str, Any]:
     own_loop = 0 if any(m.pipeline for m in meshes) or "auxiliary" in model else 18
     drive = choose(rng, {"train_step": 40, "forward_backward": 42, "own loop": own_loop})
+    drive = shared.rare.get("drive", drive) if own_loop else drive
     shown = any((m.pipeline or {}).get("partition") == "profiled" for m in meshes)
     refused = ["negative id", "shape", "no labels", "label"] + ["id"] * (shared.kind == "gpt")
     refused += ["too long"] * (shared.kind in ("gpt", "hf-gpt2"))  # rotary positions have no end

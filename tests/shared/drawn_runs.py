@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -329,10 +329,29 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
     )
 
 
+def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | None, dtype: str) -> Truth:
+    """`truth` with the step after the save, and evaluations behind it, at the weights that the ranks had there.
+
+    In 16 bits updates that normalise a gradient turn its rounding into steps of full size, so that runs part; what a
+    forward and a backward give at given weights is not touched by that."""
+    losses, norms, gradients = list(truth.losses), list(truth.norms), list(truth.gradients)
+    evaluated = list(truth.evaluated)
+    if second is not None:
+        loop = PlainLoop(case, dtype, first.weights)
+        losses[STEPS], norms[STEPS], gradients[STEPS] = loop.step(STEPS, skip=True)
+        evaluated[1] = PlainLoop(case, dtype, second.weights).evaluate(-2)
+    if case.habits["evaluate_after"] == STEPS:
+        evaluated[0] = PlainLoop(case, dtype, first.weights).evaluate(-1)
+    return replace(
+        truth, losses=losses, norms=norms, gradients=gradients, evaluated=(evaluated[0], evaluated[1])
+    )
+
+
 class PlainLoop:
     """The loop that anybody would write; a 16-bit model has float32 master weights beside it."""
 
-    def __init__(self, case: DrawnCase, dtype: str) -> None:
+    def __init__(self, case: DrawnCase, dtype: str, values: Mapping[str, Tensor] | None = None) -> None:
+        """`values`: of the parameters, as ranks computed with them; None: those before the first step."""
         self.case, self.dtype, config = case, dtype, case.config
         wide = torch.promote_types(DTYPE[dtype], torch.float32)
         self.model = build_model(case.model).to(DTYPE[dtype]).train()
@@ -341,6 +360,8 @@ class PlainLoop:
             case
         )  # frozen ones are kept in the case's own dtype, the others in a master's
         kept = {n: v if self.named[n].requires_grad else v.to(DTYPE[case.dtype]) for n, v in initial.items()}
+        if values is not None:
+            kept = {n: values[n].to(DTYPE[case.dtype]) for n in initial}
         self.initial = {name: value.to(wide) for name, value in kept.items()}
         self.trained = {
             n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad

@@ -24,7 +24,11 @@ NORMALISED = {"fp64": 1e-5, "fp32": 2e-2}
 """The same where the update does not shrink with the gradient."""
 NOISE = {"fp64": 1e-9, "fp32": 1e-4}
 """A gradient's element below this share of the largest has no direction: such an update is rounding alone."""
+ROUNDING = {"bf16": 2**-7, "fp16": 2**-10}
+"""Of a gradient's element, relative to the largest: a rounding in forward and one in backward."""
 SIGNED = {"lion", "lamb", "muon"}
+DISPROVEN = "is not that of one process"
+"""What a swap's proof says of roles that do not fit: all that is drawn fits."""
 NARROW = 3.0
 """A run in 16 bits is no further from the float64 truth than the plain run in 16 bits, times this."""
 
@@ -80,6 +84,8 @@ def _judge_refusal(refused: Sequence[Ended], part: str, detail: str) -> Verdict:
         return Verdict(
             "CRASH", f"{part}, refused after {refused[0].phase} began: {_line(refused[0])}", detail=detail
         )
+    if DISPROVEN in refused[0].words:
+        return Verdict("WRONG", f"{part}, {_line(refused[0])}", detail=detail)
     return Verdict("refused", f"{refused[0].words}")
 
 
@@ -108,6 +114,14 @@ def wrong(case: DrawnCase, first: Seen, second: Seen | None, truth: Truth, plain
     both = _joined(first, second)
     faults = _narrow_faults if plain is not None else _wide_faults
     return next(faults(case, both, first, second, truth, plain or truth), "")
+
+
+def different_bits(ours: Seen, theirs: Seen) -> str:
+    """The first weight after three steps that two runs of one case have in other bits; "" if there is none."""
+    for name, weight in theirs.weights.items():
+        if not torch.equal(ours.weights[name].to(weight.dtype), weight):
+            return f"after 3 steps: {name} in two halves has other bits than whole"
+    return ""
 
 
 def _joined(first: Seen, second: Seen | None) -> Seen:
@@ -257,14 +271,41 @@ def _narrow_faults(
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     for when, ours_of, true_of, plain_of in pairs:
-        mine, theirs = _distance(ours_of, true_of), _distance(plain_of, true_of)
+        tossed = {name: _tossed_by_lion(case, name, truth) for name in true_of}
+        mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
         moved = _distance(true_of, truth.initial)
         if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
-def _distance(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float((ours[name].double() - value).norm()) ** 2 for name, value in truth.items()))
+def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
+    """Elements of which Lion takes a sign that 16 bits decide: in some step the terms of its direction cancel to within
+    their rounding. Each such sign moves a weight by twice the learning rate."""
+    given = case.config.get("optimizer", {})
+    rows = [given, *({**given, **group} for group in given.get("groups", ()))]
+    pairs = {tuple(row.get("betas", (0.9, 0.99))) for row in rows if row.get("type") == "lion"}
+    found = torch.zeros_like(truth.initial[name], dtype=torch.bool)
+    for b1, b2 in pairs:
+        average, largest = torch.zeros_like(truth.initial[name], dtype=torch.float64), 0.0
+        for gradient in (gradients[name].double() for gradients in truth.gradients if name in gradients):
+            most = float(gradient.abs().max())
+            direction, terms = b1 * average + (1 - b1) * gradient, b1 * largest + (1 - b1) * most
+            found |= direction.abs() <= ROUNDING[case.dtype] * terms
+            average, largest = b2 * average + (1 - b2) * gradient, b2 * largest + (1 - b2) * most
+    return found
+
+
+def _distance(
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
+) -> float:
+    """`left_out`: elements that do not count."""
+    total = 0.0
+    for name, value in truth.items():
+        difference = ours[name].double() - value
+        if left_out is not None:
+            difference = difference.masked_fill(left_out[name], 0.0)
+        total += float(difference.norm()) ** 2
+    return math.sqrt(total)
 
 
 assert STEPS == 3, "the words above name it"

@@ -86,7 +86,7 @@ class Muon(Plain):
         mu = group["momentum"]
         b = state["b"] = mu * state.get("b", 0) + (1 - mu) * g
         x = (1 - mu) * g + mu * b if group["nesterov"] else b
-        x = x / x.norm()
+        x = x / x.norm().clamp(min=1e-7)  # a gradient of zeros is an update of zeros
         for _ in range(5):  # x (a + b s + c s s) with s = x^T x
             s = x.T @ x
             x = 3.4445 * x - 4.7750 * x @ s + 2.0315 * x @ s @ s
