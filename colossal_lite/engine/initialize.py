@@ -9,6 +9,7 @@ by shard.  So a rank never holds more than its part and one tensor in transit.
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -198,6 +199,8 @@ def _swap_layers(
         device_type=context.device.type,
         streams=streams,
     )
+    if plan == "auto" and parallelized.plan and context.is_main and type(module) is not GPT:
+        print(f"plan='auto' is {dict(parallelized.plan)}", file=sys.stderr)
     apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
