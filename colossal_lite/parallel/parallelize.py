@@ -88,10 +88,10 @@ def parallelize(
 ) -> Parallelized:
     """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
-    `plan` gives module names their roles (`roles.ROLES`); "auto" reads them from a run of a small
-    copy (`auto_plan`), and the engine prints them.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
-    masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`: torch.compile works here, and
-    ops that gain from it may be its work.
+    `plan` gives module names their roles (`roles.ROLES`); "auto" reads them from a run of a small copy (`auto_plan`),
+    and the engine prints them.  Parameters that are cut become placeholders on meta; `fill` gives them values.
+    `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`:
+    torch.compile works here, and ops that gain from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, and for a sequence axis under a model whose attention is not known.
     """
