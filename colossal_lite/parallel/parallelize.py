@@ -111,6 +111,11 @@ def parallelize(
     else:
         chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs)
         _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
+        if compiled and form.whole_sizes:
+            raise ValueError(
+                f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor "
+                f"mode 1d (docs/plans.md), which torch.compile does not follow; legal: compile='none'"
+            )
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, form)

@@ -95,11 +95,20 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     for module in made.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and value.__closure__:
-                cells = (CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in value.__closure__)
-                module.__dict__[name] = FunctionType(
-                    value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+                cells = tuple(_of_copy(cell, memo) for cell in value.__closure__)
+                again = FunctionType(
+                    value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
                 )
+                again.__kwdefaults__ = value.__kwdefaults__
+                module.__dict__[name] = again
     return made
+
+
+def _of_copy(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        return CellType(memo[id(cell.cell_contents)])
+    except (KeyError, ValueError):  # not of the model; empty
+        return cell
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

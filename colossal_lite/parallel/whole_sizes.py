@@ -349,7 +349,28 @@ def _entered(
     return _mapped(lambda x: changed.get(id(x), x), args), _mapped(lambda x: changed.get(id(x), x), kwargs)
 
 
+MIXING = {
+    "softmax": (1, None), "log_softmax": (1, None), "cumsum": (1, None), "cumprod": (1, None), "sort": (1, -1),
+    "argsort": (1, -1), "normalize": (2, 1), "flip": (1, None), "roll": (2, None), "topk": (2, -1),
+}  # fmt: skip
+"""Calls that keep a shape and mix the entries of a dim: where that argument stands, and what it is if left out."""
+
+
+def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises CutError for a call that mixes heads or features of which a rank has a part."""
+    place, default = MIXING.get(_name(func), (0, None))
+    cut: Cut | None = getattr(args[0], "cut", None) if args else None
+    if not place or cut is None:
+        return
+    dims = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims", default))
+    if dims is None or any(
+        d % args[0].dim() == cut.dim for d in (dims if type(dims) in (tuple, list) else (dims,))
+    ):
+        raise CutError(f"{_name(func)} over heads or features, of which a rank has a part")
+
+
 def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
+    _check_mixing(func, args, kwargs)
     whole = list(_tensors(_on_meta(func, args, kwargs)))
     tensors = list(_tensors((args, kwargs)))
     why = ""

@@ -118,6 +118,8 @@ def test_a_part_has_the_sizes_of_the_whole_and_computes_its_part() -> None:
         (lambda x: x.split(20, dim=2), "are not whole blocks of the linear's rows"),
         (lambda x: x[..., 5], "an index int along heads or features"),
         (lambda x: x.sum(-1), "cannot be computed on a part"),
+        (lambda x: x.softmax(-1), "softmax over heads or features"),
+        (lambda x: x.cumsum(dim=2), "cumsum over heads or features"),
         (lambda x: float(x.flatten()[:1]), "are not whole blocks"),
         (lambda x: bool(x), "reads values of which a rank has a part"),
     ],
