@@ -82,6 +82,7 @@ class Rows:
     feature.
     For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens of which
     `position` are a part.  width: features of the local part.  heads: first and number of the local heads.
+    tokens: of the whole sequence; those behind are padding.  None: there is none.
     """
 
     key: Key
@@ -92,6 +93,7 @@ class Rows:
     whole: Tensor | None = None
     width: int = 0
     heads: tuple[int, int] | None = None
+    tokens: int | None = None
 
     def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
         """The rows of an x of any shape, the shape [samples, units, features] that it is taken as, and whether units
@@ -113,6 +115,11 @@ class Rows:
             raise self._strange(op, shape, f"its first dim is not of {samples} samples")
         units = inner[0] if len(inner) > 1 else 1
         features = math.prod(inner[1:]) if len(inner) > 1 else math.prod(inner)
+        padded = self.position.numel() if self.whole is None else self.whole.numel()
+        if self.tokens is not None and padded in inner[2:]:
+            raise self._strange(
+                op, shape, f"its counters depend on the padding of {self.tokens} tokens to {padded}"
+            )
         if self.heads is not None:
             first, count = self.heads
             is_other = len(inner) != 3 or units != count or (inner[1] == count and inner[2] != count)

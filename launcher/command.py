@@ -21,6 +21,7 @@ from colossal_lite import __version__
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
+from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
@@ -222,7 +223,8 @@ class CkptCommand:
 
 
 Command = (
-    Annotated[Doctor, subcommand("doctor")]
+    Annotated[NewCommand, subcommand("new")]
+    | Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
     | Annotated[RolesCommand, subcommand("roles")]

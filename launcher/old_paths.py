@@ -26,7 +26,7 @@ MOVED: Mapping[str, str] = {
     "config_source": "config.source",
     "conjugate": "distributed.autograd_collectives",
     "context": "engine.context",
-    "data": "data.dataloader data.batch_checks data.sample_order examples/gpt/corpus.py",
+    "data": "data.dataloader data.loader data.batch_checks data.sample_order examples/gpt/corpus.py",
     "deferral": "transforms.split_backward",
     "doctor": "launcher.doctor",
     "dry_run": "planner.dry_run",

@@ -12,6 +12,10 @@ from colossal_lite.config.config import Config
 
 if TYPE_CHECKING:
     from colossal_lite.models import GPTConfig
+    from colossal_lite.planner.dry_run import Builder
+
+WIDTH = 100
+"""Columns of an answer at most."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class PlanCommand:
     path: Positional[str]
     """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
     model: str
-    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both."""
+    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both; a Hugging Face folder (config.json);
+    or a function that builds the model: `module:function`, `file.py:function`."""
     batch: int
     """Samples of a step, over all ranks."""
     sequence: int
@@ -44,10 +49,10 @@ class PlanCommand:
     def run(self) -> int:
         from rich.console import Console
 
-        from colossal_lite.planner import planner, run_plan
+        from colossal_lite.planner import advice, model_source, planner, run_plan
 
         config = Config.load(self.path, self.overrides)
-        model = planner.parse_model(self.model)
+        model = model_source.find_model(self.model)
         if self.compare is not None:
             return self._compare(config, model)
         memory = planner.device_memory(self.device_memory)
@@ -57,18 +62,31 @@ class PlanCommand:
         )  # fmt: skip
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
-        Console().print(run_plan.table(plan))
+        print("\n".join(plan.head))
+        if plan.fits is False and plan.device_bytes is not None:
+            asked = advice.Request(
+                model, self.batch, self.sequence, self.world, plan.device_bytes, self.one_host
+            )
+            print(advice.advise(config, asked))
+        print()
+        Console(width=min(Console().width, WIDTH)).print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
         return 1 if plan.fits is False else 0
 
-    def _compare(self, config: Config, model: GPTConfig) -> int:
+    def _compare(self, config: Config, model: GPTConfig | Builder) -> int:
         from rich.console import Console
 
+        from colossal_lite.models import GPTConfig
         from colossal_lite.planner import compare
+
+        if not isinstance(model, GPTConfig):
+            raise ValueError(
+                f"--compare: the formulas are for GPT-2 and Llama, not {self.model}; legal: without --compare"
+            )
 
         made = compare.compare_tensor(
             config, model, batch=self.batch, sequence=self.sequence, world_size=self.world
         )
-        Console(width=max(Console().width, 130)).print(compare.table(made))
+        Console(width=min(Console().width, WIDTH)).print(compare.table(made))
         return 0

@@ -81,7 +81,7 @@ def launch(
     place = _place(store, rank, world_size)
     loaded = Config.load(config, overrides)
     loaded.check_built()
-    checked = loaded.check_world(place.world_size)
+    checked = loaded.check_world(place.world_size, model_facts)
     if model_facts is not None:
         checked.check_model(model_facts)
     device = _device(checked.backend, place)

@@ -155,10 +155,13 @@ class Config(Settings):
                 lines[path] = f"{path}={shown(values[path])} has no effect: {why}"
         return tuple(lines.values())
 
-    def check_world(self, world_size: int) -> Config:
-        """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world."""
+    def check_world(self, world_size: int, facts: ModelFacts | None = None) -> Config:
+        """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world. What the error
+        offers is legal for a model of these `facts`, if they are known."""
         asked = world_size, self._origins
-        refuse([*world_problems(self.parallel, *asked), *shard_problems(self.parallel, self.zero, *asked)])
+        refuse(
+            [*world_problems(self.parallel, *asked, facts), *shard_problems(self.parallel, self.zero, *asked)]
+        )
         if self.parallel.data != "auto":
             return self
         rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size

@@ -6,6 +6,7 @@ name of a tensor mode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -188,7 +189,7 @@ class SequenceConfig(Section):
 
     @property
     def multiple(self) -> int:
-        """A sequence length is a multiple of this: zigzag gives every rank an early and a late piece."""
+        """Pieces of a sequence: zigzag gives every rank an early and a late one."""
         zigzag = self.size > 1 and self.mode in ("ring", "usp", "allgather_kv")
         return 2 * self.size if zigzag else self.size
 
@@ -198,3 +199,8 @@ class SequenceConfig(Section):
             yield UnusedSetting("ulysses", "sequence.size is 1")
         elif self.mode != "usp":
             yield UnusedSetting("ulysses", f"only mode='usp' has an inner axis, and mode is {self.mode!r}")
+
+
+def token_parts(tensor: TensorConfig, sequence: SequenceConfig) -> int:
+    """What divides the length of a sequence as ranks cut it; other lengths are padded (parallel/padding.py)."""
+    return math.lcm(sequence.multiple, sequence.size * (tensor.size if tensor.cuts_sequence else 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from colossal_lite.config.errors import Problem, get_path
@@ -40,13 +41,14 @@ class MeshSizes(NamedTuple):
 
 
 def world_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None = None
 ) -> Iterator[Problem]:
-    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs."""
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs. With `facts`,
+    what is told to be legal is so for that model."""
     if world_size < 1:
         yield Problem("world_size", world_size, "is out of range", "an int >= 1")
         return
-    yield from _product_problems(parallel, world_size, origins)
+    yield from _product_problems(parallel, world_size, origins, facts)
     tensor, sequence = parallel.tensor, parallel.sequence
     if not tensor.fits(tensor.size):
         near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
@@ -60,7 +62,7 @@ def world_problems(
 
 
 def _product_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str]
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None
 ) -> Iterator[Problem]:
     inner = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -72,7 +74,7 @@ def _product_problems(
         if parallel.data * inner == world_size:
             return
         rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
-    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size)))
+    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size, facts)))
     yield Problem("parallel.data", parallel.data, rule, legal)
 
 
@@ -122,10 +124,13 @@ def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
     return f"data x pipeline x sequence x tensor = {' x '.join(terms)}"
 
 
-def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int = 3) -> list[MeshSizes]:
+def nearest_factorisations(
+    parallel: ParallelConfig, world_size: int, facts: ModelFacts | None = None, count: int = 3
+) -> list[MeshSizes]:
     """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
 
-    Sizes that a mode cannot cut are left out.  `data` follows from the others and weighs if it was given.
+    Sizes that a mode cannot cut are left out, and those that a model of these `facts` cannot have.  `data` follows from
+    the others and weighs if it was given.
     """
     wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
 
@@ -143,7 +148,16 @@ def nearest_factorisations(parallel: ParallelConfig, world_size: int, count: int
         for tensor in divisors(world_size // (pipeline * sequence))
         if parallel.tensor.fits(tensor)
     ]
-    return sorted(found, key=distance)[:count]
+    near = (sizes for sizes in sorted(found, key=distance) if facts is None or _bears(parallel, sizes, facts))
+    return list(islice(near, count))
+
+
+def _bears(parallel: ParallelConfig, sizes: MeshSizes, facts: ModelFacts) -> bool:
+    """Whether a model can be cut into a mesh of these sizes."""
+    axes = sizes._asdict()
+    del axes["data"]
+    resized = {name: getattr(parallel, name).model_copy(update={"size": size}) for name, size in axes.items()}
+    return not any(model_problems(parallel.model_copy(update=resized), facts))
 
 
 # ------------------------------------------------------------------------------------------------------ model
@@ -173,7 +187,7 @@ def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[
     if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
         rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
         yield Problem("parallel.sequence.mode", sequence.mode, rule, "ring, ulysses, usp, allgather_kv")
-    tokens, heads = list(_token_rules(sequence, facts)), list(_head_rules(sequence, facts))
+    shape, heads = list(_shape_rules(sequence)), list(_head_rules(sequence, facts))
     if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
         inner = [
             n for n in divisors(sequence.size) if not any(_head_rules(_with(sequence, "ulysses", n), facts))
@@ -184,7 +198,7 @@ def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[
     sizes = [
         n for n in divisors(facts.sequence) if not any(sequence_rules(_with(sequence, "size", n), facts))
     ]
-    for rule in (*tokens, *heads):
+    for rule in (*shape, *heads):
         yield Problem("parallel.sequence.size", sequence.size, rule, _listed(sizes or [1]))
 
 
@@ -233,10 +247,6 @@ def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFac
         yield f"ffn {facts.ffn} does not divide into {hidden} parts"
     if facts.vocabulary < edge:
         yield f"a vocabulary of {facts.vocabulary} leaves some of {edge} parts empty"
-    tokens, rest = divmod(facts.sequence, sequence.size)  # on one rank of the sequence axis, if that divides
-    if tensor.cuts_sequence and not rest and tokens % tensor.size:
-        whose = f"{tokens} of {facts.sequence} tokens" if sequence.size > 1 else f"{tokens} tokens"
-        yield f"{whose} do not divide into {tensor.size} parts, which sequence_parallel=True needs"
 
 
 def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> list[int]:
@@ -250,21 +260,14 @@ def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: Mo
 
 
 def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    """What the sequence axis breaks."""
-    yield from _token_rules(sequence, facts)
+    """What the sequence axis breaks. Sequences of other lengths are padded (parallel/padding.py)."""
+    yield from _shape_rules(sequence)
     yield from _head_rules(sequence, facts)
 
 
-def _token_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    if sequence.size == 1:
-        return
+def _shape_rules(sequence: SequenceConfig) -> Iterator[str]:
     if not sequence.fits(sequence.size):
         yield f"ulysses={sequence.ulysses} does not divide it"
-    if facts.sequence % sequence.multiple:
-        low = facts.sequence // sequence.multiple * sequence.multiple
-        why = "zigzag pieces, 2 for each rank" if sequence.multiple > sequence.size else "pieces"
-        near = f"{low} or {low + sequence.multiple}" if low else f"{sequence.multiple}"
-        yield f"sequence {facts.sequence} does not divide into {sequence.multiple} {why}; {near} would"
 
 
 def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:

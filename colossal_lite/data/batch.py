@@ -7,7 +7,8 @@ data coordinate.  Labels never reach the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,14 @@ from colossal_lite.memory.transfers import to_device
 @dataclass(frozen=True)
 class Batch:
     """Arguments for the model and the labels. `samples` [B] indexes the step's global batch; `positions` [T] the whole
-    sequence, None where all of it is here."""
+    sequence, None where all of it is here; `tokens`: of the whole sequence without its padding, None if it has none."""
 
     args: tuple[Tensor, ...]
     kwargs: Mapping[str, Tensor]
     labels: Tensor
     samples: Tensor
     positions: Tensor | None = None
+    tokens: int | None = None
 
     @property
     def size(self) -> int:
@@ -50,6 +52,24 @@ class Batch:
         vectors = self.inputs.dim() == 2 and self.inputs.is_floating_point()
         has_tokens = self.inputs.dim() > 1 and not vectors
         return torch.arange(self.inputs.shape[1] if has_tokens else 1, device=self.inputs.device)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around a forward. Raises ValueError if it has changed a tensor of the batch in place."""
+        tensors = {n: x for n, x in self.tensors.items() if isinstance(x, Tensor) and not x.is_inference()}
+        before = {name: x._version for name, x in tensors.items()}
+        yield
+        if changed := [name for name, x in tensors.items() if x._version != before[name]]:
+            raise ValueError(
+                f"model: its forward changes {changed[0]} of the batch in place, so that whoever reads the batch again "
+                f"has another; legal: a new tensor, such as x = x + 1 in the place of x += 1"
+            )
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """An x [B, T, ...] of the tokens here, less those that are padding."""
+        if self.tokens is None:
+            return x
+        return x[:, : self.tokens] if self.positions is None else x[:, self.positions < self.tokens]
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""

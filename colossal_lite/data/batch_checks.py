@@ -67,6 +67,8 @@ def _entries(batch: Any) -> dict[str, Tensor]:
 
 
 def _nearest(key: object) -> str:
+    if key == "token_type_ids":
+        return " (tokenizer(..., return_token_type_ids=False) gives none)"
     near = difflib.get_close_matches(str(key), BATCH_KEYS, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -121,6 +123,9 @@ def _value_rules(path: str, x: Tensor, inputs: Tensor, sizes: StatedSizes) -> It
         # Next tokens equal the inputs only along a run of one token, and such a run is no fault.
         counted = x != IGNORED
         unshifted = counted[:, :-1] & (inputs[:, 1:] != inputs[:, :-1])
-        rule = "legal: already shifted, labels[:, t] = inputs[:, t + 1]"
+        rule = (
+            'legal: already shifted, labels[:, t] = inputs[:, t + 1]; context.dataloader(..., labels="unshifted") '
+            "shifts those of Hugging Face; by hand: torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
+        )
         equal = (~counted | (x == inputs)).all() & unshifted.any()
         yield equal, lambda: f"labels: equal to the inputs; {rule}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +17,16 @@ from torch import Tensor
 from colossal_lite.memory.transfers import to_host
 
 
-class _Sized(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-def dataset_facts(dataset: _Sized) -> dict[str, Any]:
-    """Plain values that are equal where datasets are: length, and a checksum of the first, middle and last sample, or
-    None for one that is drawn anew at each read."""
-    length = len(dataset)
-    places = sorted({0, length // 2, length - 1}) if length else []
-    reads = [(_checksum(dataset[place]), _checksum(dataset[place])) for place in places]
-    samples = {
-        str(place): one if one == two else None for place, (one, two) in zip(places, reads, strict=True)
-    }
-    return dict(length=length, samples=samples)
+def dataset_facts(dataset: Any, length: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values that are equal where datasets, and the `settings` of their loaders, are: a checksum of the first,
+    middle and last sample, or None for one that is drawn anew at each read; without a length, of the first."""
+    if length is None:
+        reads = {"0": [_checksum(next(iter(dataset), None)) for _ in range(2)]}
+    else:
+        places = sorted({0, length // 2, length - 1}) if length else []
+        reads = {str(place): [_checksum(dataset[place]) for _ in range(2)] for place in places}
+    samples = {place: one if one == two else None for place, (one, two) in reads.items()}
+    return dict(length=length, samples=samples, settings=dict(settings))
 
 
 def dataset_fault(told: Sequence[Mapping[str, Any]]) -> str:
@@ -40,6 +34,9 @@ def dataset_fault(told: Sequence[Mapping[str, Any]]) -> str:
     first = told[0]
     rule = "legal: the same dataset on every rank (seed what it is drawn from); each rank reads its own part of it"
     for rank, row in enumerate(told):
+        for name, value in row["settings"].items():
+            if value != first["settings"][name]:
+                return f"{name}: {first['settings'][name]} on rank 0, {value} on rank {rank}; legal: one for all ranks"
         if row["length"] != first["length"]:
             return f"dataset: {first['length']} samples on rank 0, {row['length']} on rank {rank}; {rule}"
         for place, checksum in row["samples"].items():

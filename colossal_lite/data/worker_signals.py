@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 
-def leave_signals_to_the_parent(worker: int) -> None:
-    """The `worker_init_fn` of a torch DataLoader."""
+def begin_worker(then: Callable[[int], object] | None, worker: int) -> None:
+    """The `worker_init_fn` of a torch DataLoader, before `then`, the user's own."""
     os.setpgid(0, 0)
     for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if then is not None:
+        then(worker)

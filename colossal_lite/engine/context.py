@@ -14,16 +14,17 @@ rules for ranks that end early:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from colossal_lite.data.dataloader import Collate, Loader, MapDataset, cut, cut_batch
 from colossal_lite.data.dataloader import dataloader as build_loader
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
+from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cut_batch
+from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.stopping import Stopped, StopSignals
@@ -32,6 +33,7 @@ Held = TypeVar("Held")
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import DataLoader
 
     from colossal_lite.config.config import Config
     from colossal_lite.distributed.mesh import Mesh
@@ -99,35 +101,26 @@ class Context:
         )
 
     def dataloader(
-        self,
-        dataset: MapDataset,
-        *,
-        global_batch: int,
-        start: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        workers: int = 0,
-        collate: Collate | None = None,
-    ) -> Loader:
+        self, dataset: MapDataset | Iterable[Any] | DataLoader[Any], *, global_batch: int | None = None,
+        start: int = 0, shuffle: bool | None = None, drop_last: bool | None = None, workers: int | None = None,
+        collate: Collate | None = None, labels: LabelForm = "shifted",
+    ) -> Loader:  # fmt: skip
         """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`.
 
-        Collective: ranks compare length and three samples. Raises ValueError on every rank if these differ.
+        Collective: ranks compare settings, length and samples. Raises ValueError on every rank if these differ.
         """
+        place = Place(self.mesh.size("data"), self.mesh.coord("data"), self.device, self.is_main)
         loader = build_loader(
-            dataset,
-            num_parts=self.mesh.size("data"),
-            part=self.mesh.coord("data"),
-            global_batch=global_batch,
-            start=start,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            workers=workers,
-            collate=collate,
-            seed=self.config.seed,
-            device=self.device,
-            timeout_s=self.config.timeout_s,
-        )
-        if fault := dataset_fault(self.mesh.world.gather_json(dataset_facts(dataset))):
+            dataset, place=place, start=start, global_batch=global_batch, shuffle=shuffle, drop_last=drop_last,
+            workers=workers, collate=collate, labels=labels, seed=self.config.seed, timeout_s=self.config.timeout_s,
+        )  # fmt: skip
+        settings = loader.settings
+        asked = dict(
+            start=start, global_batch=settings.global_batch, shuffle=settings.shuffle,
+            drop_last=settings.drop_last, labels=labels,
+        )  # fmt: skip
+        facts = dataset_facts(loader.dataset, loader.num_samples, asked)
+        if fault := dataset_fault(self.mesh.world.gather_json(facts)):
             raise ValueError(fault)
         return loader
 

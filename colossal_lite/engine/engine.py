@@ -257,7 +257,7 @@ class Engine:
         inputs = args[0] if args else kwargs["input_ids"]
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
             outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
@@ -513,19 +513,18 @@ class Engine:
 
     def _forward(self, stage: int, part: Batch, carried: Any, sums: LocalSums) -> Any:
         """Run a stage on a micro-batch. The last stage returns the sum of the token losses, scaled for backward."""
-        local = self._parallelized.strategy.local_part(part)
-        self._streams.begin(
-            self.steps, local.samples, local.token_positions, is_part=local.positions is not None
-        )
+        local = self._parallelized.local_part(part)
+        is_part, tokens = local.positions is not None, local.tokens
+        self._streams.begin(self.steps, local.samples, local.token_positions, is_part=is_part, tokens=tokens)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward()
+        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
             outputs = self._stages.run(stage, carried, local)
         if stage < self._stages.last:
             return outputs
         refuse_means(outputs, type(self.model).__name__)
         outputs = logits_of(outputs)
-        loss, count = self._loss.of(outputs, local.labels)
+        loss, count = self._loss.of(outputs, local)
         sums.add(loss.detach(), count)
         seed = self._seed(part)
         # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy

@@ -49,7 +49,7 @@ class MicroBatches:
                 part
             ) in parts:  # every stage raises for a batch that cannot be split, before one waits for another
                 if part.size:
-                    self._parallelized.strategy.local_part(part)
+                    self._parallelized.local_part(part)
         return parts
 
     def sizes(self, labels: Tensor) -> list[int]:

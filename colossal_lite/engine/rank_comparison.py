@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.data.batch import Batch
 from colossal_lite.data.fingerprint import fingerprint
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import to_device
@@ -102,11 +103,12 @@ class RankComparison:
         )
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward of the model: notes the buffers that it changes."""
+    def forward(self, batch: Batch) -> Iterator[None]:
+        """Around a forward of the model: notes the buffers that it changes. Raises ValueError if it changes `batch`."""
         for name in self._buffers:
             self._look_at(name)
-        yield
+        with batch.unchanged():
+            yield
         for name in self._buffers:
             before = self._looked_at[name]
             if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):

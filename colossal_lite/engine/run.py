@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from colossal_lite.checkpoint.manifest import CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
-from colossal_lite.data.dataloader import Loader
+from colossal_lite.data.loader import Loader
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
@@ -63,7 +65,6 @@ class Run:
         self._save_every = save_every
         self._extra = {"facts": dict(facts or {})}  # for manifests
         self._loader: Loader | None = None
-        self._loader_options: Mapping[str, Any] = {}
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
         self._check_folder()
@@ -93,16 +94,15 @@ class Run:
             raise ValueError(f"steps: {steps}; legal: 1 or more, those made before a resume included")
         start = self._samples
         self._loader = self.context.dataloader(dataset, start=start, **loader)
-        self._loader_options = loader
-        order = self._loader.order
-        before = self._data_before.get("samples", order.num_samples)
-        if start and before != order.num_samples:
+        found = self._loader.num_samples
+        before = self._data_before.get("samples", found)
+        if start and before != found:
             raise ValueError(
-                f"dataset: {order.num_samples} samples, and {before} when {self.directory} was begun: their order "
+                f"dataset: {found} samples, and {before} when {self.directory} was begun: their order "
                 f"would be another; legal: the dataset of then, or a new directory and "
                 f"engine.load({str(self.checkpoints)!r})"
             )
-        self._extra["data"] = {"samples": order.num_samples, "global_batch": order.global_batch}
+        self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         config = {row.path: row.value for row in self.context.config.resolved()}
         self._log.describe({**self._extra, "steps": steps, "config": config})
@@ -136,11 +136,9 @@ class Run:
     def evaluate(self, dataset: Any, **loader: Any) -> float:
         """The mean loss over all valid labels of a held-out `dataset`, every sample once; equal on every rank.
 
-        Its batches are as those of training, but neither shuffled nor dropped; `loader` changes that. Auxiliary losses
-        are weighed in each batch. Collective."""
-        options = {**self._loader_options, "shuffle": False, "drop_last": False, **loader}
-        if "global_batch" not in options and self._loader is not None:
-            options["global_batch"] = self._loader.order.global_batch
+        Its batches are as those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader`
+        changes that. Auxiliary losses are weighed in each batch. Collective."""
+        options = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **loader}
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
             for batch in self.context.dataloader(dataset, **options):
@@ -168,6 +166,17 @@ class Run:
     def _samples(self) -> int:
         """The position in the data."""
         return self._loader.samples if self._loader is not None else self.engine.samples
+
+    def _options_of(self, dataset: Any) -> dict[str, Any]:
+        """The options of the training loader that hold for another dataset."""
+        if self._loader is None:
+            return {}
+        names = (
+            ("labels",)
+            if isinstance(dataset, DataLoader)
+            else ("labels", "global_batch", "collate", "workers")
+        )
+        return {name: getattr(self._loader.settings, name) for name in names}
 
     def _after_step(self, result: StepResult) -> None:
         self._result = result

@@ -10,6 +10,7 @@ refused, since only the engine can run its plan.  Auxiliary losses are refused t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ class UserLoop:
         self._parts, self._step, self._micro_batches = parts, step, micro_batches
         self._comparison = comparison
         self._streams, self._chunks = built.streams, built.chunks
-        self._strategy, self._auxiliary = built.parallelized.strategy, built.parallelized.auxiliary
+        self._parallelized, self._auxiliary = built.parallelized, built.parallelized.auxiliary
+        self._strategy = built.parallelized.strategy
         self._config, self._mesh = parts.context.config, parts.context.mesh
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
         self._samples = 0  # of all data ranks in that micro-batch
+        self._tokens: int | None = None  # of its sequences, if they were padded
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
@@ -54,21 +57,25 @@ class UserLoop:
         self._samples = sum(sizes)
         first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
-        local = self._strategy.local_part(Batch(args, kwargs, labels=samples, samples=samples))
+        local = self._parallelized.local_part(Batch(args, kwargs, labels=samples, samples=samples))
+        self._tokens = local.tokens
         self._is_empty = local.inputs.shape[0] == 0
         if self._is_empty:
             local = _with_one_row(local)
         is_part = local.positions is not None
-        self._streams.begin(self._step.number, local.samples, local.token_positions, is_part=is_part)
+        self._streams.begin(
+            self._step.number, local.samples, local.token_positions, is_part=is_part, tokens=local.tokens
+        )
         return local
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """The model's outputs, with logits gathered over vocabulary, tokens and samples."""
+        """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding."""
         logits = getattr(outputs, "logits", outputs)
         if not isinstance(logits, Tensor):
             return outputs
         kept = logits[:0] if self._is_empty else logits
         whole = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
+        whole = whole if self._tokens is None else whole[:, : self._tokens]
         if logits is outputs:
             return whole
         outputs.logits = whole
@@ -146,7 +153,9 @@ def _with_one_row(batch: Batch) -> Batch:
 
     kwargs = {name: padded(tensor) for name, tensor in batch.kwargs.items()}
     args = tuple(padded(tensor) for tensor in batch.args)
-    return Batch(args, kwargs, padded(batch.labels), padded(batch.samples), batch.positions)
+    return replace(
+        batch, args=args, kwargs=kwargs, labels=padded(batch.labels), samples=padded(batch.samples)
+    )
 
 
 def _refuse_second_backward(config: Config) -> None:

@@ -291,7 +291,7 @@ class GPT(nn.Module):
 
         position_ids [T] or [B, T] default to 0 .. T - 1.  attention_mask [B, T], integers: a token sees the
         tokens (with `causal`, those before it) that have its own number, so zeros hide padding and 1, 2, ...
-        keep packed documents apart. Raises ValueError for a sequence longer than `config.sequence`.
+        keep packed documents apart. Without position_ids raises ValueError for more than `config.sequence` tokens.
         """
         positions = self.positions(input_ids, position_ids)
         mask = Mask(self.config.causal, attention_mask)
@@ -302,10 +302,10 @@ class GPT(nn.Module):
 
     def positions(self, input_ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """The integer positions of the tokens, [T] unless given otherwise."""
-        if input_ids_BT.shape[1] > self.config.sequence:
-            raise ValueError(f"GPT: {input_ids_BT.shape[1]} tokens; legal is at most {self.config.sequence}")
         if position_ids is not None:
             return position_ids
+        if input_ids_BT.shape[1] > self.config.sequence:
+            raise ValueError(f"GPT: {input_ids_BT.shape[1]} tokens; legal is at most {self.config.sequence}")
         return torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
 
     def embed(self, input_ids_BT: Tensor, positions: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Place:
     is_part: bool = False
     behind: str = ""
     is_open: bool = True
+    tokens: int | None = None
 
 
 class DropoutStreams:
@@ -70,15 +71,19 @@ class DropoutStreams:
         self._sample = self._position = torch.empty(0, dtype=torch.int64)
         self._calls: dict[str, int] = {}
         self._is_part = self._is_open = False
+        self._tokens: int | None = None
         self.behind = ""
         """The linear behind which activations are cut in another way than the residual stream, while they are."""
         self.functional: Callable[[nn.Module | None], AbstractContextManager[Any]] = nullcontext
         """Within it, functional dropouts draw from these counters too; for a module whose forward runs again."""
 
-    def begin(self, step: int, sample: Tensor, position: Tensor, *, is_part: bool = False) -> None:
+    def begin(
+        self, step: int, sample: Tensor, position: Tensor, *, is_part: bool = False, tokens: int | None = None
+    ) -> None:
         """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64. `is_part`: the
-        sequence has other tokens, which are not here."""
+        sequence has other tokens, which are not here. `tokens`: of them, the others are padding; None: all."""
         self._step, self._sample, self._position, self._is_part = step, sample, position, is_part
+        self._tokens = tokens
         self._calls.clear()
         self._is_open, self.behind = True, ""
 
@@ -101,12 +106,14 @@ class DropoutStreams:
             self._is_part,
             self.behind,
             self._is_open,
+            self._tokens,
         )
 
     def go_to(self, place: Place) -> None:
         self._step, self._sample, self._position = place.step, place.sample, place.position
         self._calls = dict(place.calls)
         self._is_part, self.behind, self._is_open = place.is_part, place.behind, place.is_open
+        self._tokens = place.tokens
 
     def rows(self, name: str, parts: int = 1, part: int = 0) -> Rows:
         """Counters of the next call of module `name`; of part `part` of `parts` of the positions, where the module sees
@@ -121,7 +128,9 @@ class DropoutStreams:
         self._calls[name] = call + 1
         position = self._position.tensor_split(parts)[part]
         whole = self._position if parts > 1 or self._is_part else None
-        return Rows(key(self._seed, name, call), self._step, self._sample, position, whole=whole)
+        return Rows(
+            key(self._seed, name, call), self._step, self._sample, position, whole=whole, tokens=self._tokens
+        )
 
 
 class CountedOnly:

@@ -30,6 +30,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "reorder_and_upcast_attn": (False,),
 }
+ROPE_OF_LENGTH = ("dynamic", "longrope")
 # Arguments that other models hand to attention; None and False are none.
 UNKNOWN = ("softcap", "sliding_window", "position_bias", "s_aux", "cache", "output_attentions")
 
@@ -44,6 +45,9 @@ def faults(module: nn.Module) -> Iterator[str]:
     config: Any = module.config
     if config.model_type not in MODELS:
         yield f"model_type={config.model_type!r}; legal: {', '.join(map(repr, MODELS))}"
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if (kind := rope.get("rope_type")) in ROPE_OF_LENGTH:
+        yield f"rope_type={kind!r}, whose angles follow from the longest position, which few ranks see"
     for name, legal in PLAIN.items():
         if getattr(config, name, legal[0]) not in legal:
             yield f"{name}={getattr(config, name)!r}; legal: {legal[0]!r}"
@@ -60,10 +64,9 @@ def bind(module: nn.Module) -> None:
 
 
 def local_arguments(batch: Batch) -> Batch:
-    """A batch as their models take it: positions [1, T], hidden keys [B, 1, 1, T]."""
+    """A batch as their models take it: positions [1, T] in the place of [T], hidden keys [B, 1, 1, T]."""
     kwargs = dict(batch.kwargs)
-    assert batch.positions is not None
-    kwargs["position_ids"] = batch.positions[None]
+    kwargs["position_ids"] = kwargs["position_ids"][None]
     if "attention_mask" in kwargs:
         kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None]
     return replace(batch, kwargs=kwargs)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Ops
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
@@ -43,12 +44,13 @@ class Loss:
     parallelized: _Parallelized
     criterion: Criterion | None
 
-    def of(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | int | float]:
-        """(sum, count) of a micro-batch, of which the last stage gives these `logits`. Raises ValueError for a
-        criterion that returns neither that nor a mean."""
+    def of(self, logits: Tensor, part: Batch) -> tuple[Tensor, Tensor | int | float]:
+        """(sum, count) of this rank's part of a micro-batch, of which the last stage gives these `logits`. Raises
+        ValueError for a criterion that returns neither that nor a mean."""
         strategy = self.parallelized.strategy
         if self.criterion is None:
-            return strategy.cross_entropy(self.parallelized.ops, logits, labels)
+            return strategy.cross_entropy(self.parallelized.ops, logits, part.labels)
+        logits, labels = part.without_padding(logits), part.without_padding(part.labels)
         valid = int((labels != -100).sum())
         if valid == 0:
             return logits.sum() * 0.0, 0

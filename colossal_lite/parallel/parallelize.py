@@ -11,15 +11,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
+from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import StatedSizes
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
@@ -37,6 +39,7 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
@@ -64,7 +67,12 @@ class Parallelized:
     has_dropout: bool
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
+    padding: Padding
     form: Form = field(default_factory=Form)
+
+    def local_part(self, batch: Batch) -> Batch:
+        """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
+        return self.strategy.local_part(self.padding.of(batch))
 
     @property
     def reported_loss(self) -> int:
@@ -99,7 +107,7 @@ def parallelize(
         _check_attention(module, sequence_mode)
         known = known_plan(*_names(module))
         check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
-    auxiliary, emitting = AuxiliaryLosses(), modules_of(module)
+    auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
@@ -107,15 +115,17 @@ def parallelize(
     form = Form()
     if mesh.size("tensor") == 1:
         _check_auxiliary(module, mesh, False, sequence_mode)
-        made = _serial(module)
     else:
         chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs)
         _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
-        if compiled and form.whole_sizes:
-            raise ValueError(
-                f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor "
-                f"mode 1d (docs/plans.md), which torch.compile does not follow; legal: compile='none'"
-            )
+        _check_compiled(module, form, compiled)
+    padding = padding_of(
+        module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
+        longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
+    )  # fmt: skip
+    if mesh.size("tensor") == 1:
+        made = _serial(module)
+    else:
         swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
         made = swap_layers(module, mesh, roles, form)
@@ -124,18 +134,29 @@ def parallelize(
     if streams and linears:
         local_rows = rows_behind(module, roles, linears, streams, strategy.cut_behind, local_rows)
     if mesh.size("sequence") > 1:
-        facts = facts_of(module)
         longest = facts.sequence if facts else None
         strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
     has_dropout = streams is not None and _bind_dropout(module, mesh, roles, streams, local_rows, compiled)
-    if replaced := emitting.keys() - modules_of(module).keys():
-        raise ValueError(
-            f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
-            f"{mode_of(mesh)}; legal: in the module around that"
-        )
+    _check_replaced(emitting.keys() - modules_of(module).keys(), mesh)
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, form)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, form)
+
+
+def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:
+    if compiled and form.whole_sizes:
+        raise ValueError(
+            f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
+            f"(docs/plans.md), which torch.compile does not follow; legal: compile='none'"
+        )
+
+
+def _check_replaced(auxiliary: Collection[str], mesh: Mesh) -> None:
+    if auxiliary:
+        raise ValueError(
+            f"auxiliary loss {min(auxiliary)}: it lies in a module that becomes a layer of tensor mode "
+            f"{mode_of(mesh)}; legal: in the module around that"
+        )
 
 
 def _bind_dropout(
@@ -206,6 +227,10 @@ def _serial(module: nn.Module) -> ModeResult:
     strategy, ties = Serial(), tied_names(module)
     specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
     return strategy, specs, lambda name, rows: rows, lambda name: Share()
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
 
 
 def _names(module: nn.Module) -> tuple[list[str], list[str]]:

@@ -107,9 +107,11 @@ class SequenceParallel:
         """This rank's tokens of every sequence, with their global positions."""
         positions = self.take(torch.arange(batch.inputs.shape[1], device=batch.inputs.device), 0)
         kwargs = {name: self.take(tensor, 1) for name, tensor in batch.kwargs.items()}
-        kwargs.setdefault("position_ids", positions)
+        last = None if batch.tokens is None else batch.tokens - 1  # which padding repeats
+        kwargs.setdefault("position_ids", positions if last is None else positions.clamp(max=last))
         labels = batch.labels if batch.labels.dim() == 1 else self.take(batch.labels, 1)
-        return Batch(tuple(self.take(t, 1) for t in batch.args), kwargs, labels, batch.samples, positions)
+        args = tuple(self.take(t, 1) for t in batch.args)
+        return replace(batch, args=args, kwargs=kwargs, labels=labels, positions=positions)
 
     def ops(self, ops: Ops) -> Ops:
         """The op table with attention over the whole sequence."""
@@ -227,7 +229,7 @@ class OnSequence:
         return cut
 
     def local_part(self, batch: Batch) -> Batch:
-        tokens = batch.inputs.shape[1]
+        tokens = batch.inputs.shape[1] if batch.tokens is None else batch.tokens
         if self.longest is not None and tokens > self.longest:
             raise ValueError(f"sequence: {tokens} tokens; the model takes at most {self.longest}")
         if not self.is_hugging_face:

@@ -169,6 +169,31 @@ def _plain_run(model: nn.Module, batch: Batch) -> _Run:
     return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
 
+def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
+    """What of loss and gradients of `model` as it is differs between two batches, or "". Raises NotRunError if it does
+    not run on the first."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            truth = _plain_run(deep_copy(model), batch)
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
+        try:
+            found = _plain_run(deep_copy(model), other)
+        except Exception as error:  # as above
+            return f"{type(error).__name__}: {_line(error)}"
+    if not abs(found.loss - truth.loss) <= TOLERANCE * abs(truth.loss):
+        return "loss"
+    bound = 0.01 * max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)
+    for name, right in truth.gradients.items():
+        got = found.gradients[name]
+        if (right is None) != (got is None):
+            return name
+        if right is not None and got is not None:
+            if not float((got - right).norm()) <= TOLERANCE * (float(right.norm()) + bound):
+                return name
+    return ""
+
+
 @dataclass(frozen=True)
 class _Rank:
     """One emulated rank."""

@@ -81,7 +81,7 @@ class Profiler:
     def _micro_batch(self, facts: ModelFacts | None) -> Batch:
         """The example, or the smallest that the mode can cut, as this rank sees it."""
         if self.example is not None:
-            return self.parallelized.strategy.local_part(self.example)
+            return self.parallelized.local_part(self.example)
         assert facts is not None
         for samples in range(1, MOST_SAMPLES):
             ids = (
@@ -90,7 +90,7 @@ class Profiler:
             )
             numbers = torch.arange(samples, device=self.device)
             try:
-                return self.parallelized.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+                return self.parallelized.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
             except ValueError:
                 if samples == MOST_SAMPLES - 1:
                     raise
@@ -113,14 +113,14 @@ class Profiler:
         self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightGradStore
     ) -> tuple[tuple[float, float, float], Any]:
         """One unit forward and backward: its times, and what it gives to the next."""
-        self.streams.begin(0, part.samples, part.token_positions)
+        self.streams.begin(0, part.samples, part.token_positions, tokens=part.tokens)
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
         with self.streams.forward():
             outputs = sections.run(index, index + 1, came, part)
         if is_last:
-            outputs, _ = self.loss.of(logits_of(outputs), part.labels)
+            outputs, _ = self.loss.of(logits_of(outputs), part)
         giver = f"unit {sections.parts[index].name!r}"
         grown = [tensor for tensor in flat(outputs, giver)[1] if tensor.requires_grad]
         forward_s = self._now_s()

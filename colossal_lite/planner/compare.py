@@ -18,7 +18,7 @@ from itertools import product
 from typing import Any
 
 from colossal_lite.config.config import Config
-from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts, TensorConfig, token_parts
 from colossal_lite.config.rules import divisors
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
@@ -164,7 +164,8 @@ def _cost(config: Config, model: GPTConfig, batch: int, sequence: int, world_siz
     config = config.check_world(world_size)
     layout, facts = config.layout(), facts_of_config(model)
     itemsize = Precision.of(config.precision).compute.itemsize
-    tokens = sequence // config.parallel.sequence.size
+    parts = token_parts(config.parallel.tensor, config.parallel.sequence)
+    tokens = -(-sequence // parts) * parts // config.parallel.sequence.size
     rows = [
         row
         for samples in made.micro_batches
@@ -241,19 +242,14 @@ def table(made: Comparison) -> Any:
     from rich.text import Text
 
     out = Table(title="one rank, one step", title_justify="left", box=None, pad_edge=False)
-    columns = (
-        "mode", "layers: payload", "sent", "calls", "gradients: sent", "weights", "activations", "peak", "",
-    )  # fmt: skip
+    columns = ("mode", "layers: sent", "calls", "gradients: sent", "weights", "activations", "peak")
     for index, column in enumerate(columns):
-        out.add_column(
-            column, justify="right" if 0 < index < len(columns) - 1 else "left", no_wrap=index == 0
-        )
+        out.add_column(column, justify="right" if index else "left", no_wrap=not index)
     for row in made.rows:
         numbers = (
-            size(row.layers_payload_bytes), size(row.layers_wire_bytes), f"{row.calls:,}",
-            size(row.gradients_wire_bytes), size(row.weights_bytes), size(row.activations_bytes),
-            size(row.peak_bytes),
+            size(row.layers_wire_bytes), f"{row.calls:,}", size(row.gradients_wire_bytes), size(row.weights_bytes),
+            size(row.activations_bytes), size(row.peak_bytes),
         )  # fmt: skip
-        out.add_row(row.title, *numbers, "sends least" if row is made.rows[0] else "")
+        out.add_row(row.title, *numbers)
     refused = [Text(f"{row.title} refused: {row.reason}") for row in made.refused]
     return Group(out, Text(""), *map(Text, made.verdict), *refused)

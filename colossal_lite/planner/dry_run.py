@@ -165,8 +165,8 @@ class DryRun:
         """What this rank sees of a micro-batch of `samples`."""
         ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
         numbers = torch.arange(samples, device=META)
-        part = done.strategy.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
-        streams.begin(0, part.samples, part.token_positions)
+        part = done.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
+        streams.begin(0, part.samples, part.token_positions, tokens=part.tokens)
         return part
 
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:

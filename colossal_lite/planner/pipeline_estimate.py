@@ -15,7 +15,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, Problem
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
-from colossal_lite.data.dataloader import cut
+from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec, stages_of
@@ -80,6 +80,7 @@ def staged_plan(
         whole.specs, whole.names, whole.blocks, whole.reported_numbers,
     )  # fmt: skip
     rows = mesh.ledger.rows()
+    assert shape.costs is not None
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=mesh.rank,
@@ -96,6 +97,7 @@ def staged_plan(
         micro_batches=pieces,
         device_bytes=device_bytes,
         schedule=_drawn(pipeline, shape, stages),
+        bubble=simulate(compute_plan(pipeline, shape), shape.costs).idle_share(),
         libraries_bytes=libraries_bytes(config),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -106,7 +106,8 @@ def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[L
     return tuple(LedgerRow(*key, calls[key], traffic[key]) for key in sorted(traffic))
 
 
-def _facts(model: GPTConfig | Builder) -> ModelFacts | None:
+def facts_of_model(model: GPTConfig | Builder) -> ModelFacts | None:
+    """The sizes of a model; None for one of neither family that is known."""
     if isinstance(model, GPTConfig):
         return facts_of_config(model)
     return facts_of(on_meta(model))
@@ -126,12 +127,13 @@ def _check_request(
 ) -> tuple[Config, ModelFacts | None]:
     """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
     config.check_built()
-    facts = _facts(model)
+    facts = facts_of_model(model)
     check_sizes(config, facts, batch=batch, sequence=sequence, world_size=world_size, rank=rank)
-    config = config.check_world(world_size)
-    if facts is not None:
+    given = None if facts is None else replace(facts, sequence=sequence)
+    config = config.check_world(world_size, given)
+    if facts is not None and given is not None:
         _check_sequence(facts, sequence)
-        config.check_model(replace(facts, sequence=sequence))
+        config.check_model(given)
     return config, facts
 
 
@@ -140,42 +142,6 @@ def _check_sequence(facts: ModelFacts, sequence: int) -> None:
         raise ConfigError(
             [Problem("sequence", sequence, "is more than the model takes", f"1 to {facts.sequence}")]
         )
-
-
-def parse_model(text: str) -> GPTConfig:
-    """From `gpt2-124M`, `llama-8B`, fields such as `layers=6,width=384`, or both: `llama-8B,layers=4`.
-
-    Raises ValueError naming what is legal.
-    """
-    head, *rest = text.split(",")
-    if "=" in head:
-        head, rest = "", [head, *rest]
-    changes = dict(_field(item) for item in rest)
-    if not head:
-        return GPTConfig(**changes)
-    family, _, named_size = head.partition("-")
-    families = {"gpt2": GPTConfig.gpt2, "llama": GPTConfig.llama}
-    if family not in families:
-        raise ValueError(
-            f"model: {head!r}; legal: gpt2-SIZE, llama-SIZE, or fields of GPTConfig: "
-            f"{', '.join(field.name for field in fields(GPTConfig))}"
-        )
-    return families[family](named_size, **changes)
-
-
-def _field(item: str) -> tuple[str, Any]:
-    """`layers=6` as a name and a value of the field's type."""
-    name, sign, value = item.partition("=")
-    known = {field.name: str(field.type) for field in fields(GPTConfig)}
-    if not sign or name not in known:
-        raise ValueError(f"model: {item!r}; legal: FIELD=VALUE with a field of GPTConfig: {', '.join(known)}")
-    kind = known[name]
-    try:
-        if kind == "bool":
-            return name, {"true": True, "false": False}[value.lower()]
-        return name, int(value) if "int" in kind else float(value) if kind == "float" else value
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"model: {item!r}; legal: a value of type {kind}") from error
 
 
 def device_memory(text: str | None) -> int | None:

@@ -27,6 +27,10 @@ STATE = (
 )  # fmt: skip
 
 
+MOST_NAMED = 3
+"""Kinds of memory in the first lines of a plan."""
+
+
 @dataclass(frozen=True)
 class MemoryTerm:
     """Bytes of one kind on this rank at the worst moment of a step, what they are made of, and on which tier."""
@@ -64,6 +68,8 @@ class RunPlan:
     device_bytes: int | None = None
     schedule: str = ""
     """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
+    bubble: float = 0.0
+    """Share of the step that the pipeline's ranks wait, by the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     libraries_bytes: int = LIBRARIES_BYTES
@@ -112,6 +118,7 @@ class RunPlan:
     def __str__(self) -> str:
         return "\n".join(
             [
+                *self.head,
                 f"rank {self.rank} of {self.world_size}: {self.layout}",
                 f"parameters {self.parameters:,}, here {self.local_parameters:,}",
                 *(f"  {term.name:<18} {term.value:>12,}  {term.origin}" for term in self.batch),
@@ -132,6 +139,25 @@ class RunPlan:
             return "the device's memory is not known"
         return f"{'fits' if self.fits else 'does not fit'} in {size(self.device_bytes)}"
 
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The answer in three lines: whether it fits, what fills the peak, what a step moves and how long it waits."""
+        rows = sorted(
+            (row for row in self.memory if row.tier == "device" and row.bytes), key=lambda row: -row.bytes
+        )
+        filled = [f"{row.kind} {size(row.bytes)}" for row in rows[:MOST_NAMED]]
+        if rest := sum(row.bytes for row in rows[MOST_NAMED:]):
+            filled.append(f"others {size(rest)}")
+        return (
+            f"{self.verdict}: peak {size(self.peak_bytes)} on rank {self.rank} of {self.world_size}",
+            f"  filled by {', '.join(filled)}",
+            f"  {self.moved}",
+        )
+
+    @property
+    def moved(self) -> str:
+        return f"moves {size(self.payload_bytes)} a step, bubble {self.bubble:.1%}"
+
 
 def libraries_bytes(config: Config) -> int:
     """What a process that trains so loads beside torch's import; what compiling itself takes is not known."""
@@ -140,7 +166,7 @@ def libraries_bytes(config: Config) -> int:
 
 
 def table(made: RunPlan) -> Any:
-    """A plan as rich tables, one under the other."""
+    """What a plan is made of, as rich tables, one under the other; `head` comes before."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -15,7 +15,7 @@ import torch
 
 from colossal_lite.config.config import Config
 from colossal_lite.config.zero_stage import Sharding
-from colossal_lite.data.dataloader import cut
+from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.send_buffer import ALIGN_BYTES
 from colossal_lite.kernels import TORCH

@@ -366,12 +366,9 @@ def impossible_models() -> Iterator[Bad]:
         ({"tensor": 8}, {}, "parallel.tensor.size", 8, "1, 2, 4"),
         ({"tensor": 6}, {"sequence": 1022}, "parallel.tensor.size", 6, "1, 2"),
         ({"tensor": 12}, {"kv_heads": 12, "ffn": 3070}, "parallel.tensor.size", 12, "1, 2"),
-        ({"tensor": 2}, {"sequence": 1023}, "parallel.tensor.size", 2, "1"),
         ({"tensor": {"size": 25, "mode": "2d"}}, {}, "parallel.tensor.size", 25, "1, 4, 16"),
         ({"tensor": {"size": 8, "mode": "3d"}}, {"width": 780, "ffn": 3070}, "parallel.tensor.size", 8, "1"),
         ({"tensor": {"size": 2}}, {"vocabulary": 1}, "parallel.tensor.size", 2, "1"),
-        ({"sequence": 3}, {}, "parallel.sequence.size", 3, "2, 4"),
-        ({"sequence": 4}, {"sequence": 1004}, "parallel.sequence.size", 4, "1, 2"),
         ({"sequence": {"size": 8, "mode": "ulysses"}}, {}, "parallel.sequence.size", 8, "1, 2, 4"),
         (
             {"sequence": {"size": 4, "mode": "usp", "ulysses": 2}},

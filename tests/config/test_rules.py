@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.config.config import Config, ConfigError
-from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig
+from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig, token_parts
 from colossal_lite.config.rules import (
     device_problems,
     legal_tensor_sizes,
@@ -204,8 +204,6 @@ def test_all_rules_that_a_model_breaks_are_told_at_once() -> None:
         "3 kv_heads",
         "ffn 3001",
         "vocabulary of 3",
-        "sequence_parallel",
-        "zigzag",
     ):
         assert told in text, told
     assert "width" not in text, "1d cuts heads, not the width"
@@ -257,13 +255,19 @@ def test_the_sizes_that_a_message_calls_legal_are_legal(
 
 
 @given(
-    st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from(["ring", "usp", "allgather_kv"]), st.integers(1, 200)
-)
-def test_zigzag_gives_each_rank_an_early_and_a_late_piece(size: int, mode: str, tokens: int) -> None:
-    config = Config.load({"parallel": {"sequence": {"size": size, "mode": mode}}})
-    facts = replace(GPT2, sequence=tokens)
-    divides = tokens % (2 * size) == 0 or size == 1
-    assert divides == (not list(model_problems(config.parallel, facts)))
+    st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from(["ring", "usp", "allgather_kv", "ulysses"]),
+    st.sampled_from([1, 2, 3, 4]), st.integers(1, 200),
+)  # fmt: skip
+def test_a_padded_sequence_is_cut_alike_on_both_axes_and_no_length_is_a_problem(
+    size: int, mode: str, tensor: int, tokens: int
+) -> None:
+    config = Config.load({"parallel": {"sequence": {"size": size, "mode": mode}, "tensor": tensor}})
+    parts = token_parts(config.parallel.tensor, config.parallel.sequence)
+    zigzag = mode != "ulysses" and size > 1
+    assert parts % (2 * size if zigzag else size) == 0 and parts // size % tensor == 0
+    assert parts <= 2 * size * tensor
+    facts = replace(GPT2, sequence=tokens, heads=288, kv_heads=288, width=288)
+    assert not list(model_problems(config.parallel, facts))
 
 
 def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:

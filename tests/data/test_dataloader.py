@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections import Counter, UserDict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
 
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
-from colossal_lite.data.dataloader import Loader, cut, cut_batch, dataloader
+from colossal_lite.data.dataloader import dataloader
+from colossal_lite.data.loader import Loader, Place, cut, cut_batch
 from colossal_lite.data.sample_order import Order, Permutation
 
 SIZES = st.one_of(st.integers(1, 70), st.integers(1, 5000))
@@ -111,7 +110,7 @@ def numbers(n: int) -> list[torch.Tensor]:
 
 
 def load(n: int, parts: int = 1, part: int = 0, **options: Any) -> Loader:
-    return dataloader(numbers(n), num_parts=parts, part=part, **options)
+    return dataloader(numbers(n), place=Place(parts, part), **options)
 
 
 def ids(batch: torch.Tensor) -> list[int]:
@@ -201,7 +200,7 @@ def test_an_empty_piece_has_the_form_of_a_batch() -> None:
     dataset = [
         {"input_ids": torch.ones(3, dtype=torch.int64), "labels": torch.ones(3, dtype=torch.int64)}
     ] * 5
-    batch = next(iter(dataloader(dataset, num_parts=4, part=3, global_batch=2)))
+    batch = next(iter(dataloader(dataset, place=Place(4, 3), global_batch=2)))
     assert {key: (tuple(x.shape), x.dtype) for key, x in batch.items()} == {
         "input_ids": ((0, 3), torch.int64),
         "labels": ((0, 3), torch.int64),
@@ -242,7 +241,7 @@ class Asleep:
 
 
 def test_workers_whose_samples_do_not_come_are_not_waited_for_for_ever() -> None:
-    late = dataloader(Asleep(), num_parts=1, part=0, global_batch=2, workers=1, timeout_s=0.5)
+    late = dataloader(Asleep(), place=Place(), global_batch=2, workers=1, timeout_s=0.5)
     before = set(multiprocessing.active_children())  # ranks of the pool, which live on
     with pytest.raises(RuntimeError, match="timed out after 0.5 seconds"):
         next(iter(late))
@@ -254,38 +253,40 @@ def test_workers_whose_samples_do_not_come_are_not_waited_for_for_ever() -> None
 
 def test_tuples_stay_tuples_and_collate_is_called_with_the_samples_of_the_piece() -> None:
     windows = [(torch.arange(i, i + 4), torch.arange(i + 1, i + 5)) for i in range(0, 40, 4)]
-    inputs, labels = next(iter(dataloader(windows, num_parts=2, part=0, global_batch=4, shuffle=False)))
+    inputs, labels = next(iter(dataloader(windows, place=Place(2), global_batch=4, shuffle=False)))
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    batches = dataloader(windows, num_parts=1, part=0, global_batch=3, collate=len)
+    batches = dataloader(windows, place=Place(), global_batch=3, collate=len)
     assert list(batches) == [3, 3, 3]
 
 
 def test_batches_come_on_the_device_asked_for() -> None:
-    batch = next(iter(load(4, global_batch=2, device="meta")))
+    place = Place(device=torch.device("meta"))
+    batch = next(iter(dataloader(numbers(4), place=place, global_batch=2)))
     assert batch.device.type == "meta" and batch.shape == (2, 2)
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
 
 
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Stream(), {}, "dataset: Stream can only be iterated"),
-        ((i for i in range(9)), {}, "dataset: generator can only be iterated"),
+        ((i for i in range(9)), {}, "dataset: generator can be iterated but once"),
+        (7, {}, "dataset: int; legal: a dataset with __len__ and __getitem__, one with __iter__, or a torch"),
+        ([1, 2], {"global_batch": None}, "global_batch: none given"),
+        ([1, 2], {"labels": "next"}, "labels: 'next'; legal: 'shifted', 'unshifted'"),
         ([], {}, "dataset: 0 samples found"),
         ([1, 2], {"global_batch": 3}, "2 samples found, 3 needed for one batch; legal: .*global_batch <= 2"),
         ([1, 2], {"global_batch": 0}, "global_batch: 0; legal: 1 or more"),
         ([1, 2], {"start": -1}, "start: -1"),
         ([1, 2], {"workers": -1}, "workers: -1"),
-        ([1, 2], {"num_parts": 2, "part": 2}, "part 2 of 2"),
     ],
 )
 def test_a_loader_that_cannot_load_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataloader(dataset, **{"num_parts": 1, "part": 0, "global_batch": 1, **options})
+        dataloader(dataset, place=Place(), **{"global_batch": 1, **options})
+
+
+def test_a_part_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="part 2 of 2"):
+        Place(2, 2)
 
 
 # ------------------------------------------------------------------------------------------------------ batch

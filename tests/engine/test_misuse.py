@@ -63,6 +63,34 @@ def test_a_backward_beside_the_engine_is_refused_and_leaves_nothing_behind(throu
     assert loss == truth
 
 
+class Shifting(nn.Module):
+    """Moves its inputs by one, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.inner = in_place, model()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        moved = ids.add_(1) if self.in_place else ids + 1
+        logits: Tensor = self.inner(moved)
+        return logits
+
+
+def moved_inputs(env: RankEnv, in_place: bool) -> list[str]:
+    """The messages of a step, an evaluation and a forward of a loop of one's own; whether the batch is what it was."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(Shifting(in_place), context=context)
+        calls = (engine.train_step, engine.eval_step, lambda batch: engine(batch[0]))
+        return [told_of(lambda call=call: call(batch())) for call in calls]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_forward_that_changes_its_batch_in_place_is_refused_and_updates_nothing(in_place: bool) -> None:
+    (told,) = run_world(moved_inputs, 1, in_place)
+    for message in told:
+        assert ("its forward changes inputs of the batch in place" in message) == in_place == bool(message)
+
+
 CHANGED: list[dict[str, Any]] = [
     dict(precision="bf16"),
     dict(precision="bf16", zero=dict(stage=2)),

@@ -195,7 +195,7 @@ class Cropped:
 
 
 def test_samples_that_are_drawn_anew_are_not_compared() -> None:
-    assert dataset_fault([dataset_facts(Cropped()), dataset_facts(Cropped())]) == ""
+    assert dataset_fault([dataset_facts(Cropped(), 5, {}) for _ in range(2)]) == ""
 
 
 class Opaque:
@@ -207,5 +207,5 @@ class Opaque:
 )
 def test_samples_of_any_plain_kind_are_compared(one: Any) -> None:
     other = {"different": one}
-    facts = [dataset_facts([{"x": value, "y": Opaque()}]) for value in (one, one, other)]
+    facts = [dataset_facts([{"x": value, "y": Opaque()}], 1, {}) for value in (one, one, other)]
     assert dataset_fault(facts[:2]) == "" and "sample 0" in dataset_fault(facts[1:])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.dataloader import dataloader
+from colossal_lite.data.loader import Place
 from colossal_lite.models import GPT, GPTConfig
 from tests.shared.gpt_example import gpt_example
 
@@ -89,7 +90,7 @@ def test_packed_documents_give_the_logits_of_each_alone() -> None:
 def test_rows_of_a_dataset_become_batches() -> None:
     """The form of Hugging Face `datasets`: len(d), and d[i] is a dict of lists."""
     rows = [{"input_ids": [i, i + 1, i + 2], "text": "left out"} for i in range(4)]
-    loader = dataloader(rows, num_parts=2, part=1, global_batch=4, shuffle=False, collate=collate_rows)
+    loader = dataloader(rows, place=Place(2, 1), global_batch=4, shuffle=False, collate=collate_rows)
     (batch,) = list(loader)
     assert batch["input_ids"].tolist() == [[2, 3, 4], [3, 4, 5]]
     assert batch["labels"].tolist() == [[3, 4, -100], [4, 5, -100]]

@@ -158,7 +158,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_the_wheel_holds_every_file_of_the_tree_under_one_name(wheel: zipfile.ZipFile) -> None:
-    kinds = {".py", ".json", ".typed"}
+    kinds = {".py", ".json", ".tmpl", ".typed"}
     expected = {p.relative_to(ROOT) for p in (ROOT / "colossal_lite").rglob("*") if p.suffix in kinds}
     for top in MAPPED:
         expected |= {

@@ -71,6 +71,7 @@ def test_blocks_are_found_with_their_line() -> None:
 
 
 LOOP = blocks(README, "python")[0][1]
+HUGGING_FACE = next(code for _, code in blocks(README, "python") if "LlamaForCausalLM(" in code)
 NOTEBOOK = """
 import contextlib, gc, io, json, os, sys, threading
 import torch.distributed as dist
@@ -122,3 +123,13 @@ def test_the_loop_gives_the_same_numbers_in_a_script_under_torchrun_and_in_a_not
     assert first == second == third == alone and wrong == alone.splitlines(keepends=True)[0] + "KeyError"
     assert held[1:] == held[:1] * 3, "threads, descriptors, groups"
     assert held[0][0] == ["MainThread"] and not held[0][-1]
+
+
+def test_the_loop_of_a_hugging_face_model_has_the_same_losses_on_one_rank_and_two(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HUGGING_FACE)
+    assert len([line for line in HUGGING_FACE.splitlines() if line and "import" not in line]) <= 20
+    alone = losses_of(told(sys.executable, str(script)))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    cut = losses_of(told(*torchrun, str(script)))
+    assert len(alone) == 3 and cut == pytest.approx(alone, rel=1e-6)

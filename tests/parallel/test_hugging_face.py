@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.parallel import hugging_face
+from tests.shared.hugging_face import MODELS
 from tests.shared.parity import Case, assert_parity, initial_values, relative_error, serial_run
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -102,10 +104,18 @@ def on_ranks(env: RankEnv, case: Case) -> tuple[dict[str, Tensor], dict[str, Ten
         return gradients, own.full_state_dict()
 
 
+MASKED = {
+    "ring": HALVES,
+    "usp": SEQUENCES["usp"],
+    "ring of 13": replace(HALVES, tokens=13),
+    "1d of 13": replace(HALVES, tokens=13, sequence=1, tensor=2),
+}
+
+
 @pytest.mark.parametrize("family", ["hf-gpt2", "hf-llama"])
-@pytest.mark.parametrize("mode", ["ring", "usp"])
+@pytest.mark.parametrize("mode", MASKED)
 def test_padding_is_hidden_and_an_own_loop_sees_whole_logits(mode: str, family: str) -> None:
-    case = replace(SEQUENCES[mode], family=family, tied=family == "hf-gpt2", steps=1)
+    case = replace(MASKED[mode], family=family, tied=family == "hf-gpt2", steps=1)
     model = case.model().double()
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -154,3 +164,11 @@ def test_what_their_attention_cannot_do_is_refused_by_name(what: str) -> None:
     with pytest.raises(WorldError, match=REFUSALS[what]) as error:
         run_world(refused, 2, what)
     assert error.value.ranks("raised") == [0, 1]
+
+
+def test_angles_that_follow_from_the_longest_position_are_refused_on_a_sequence_axis() -> None:
+    model: Any = MODELS["hf-llama"]()
+    assert not list(hugging_face.faults(model))
+    model.config.rope_parameters = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    (words,) = hugging_face.faults(model)
+    assert "rope_type='dynamic', whose angles follow from the longest position" in words

@@ -302,8 +302,6 @@ def refused(env: RankEnv, what: str) -> None:
 REFUSALS = {
     "causal": (2, "parallel.sequence.mode = 'ring_full'.*attention is causal; legal: ring, ulysses, usp"),
     "model": (2, "sequence parallelism \\(mode 'ring'\\) of Sequential"),
-    "tokens": (2, "10 tokens do not divide into 4 pieces.*multiple of 4, such as 8 or 12.*labels of -100"),
-    "pieces": (4, "10 tokens do not divide into 8 pieces \\(mode 'usp' on 4 ranks\\).*such as 8 or 16"),
     "heads": (4, "parallel.sequence.ulysses = 2: 3 heads do not divide into 2 parts; legal: 1"),
 }
 

@@ -1,0 +1,182 @@
+"""Describes a loader: its settings, the rank it loads for, and how its batches are handed out.
+
+Note: `dataloader` makes one.  What reads samples is in map_loader.py and stream_loader.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from colossal_lite.data.unshifted_labels import shift_labels
+from colossal_lite.memory.transfers import to_device
+
+Collate = Callable[[list[Any]], Any]
+LabelForm = Literal["shifted", "unshifted"]
+
+
+# -------------------------------------------------------------------------------------------------------- cut
+
+
+def cut(n: int, parts: int, part: int) -> tuple[int, int]:
+    """[start, stop) of piece `part` of range(n), cut as `torch.tensor_split` does: the first ones are longer.
+
+    >>> [cut(5, 3, part) for part in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    if n < 0 or parts < 1 or not 0 <= part < parts:
+        raise ValueError(f"cut: part {part} of {parts} of {n} samples; legal: n >= 0 and 0 <= part < parts")
+    each, longer = divmod(n, parts)
+    start = part * each + min(part, longer)
+    return start, start + each + (part < longer)
+
+
+def cut_batch(batch: Any, parts: int, part: int) -> Any:
+    """Piece `part` of a batch: of each tensor of a tuple, list or mapping along its first dimension.
+
+    Raises ValueError for anything else, and for tensors of different lengths.
+    """
+    entries: dict[Any, Any] = {}
+    if isinstance(batch, (Mapping, tuple, list)):
+        entries = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    sizes = {len(x) for x in entries.values() if isinstance(x, Tensor) and x.dim()}
+    if len(sizes) != 1 or not all(isinstance(x, Tensor) and x.dim() for x in entries.values()):
+        raise ValueError(
+            f"local_batch: {type(batch).__name__}; legal: the number of samples of a global batch, or a tuple, list or "
+            f"mapping of tensors with the same number of samples first"
+        )
+    piece = slice(*cut(sizes.pop(), parts, part))
+    taken = {name: x[piece] for name, x in entries.items()}
+    return taken if isinstance(batch, Mapping) else tuple(taken.values())
+
+
+# -------------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How samples become batches; the same on every rank."""
+
+    global_batch: int
+    """Samples of an optimizer step over all ranks."""
+    shuffle: bool = True
+    drop_last: bool = True
+    workers: int = 0
+    """Processes that load."""
+    collate: Collate | None = None
+    """Makes a batch of a list of samples; None: `stacked`."""
+    labels: LabelForm = "shifted"
+    """Whether labels are next tokens, or equal the inputs, as Hugging Face's collators give them, and are shifted."""
+    seed: int = 0
+    timeout_s: float = 600.0
+    """How long workers are waited for; then a RuntimeError of torch's."""
+    worker_init: Callable[[int], object] | None = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    multiprocessing_context: Any = None
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ValueError(
+                f"global_batch: {self.global_batch}; legal: 1 or more samples per optimizer step"
+            )
+        if self.workers < 0:
+            raise ValueError(f"workers: {self.workers}; legal: 0 or more")
+        if self.labels not in get_args(LabelForm):
+            raise ValueError(f"labels: {self.labels!r}; legal: {', '.join(map(repr, get_args(LabelForm)))}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which data coordinate loads: part `part` of `parts` of each batch, for a device."""
+
+    parts: int = 1
+    part: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    tells: bool = True
+
+    def __post_init__(self) -> None:
+        cut(0, self.parts, self.part)
+
+
+# ----------------------------------------------------------------------------------------------------- loader
+
+
+class Loader(ABC):
+    """Batches of one data coordinate; `for batch in loader` ends with the epoch; the next goes on from there.
+
+    `loader.samples` counts the samples of all ranks that have been handed out: give it as `start` to go on
+    from there, with any number of ranks and any number of workers. `loader.take(k)` yields k batches across
+    as many epochs as it takes. `len(loader)` is the number of batches left in the epoch.
+    """
+
+    num_samples: int | None = None
+    """Of the dataset; None if it can only be iterated."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, place: Place, start: int) -> None:
+        """Raises ValueError for a negative start."""
+        if start < 0:
+            raise ValueError(f"start: {start}; legal: 0 or more")
+        self.dataset, self.settings, self.place, self.samples = dataset, settings, place, start
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        """(samples when it is handed out, batch) to the end of the epoch; at least one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples, batch in self._batches():
+            self.samples = samples
+            given = shift_labels(batch) if self.settings.labels == "unshifted" else batch
+            yield apply_to_tensors(given, lambda x: to_device(x, self.place.device))
+
+    def take(self, num_batches: int) -> Iterator[Any]:
+        """The next `num_batches` batches, over as many epochs as that takes."""
+        epochs = itertools.chain.from_iterable(iter(self) for _ in itertools.count())
+        return itertools.islice(epochs, num_batches)
+
+
+def stacked(rows: list[Any]) -> Any:
+    """torch's default batch of samples, in which lists of numbers, as Hugging Face's datasets give them, are tensors.
+
+    Raises ValueError for samples of different shapes."""
+
+    def asapply_to_tensors(row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        return {key: torch.tensor(x) if isinstance(x, list) and x else x for key, x in row.items()}
+
+    try:
+        return default_collate([asapply_to_tensors(row) for row in rows])
+    except RuntimeError as error:
+        raise ValueError(
+            f"dataset: its samples make no batch: {str(error).splitlines()[0]}; legal: samples of one shape, or "
+            f"collate=, such as a collator of transformers, which pads"
+        ) from error
+
+
+def collated(collate: Collate | None, rows: list[Any], form: Any = None) -> Any:
+    """The batch of `rows`; of none, an empty one in the form of that sample."""
+    make = collate or stacked
+    return make(rows) if rows else apply_to_tensors(make([form]), lambda x: x[:0])
+
+
+def apply_to_tensors(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`batch` with `fn` applied to every tensor in its tuples, lists (which become tuples) and mappings (dicts)."""
+    match batch:
+        case Tensor():
+            return fn(batch)
+        case Mapping():
+            return {key: apply_to_tensors(value, fn) for key, value in batch.items()}
+        case list() | tuple():
+            return tuple(apply_to_tensors(value, fn) for value in batch)
+    return batch

@@ -1,0 +1,138 @@
+"""Loads the batches of one data coordinate from a dataset that can only be iterated, and resumes by skipping.
+
+Note: position in a stream.
+Every rank reads the whole stream, and collates its own piece of each global batch.  An epoch is one pass.  The position
+is the number of samples handed out, as of any loader.  To go on from there the samples before it are read and dropped;
+whole passes are not, once the length of one is known.  So every pass must have the same number of samples, and a stream
+must give the same samples again: `set_epoch` is called where a dataset has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from colossal_lite.data.loader import Loader, LoaderSettings, Place, collated, cut
+from colossal_lite.data.worker_signals import begin_worker
+
+
+@dataclass(frozen=True)
+class _Pass(IterableDataset[tuple[int, Any]]):
+    """(samples, this coordinate's piece) of each global batch of one pass; at last (samples of the pass, None)."""
+
+    dataset: Any
+    settings: LoaderSettings
+    place: Place
+    skipped: int
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        source, settings = iter(self.dataset), self.settings
+        total = sum(1 for _ in itertools.islice(source, self.skipped))
+        while rows := list(itertools.islice(source, settings.global_batch)):
+            total += len(rows)
+            if len(rows) == settings.global_batch or not settings.drop_last:
+                first, last = cut(len(rows), self.place.parts, self.place.part)
+                yield len(rows), collated(settings.collate, rows[first:last], rows[0])
+        yield total, None
+
+
+class StreamLoader(Loader):
+    """Batches of an iterable dataset; `Loader` says how it is used."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, place: Place, start: int) -> None:
+        """Raises ValueError for settings that a stream cannot have."""
+        super().__init__(dataset, settings, place, start)
+        if settings.shuffle:
+            raise ValueError(
+                f"shuffle: True, and {type(dataset).__name__} can only be iterated; legal: False, and a dataset that "
+                f"shuffles itself with a seed, such as dataset.shuffle(seed=...) of Hugging Face"
+            )
+        if settings.workers > 1 or settings.persistent_workers:
+            raise ValueError(
+                f"workers: {settings.workers}, persistent_workers: {settings.persistent_workers} of "
+                f"{type(dataset).__name__}, which can only be iterated, and by several in no order; legal: 0 or 1 "
+                f"worker, for one pass"
+            )
+        if settings.drop_last and start % settings.global_batch:
+            raise ValueError(
+                f"start: {start} of {type(dataset).__name__}, which goes on in whole batches; legal: a multiple of "
+                f"global_batch={settings.global_batch}, or drop_last=False"
+            )
+        self._epoch, self._begun, self._length = 0, 0, 0
+        self._live: Iterator[tuple[int, Any]] | None = None
+        self._position = start
+
+    def __len__(self) -> int:
+        raise TypeError(f"loader: {type(self.dataset).__name__} has no length; legal: loader.take(batches)")
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        has_given = False
+        while True:
+            if self._live is None or self._position != self.samples:
+                self._live = self._open()
+            count, batch = next(self._live)
+            if batch is not None:
+                self._position = self.samples + count
+                has_given = True
+                yield self._position, batch
+                continue
+            self._end(count)
+            if has_given:
+                return
+
+    def _open(self) -> Iterator[tuple[int, Any]]:
+        """A pass from the position on."""
+        if self._position != self.samples:
+            self._epoch, self._begun, self._position = 0, 0, self.samples
+        if self._length:
+            passes, _ = divmod(self.samples - self._begun, size := self._samples_of(self._length))
+            self._epoch, self._begun = self._epoch + passes, self._begun + passes * size
+        skipped = self.samples - self._begun
+        if skipped and self.place.tells:
+            warnings.warn(
+                f"dataset: {type(self.dataset).__name__} can only be iterated, so {skipped} samples of pass "
+                f"{self._epoch} are read and skipped, to go on after {self.samples}",
+                stacklevel=5,
+            )
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        one = _Pass(self.dataset, self.settings, self.place, skipped)
+        return iter(one) if self.settings.workers == 0 else iter(self._through_worker(one))
+
+    def _through_worker(self, one: _Pass) -> DataLoader[Any]:
+        settings = self.settings
+        return DataLoader(
+            one, batch_size=None, num_workers=1, timeout=settings.timeout_s,
+            worker_init_fn=partial(begin_worker, settings.worker_init), prefetch_factor=settings.prefetch_factor,
+            multiprocessing_context=settings.multiprocessing_context, generator=torch.Generator().manual_seed(0),
+            pin_memory=self.place.device.type == "cuda",
+        )  # fmt: skip
+
+    def _samples_of(self, length: int) -> int:
+        return length - length % self.settings.global_batch * self.settings.drop_last
+
+    def _end(self, length: int) -> None:
+        """Raises ValueError for a pass without a batch, and for one of another length than the first."""
+        name, needed = (
+            type(self.dataset).__name__,
+            self.settings.global_batch if self.settings.drop_last else 1,
+        )
+        if length < needed:
+            raise ValueError(
+                f"dataset: {length} samples found, {needed} needed for one batch; legal: more data, a smaller "
+                f"global_batch, or drop_last=False"
+            )
+        if self._length not in (0, length):
+            raise ValueError(
+                f"dataset: pass {self._epoch} of {name} ended after {length} samples, and an earlier one after "
+                f"{self._length}; legal: the same number in each, so that a run can go on from a number of samples"
+            )
+        self._length, self._live = length, None
+        self._epoch, self._begun = self._epoch + 1, self._begun + self._samples_of(length)

@@ -1,0 +1,159 @@
+"""Lengthens sequences to what ranks can cut, so that no number of a step changes.
+
+Note: padding.
+Ranks that each see a part of every sequence need equal parts.  Other lengths get tokens at the end, and the outputs are
+cut back.  They are exact if no real token sees the padding:
+- its labels are ignored, so no gradient comes from it;
+- causal attention comes before it.  Full attention has its keys masked, by `attention_mask`;
+- real tokens keep their positions.  Padding repeats the last one, so no table of positions must be longer;
+- real tokens keep the counters of their dropouts.
+That is known of our GPT, and of models on a sequence axis, whose attention is ours.  Any other model is run on a small
+copy as it is and padded (`proven`).  A model that differs takes lengths that divide alone, and says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig, token_parts
+from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.models import GPT
+from colossal_lite.parallel import hugging_face
+from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
+from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy
+from colossal_lite.parallel.swap_proof import difference_when_plain, words
+from colossal_lite.parallel.tensor_modes import mode_of
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How a model's sequences are padded: until `parts` divides their length."""
+
+    parts: int = 1
+    cuts: str = ""
+    """The settings that cut sequences, for people."""
+    masks: bool = False
+    """Attention is not causal, so `attention_mask` hides padding."""
+    hidden: int = 0
+    """The entry of `attention_mask` that no real token has, or sees."""
+    positions: bool = False
+    """Padding gets `position_ids`."""
+    longest: int | None = None
+    """Tokens that the model takes, where it counts positions itself."""
+    refused: str = ""
+    """Why the model takes no padding; "" if it does."""
+
+    def of(self, batch: Batch) -> Batch:
+        """The batch, padded where that is needed. Raises ValueError if it cannot be."""
+        ids = batch.inputs
+        if self.parts == 1 or ids.dim() != 2 or ids.is_floating_point() or not ids.shape[1] % self.parts:
+            return batch
+        tokens, more = ids.shape[1], -ids.shape[1] % self.parts
+        if why := self._why_not(batch, tokens + more):
+            raise ValueError(
+                f"inputs: {tokens} tokens do not divide into {self.parts} parts ({self.cuts}), and {why}; legal: "
+                f"lengths that are multiples of {self.parts}, or without {self.cuts.partition(' ')[0]}"
+            )
+        kwargs = {name: self._longer(name, x, more) for name, x in batch.kwargs.items()}
+        if self.positions and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = _repeated(torch.arange(tokens, device=ids.device).expand_as(ids), more)
+        if self.masks and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = self._longer("attention_mask", torch.ones_like(ids), more)
+        labels = batch.labels
+        return replace(
+            batch,
+            args=(_repeated(batch.args[0], more), *batch.args[1:]) if batch.args else (),
+            kwargs=kwargs,
+            labels=_filled(labels, more, IGNORED) if labels.shape == ids.shape else labels,
+            tokens=tokens,
+        )
+
+    def _why_not(self, batch: Batch, length: int) -> str:
+        if self.refused:
+            return self.refused
+        others = (*batch.args[1:], *(x for name, x in batch.kwargs.items() if name not in _KNOWN))
+        if any(isinstance(x, Tensor) and x.dim() > 1 for x in others):
+            return f"arguments beside {', '.join(_KNOWN)} are not padded"
+        if self.longest is not None and length > self.longest:
+            return f"the model takes no more than {self.longest}, padding included"
+        return ""
+
+    def _longer(self, name: str, x: Tensor, more: int) -> Tensor:
+        if name not in _KNOWN or not isinstance(x, Tensor) or x.dim() < 2:
+            return x
+        if name != "attention_mask":
+            return _repeated(x, more)
+        return _filled(x.long() if x.dtype == torch.bool else x, more, self.hidden)
+
+
+_KNOWN = ("input_ids", "attention_mask", "position_ids")
+
+
+def _filled(x: Tensor, more: int, value: int) -> Tensor:
+    return nn.functional.pad(x, (0, more), value=value)
+
+
+def _repeated(x: Tensor, more: int) -> Tensor:
+    return torch.cat((x, x[:, -1:].expand(-1, more)), 1)
+
+
+# ---- what is known of a model ----
+
+
+def padding_of(
+    model: nn.Module, mesh: Mesh, facts: ModelFacts | None, plan: Mapping[str, str], roles: Mapping[str, Role], *,
+    sequence_parallel: bool, sequence_mode: str, longest: int | None, has_auxiliary: bool,
+) -> Padding:  # fmt: skip
+    """The padding of a whole model, before its layers are swapped. `longest`: tokens that it takes."""
+    tensor = TensorConfig(
+        size=mesh.size("tensor"), mode=mode_of(mesh), sequence_parallel=sequence_parallel
+    )  # fmt: skip
+    sequence = mesh.size("sequence")
+    parts = token_parts(tensor, SequenceConfig.model_validate(dict(size=sequence, mode=sequence_mode)))
+    if parts == 1:
+        return Padding()
+    settings = [f"parallel.tensor.sequence_parallel on {tensor.size} ranks"] * tensor.cuts_sequence
+    settings += [f"parallel.sequence on {sequence} ranks, mode {sequence_mode!r}"] * (sequence > 1)
+    is_ours, is_theirs = isinstance(model, GPT), hugging_face.is_hugging_face(model)
+    positions = is_ours or (is_theirs and "position_ids" in _arguments(model))
+    padding = Padding(
+        parts, " and ".join(settings), masks=not (facts is None or facts.causal),
+        hidden=-1 if is_ours else 0, positions=positions and sequence == 1,
+        longest=None if positions else longest,
+    )  # fmt: skip
+    if has_auxiliary:
+        return replace(padding, refused="auxiliary losses would count padding")
+    if sequence > 1 or mesh.is_recording or is_our_own(model, plan):
+        return padding
+    return proven(model, roles, padding)
+
+
+def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Padding:
+    """With the masks that a small copy of a model needs, or refused. Nothing is communicated."""
+
+    def tried(small: SmallCopy, _: bool) -> Padding:
+        tokens = 2 * padding.parts - 1
+        batch = words(2, tokens, small.words, ())
+        for masks in (False, True)[: 1 + ("attention_mask" in _arguments(model))]:
+            trial = replace(padding, masks=masks)
+            if not difference_when_plain(small.model, batch, replace(trial, longest=None).of(batch)):
+                return trial
+        return replace(padding, refused=f"padding changes what {type(model).__name__} gives for other tokens")
+
+    try:
+        return on_a_copy(model, roles, tried)
+    except NoCopyError as error:
+        why = f"{type(model).__name__} is not proven to take padding on a small copy ({error})"
+        return replace(padding, refused=why)
+
+
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters

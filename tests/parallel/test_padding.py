@@ -1,0 +1,170 @@
+"""Sequences that ranks cannot cut equally are padded inside, and every number stays the serial run's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.kernels import Rows, dropped
+from colossal_lite.kernels.dropout import dropout
+from colossal_lite.parallel.padding import Padding
+from tests.parallel.test_tensor_1d import PLAN, Plain, SelfAttention
+from tests.shared.parity import Case, assert_documents, assert_other_ways, assert_parity, relative_error
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+CASES = {
+    "1d": Case(tensor=2, tokens=11, dropout=0.2, ragged=True),
+    "1d of full attention": Case(tensor=2, tokens=11, causal=False, family="llama"),
+    "1d, gpt2": Case(family="hf-gpt2", tensor=2, tokens=15),
+    "1d, llama": Case(family="hf-llama", tensor=2, tokens=7),
+    "1d, llama of full attention": Case(family="hf-llama", tensor=2, tokens=7, causal=False),
+    "ring": Case(sequence=2, tokens=9, dropout=0.2, ragged=True),
+    "ring of full attention": Case(sequence=2, tokens=5, causal=False),
+    "ring, gpt2": Case(family="hf-gpt2", sequence=2, tokens=15, dropout=0.2),
+    "ring, llama of full attention": Case(family="hf-llama", sequence=2, tokens=6, causal=False),
+    "full rows": Case(sequence=2, sequence_mode="ring_full", tokens=5, causal=False),
+    "gathered": Case(sequence=2, sequence_mode="allgather_kv", tokens=5),
+    "ulysses": Case(sequence=2, sequence_mode="ulysses", tokens=7, family="llama"),
+    "ulysses, llama": Case(family="hf-llama", sequence=2, sequence_mode="ulysses", tokens=7),
+    "ring x 1d": Case(world_size=4, sequence=2, tensor=2, tokens=11),
+    "pipeline x 1d": Case(world_size=4, pipeline=2, tensor=2, tokens=11, dropout=0.2),
+    "pipeline x ring": Case(world_size=4, pipeline=2, sequence=2, tokens=3, dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_of_lengths_that_do_not_divide_is_the_serial_one(name: str) -> None:
+    assert_parity(CASES[name], steps=1)
+
+
+def drawn() -> list[Case]:
+    """30 lengths, each in one of the modes and families."""
+    generator, found = random.Random(23), []
+    meshes = [dict(tensor=2), dict(sequence=2), dict(sequence=2, sequence_mode="ulysses")]
+    for number in range(30):
+        family = ("gpt2", "llama", "hf-gpt2", "hf-llama")[number % 4]
+        longest = 16 if family.startswith("hf") else 64
+        options: dict[str, Any] = meshes[generator.randrange(3)]
+        tokens, causal = generator.randint(1, longest), generator.random() < 0.7
+        found.append(Case(family=family, tokens=tokens, causal=causal, ragged=tokens > 1, steps=1, **options))
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", drawn(), ids=lambda case: f"{case.family} {case.tokens}")
+def test_every_gradient_of_30_drawn_lengths_is_the_serial_one(case: Case) -> None:
+    assert_parity(case)
+
+
+@pytest.mark.parametrize("case", [CASES["1d"], replace(CASES["ring"], tokens=3)], ids=["1d", "ring"])
+def test_a_criterion_an_evaluation_and_an_own_loop_see_no_padding(case: Case) -> None:
+    assert_other_ways(replace(case, dropout=0.0))
+
+
+@pytest.mark.parametrize("name", ["1d of full attention", "ring of full attention"])
+@pytest.mark.parametrize("positions", [False, True])
+def test_padding_is_in_no_packed_document(name: str, positions: bool) -> None:
+    assert_documents(replace(CASES[name], family="gpt2"), positions)
+
+
+class Looking(SelfAttention):
+    """Attention that is causal or not."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (self.num_heads, -1)
+        q, k, v = (layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Counting(Plain):
+    """Learned positions, which the model counts itself."""
+
+    def __init__(self, positions: int, causal: bool = True) -> None:
+        super().__init__()
+        self.places = nn.Embedding(positions, 8)
+        for layer in self.mixing:
+            layer.heads_of = Looking(causal)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.mixing:
+            x = layer(x)
+        return self.out(self.last(x))
+
+
+def own_model(env: RankEnv, positions: int, tokens: int, causal: bool) -> dict[str, Tensor]:
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), parallel=dict(tensor=2))
+    with env.launch(config) as context:
+        torch.manual_seed(0)
+        model = Counting(positions, causal).double()
+        engine = cl.initialize(model, context=context, plan=PLAN | {"places": "position"})
+        engine.forward_backward(batch_of(tokens))
+        return engine.full_gradients()
+
+
+def batch_of(tokens: int) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(3 * tokens).view(3, tokens) * 7 % 20
+    return ids, (ids + 5) % 20
+
+
+def test_an_own_model_is_padded_where_a_small_copy_proves_it() -> None:
+    torch.manual_seed(0)
+    model = Counting(8).double()
+    ids, labels = batch_of(7)
+    F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+    for gradients in run_world(own_model, 2, 8, 7, True):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert relative_error(gradients[name], parameter.grad, 1.0) < 1e-10, name
+
+
+def test_an_own_model_whose_tokens_see_padding_is_refused_by_name() -> None:
+    words = (
+        "7 tokens do not divide into 2 parts.*padding changes what Counting gives.*parallel.tensor.sequence"
+    )
+    with pytest.raises(WorldError, match=words) as error:
+        run_world(own_model, 2, 8, 7, False)
+    assert error.value.ranks("raised") == [0, 1]
+
+
+def test_weights_of_attention_are_dropped_by_the_counters_of_real_tokens() -> None:
+    rows = Rows((1, 2), 3, torch.arange(2), torch.arange(5), heads=(2, 3))
+    whole = dropped(dropout, torch.ones(2, 3, 5, 5), 0.5, rows)
+    longer = replace(rows, position=torch.arange(8), tokens=5)
+    padded = dropped(dropout, torch.ones(2, 3, 8, 8), 0.5, longer)
+    assert torch.equal(padded[..., :5, :5], whole) and 0 < whole.count_nonzero() < whole.numel()
+    with pytest.raises(ValueError, match="its counters depend on the padding of 5 tokens to 8"):
+        dropped(dropout, torch.ones(2, 8, 3, 8), 0.5, replace(longer, heads=None))
+
+
+def test_what_is_padded_of_a_batch() -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    given = dict(input_ids=ids, attention_mask=torch.tensor([[True, True, False]]))
+    batch = Batch((), given, labels=ids + 1, samples=torch.arange(1))
+    made = Padding(4, hidden=-1, positions=True).of(batch)
+    assert made.tokens == 3 and made.labels.tolist() == [[4, 5, 6, IGNORED]]
+    assert {name: x.tolist() for name, x in made.kwargs.items()} == dict(
+        input_ids=[[3, 4, 5, 5]], attention_mask=[[1, 1, 0, -1]], position_ids=[[0, 1, 2, 2]]
+    )
+    assert Padding(3).of(batch) is batch
+    other = replace(batch, kwargs={**given, "bias": torch.ones(1, 3)})
+    with pytest.raises(
+        ValueError, match="arguments beside input_ids, attention_mask, position_ids are not padded"
+    ):
+        Padding(2, "parallel.x").of(other)
+    with pytest.raises(ValueError, match="3 tokens .* takes no more than 3, padding included; legal"):
+        Padding(2, "parallel.x", longest=3).of(batch)
