@@ -222,6 +222,20 @@ class CkptCommand:
         return self.action.run()
 
 
+@dataclass(frozen=True)
+class ReportCommand:
+    """Make report.html of a run again, from the files in its folder."""
+
+    folder: Positional[Path]
+    """What `cl.Run` was given."""
+
+    def run(self) -> int:
+        from colossal_lite.observe.report import write_report
+
+        print(f"{write_report(self.folder)}: written")
+        return 0
+
+
 Command = (
     Annotated[NewCommand, subcommand("new")]
     | Annotated[Doctor, subcommand("doctor")]
@@ -230,6 +244,7 @@ Command = (
     | Annotated[RolesCommand, subcommand("roles")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
+    | Annotated[ReportCommand, subcommand("report")]
 )
 
 
@@ -256,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that the command was told to write or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:

@@ -80,7 +80,7 @@ MOVED: Mapping[str, str] = {
     "run_plan": "planner.run_plan",
     "settings": "config.schema",
     "shard": "sharding.shard_spec",
-    "simulate": "schedule.simulator schedule.drawing",
+    "simulate": "schedule.simulator schedule.schedule_drawing observe.schedule_report",
     "slices": "sharding.boxes",
     "staged_plan": "planner.pipeline_estimate",
     "tokens": "examples/gpt/tokens.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional, Suppress
@@ -13,6 +14,7 @@ from colossal_lite.config.config import Config
 if TYPE_CHECKING:
     from colossal_lite.models import GPTConfig
     from colossal_lite.planner.dry_run import Builder
+    from colossal_lite.schedule.simulator import ScheduleTimeline
 
 WIDTH = 100
 """Columns of an answer at most."""
@@ -42,6 +44,8 @@ class PlanCommand:
     """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
     one_host: bool = False
     """All ranks are processes of one host's CPUs, which exchange through shared memory."""
+    svg: Path | None = None
+    """Draw the pipeline's schedule into this file."""
     compare: Literal["tensor"] | None = None
     """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
     overrides: Suppress[tuple[str, ...]] = ()
@@ -60,6 +64,8 @@ class PlanCommand:
             config, model, batch=self.batch, sequence=self.sequence, world_size=self.world, rank=self.rank,
             device_bytes=memory, one_host=self.one_host,
         )  # fmt: skip
+        if self.svg is not None:
+            _draw(self.svg, plan.timeline)
         for line in (*config.notices, *config.warnings()):
             print(line, file=sys.stderr)
         print("\n".join(plan.head))
@@ -72,6 +78,8 @@ class PlanCommand:
         Console(width=min(Console().width, WIDTH)).print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
+        if self.svg is not None:
+            print(f"{self.svg}: the schedule, by the costs of its stages")
         return 1 if plan.fits is False else 0
 
     def _compare(self, config: Config, model: GPTConfig | Builder) -> int:
@@ -90,3 +98,14 @@ class PlanCommand:
         )
         Console(width=min(Console().width, WIDTH)).print(compare.table(made))
         return 0
+
+
+def _draw(path: Path, timeline: ScheduleTimeline | None) -> None:
+    from colossal_lite.observe.schedule_report import svg
+
+    if timeline is None:
+        raise ValueError(
+            f"--svg {path}: a run without a pipeline has no schedule to draw; legal: with parallel.pipeline.size of 2 "
+            f"or more"
+        )
+    path.write_text(svg(timeline), encoding="utf-8")

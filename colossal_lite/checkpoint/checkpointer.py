@@ -228,8 +228,11 @@ class Checkpointer:
         else:
             self.failures, self.failure = self.failures + 1, last.failure
 
-    def close(self) -> None:
-        """Wait for the save in flight, and give the folders back."""
+    def close(self, *, waits: bool = True) -> None:
+        """Wait for the save in flight, and give the folders back. Without `waits` neither: the process ends, and the
+        next run takes them over, with what is left in them."""
+        if not waits:
+            return
         self.settle()
         self._claims.close()
 

@@ -93,9 +93,11 @@ def next_serial(directory: Path) -> int:
 def inspect(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there, of the right size, with the right headers.
 
-    Raises CheckpointError naming the file, and a tensor in it. Tensor data is not read.
+    Raises CheckpointError naming the file, and a tensor in it, or a folder named as a step that it does not hold.
+    Tensor data is not read.
     """
     manifest = read_manifest(path)
+    _refuse_other_name(path, manifest.step)
     for file, rows in manifest.by_file().items():
         expected = header(rows)
         with _opened(path / file, f"tensors {_some(rows)}") as source:
@@ -107,6 +109,21 @@ def inspect(path: Path) -> Manifest:
             if source.read(len(expected)) != expected:
                 raise CheckpointError(f"{path / file}: its header is not that of tensors {_some(rows)}")
     return manifest
+
+
+def _refuse_other_name(path: Path, step: int) -> None:
+    """Raises CheckpointError for a folder named as a step's that is a link, or that holds another step."""
+    if (match := STEP.fullmatch(path.name)) is None:
+        return
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path}: is a link to {escaped(os.readlink(path))}, and what a run goes on from lies in its own folder; "
+            f"legal: a copy in its place, or load() of where it leads"
+        )
+    if int(match[1]) != step:
+        raise CheckpointError(
+            f"{path}: holds step {step}: it was renamed; legal: step-{step:08}, or a name that is no step's"
+        )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -247,7 +264,7 @@ def stream(
             if index + AHEAD < len(plan):
                 pending.append(readers.submit(partial(fill, index + AHEAD)))
             yield read, data
-    except LateError:
+    except (LateError, KeyboardInterrupt):
         waits_s = 0.0
         raise
     finally:

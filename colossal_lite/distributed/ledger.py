@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from colossal_lite.observe.tables import Rows, seconds
+
 
 @dataclass(frozen=True)
 class LedgerRow:
@@ -43,8 +45,11 @@ class Ledger:
         self.shared_bytes = max(self.shared_bytes, self._last_shared_bytes + posted_bytes)
         self._last_shared_bytes = posted_bytes
 
-    def rows(self) -> tuple[LedgerRow, ...]:
-        return tuple(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
+    def rows(self) -> Rows[LedgerRow]:
+        return Rows(LedgerRow(*key, *value) for key, value in sorted(self._counts.items()))
+
+    def __str__(self) -> str:
+        return f"{self.rows() or 'nothing was sent'}\nwaited for other ranks: {seconds(self.waited_s)}"
 
     @property
     def payload_bytes(self) -> int:

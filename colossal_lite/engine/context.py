@@ -27,7 +27,7 @@ from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cu
 from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
-from colossal_lite.engine.stopping import Stopped, StopSignals
+from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
 
 Held = TypeVar("Held")
 
@@ -171,9 +171,10 @@ class Context:
             self.report_failure(reason_of(error))
         self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []
+        asked.append(worker_died(error, self._signals, self.mesh.progress.step, speaks=self.is_main))
         self._endings.clear()
         for stopped in filter(None, asked):
-            raise stopped
+            raise stopped from error
 
     def __repr__(self) -> str:
         return f"Context({self.mesh!r} on {self.device}, {self.launched})"

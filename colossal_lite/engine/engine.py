@@ -40,7 +40,7 @@ from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
-from colossal_lite.engine.memory_report import LinkRow, MemoryRow
+from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
 from colossal_lite.engine.step_totals import (
@@ -58,11 +58,12 @@ from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
+from colossal_lite.observe.schedule_report import ScheduleReport
+from colossal_lite.observe.tables import Rows
 from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
-from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
@@ -125,7 +126,7 @@ class Engine:
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
-        self._at_end.callback(self._state.checkpoints.close)
+        self._at_end.callback(self._state.close_checkpoints)
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
         context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
@@ -344,7 +345,7 @@ class Engine:
 
     # ---- reports ----
 
-    def memory_report(self) -> tuple[MemoryRow, ...]:
+    def memory_report(self) -> MemoryReport:
         """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, the
         buffers through which gradients and state pass, the arena they share under a budget, and pipeline messages.
         All are allocated once: at the start, in the first step, or when a budget chooses a placement. The peak of a
@@ -396,7 +397,7 @@ class Engine:
         """Factor on fp16 gradients while they are fp16; 1 for every other dtype."""
         return self._open.loss_scale.scale
 
-    def link_report(self) -> tuple[LinkRow, ...]:
+    def link_report(self) -> Rows[LinkRow]:
         """Bytes and waiting seconds of each link between tiers since the last step began. Empty if all state is on the
         device.  Copies of a deferred update count in the step in which they run."""
         return self._reports.link_report()
@@ -410,7 +411,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
         all state is in it afterwards, for the next engine of the task."""
         self.is_closed = True
-        self._state.checkpoints.close()
+        self._state.close_checkpoints()
         self._state.regain_weights()
         parked = self._state.park()
         self._parts.detach()

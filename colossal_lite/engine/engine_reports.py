@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from colossal_lite.engine.engine_parts import EngineParts
-from colossal_lite.engine.memory_report import LinkMarks, LinkRow, MemoryRow, rows_of_state
+from colossal_lite.engine.memory_report import LinkMarks, LinkRow, MemoryReport, MemoryRow, rows_of_state
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.observe.memory_timeline import MemoryTimeline
+from colossal_lite.observe.schedule_report import ScheduleReport
+from colossal_lite.observe.tables import Rows
 from colossal_lite.pipeline.runtime import Runtime
 from colossal_lite.pipeline.step_plans import report_of
-from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.zero.memory_budget import Forecast
 
@@ -37,7 +38,7 @@ class EngineReports:
         self._marks.begin(self._parts.optimizer.links)
         self._metering.begin()
 
-    def memory_report(self) -> tuple[MemoryRow, ...]:
+    def memory_report(self) -> MemoryReport:
         parts, context = self._parts, self._parts.context
         device = context.device.type
         rows = rows_of_state(
@@ -51,7 +52,8 @@ class EngineReports:
         )
         if self._runtime.comm.size > 1:
             rows = (*rows, MemoryRow("messages", device, *self._runtime.slot_bytes))
-        return (*rows, *self._metering.rows(self._forecast_batch, device, context.mesh.shared_bytes))
+        metered = self._metering.rows(self._forecast_batch, device, context.mesh.shared_bytes)
+        return MemoryReport((*rows, *metered))
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -75,5 +77,5 @@ class EngineReports:
             raise ValueError("schedule_report: no step has run; legal: after train_step or eval_step")
         return report_of(self._runtime.plan, self._parts.built.stages, self._runtime.timeline())
 
-    def link_report(self) -> tuple[LinkRow, ...]:
+    def link_report(self) -> Rows[LinkRow]:
         return self._marks.rows(self._parts.optimizer.links)

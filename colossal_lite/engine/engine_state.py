@@ -159,6 +159,10 @@ class EngineState:
             self._step.number, self._context.stop_signal, self.checkpoints.last_saved, save
         )
 
+    def close_checkpoints(self) -> None:
+        """The engine ends: wait for the save in flight, unless a second SIGINT ends the run."""
+        self.checkpoints.close(waits=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
+
     def _end_after_failures(self) -> None:
         """Raises Stopped if as many saves in a row have failed as may."""
         if self.checkpoints.failures >= (limit := self._context.config.checkpoint.max_failures):

@@ -27,6 +27,7 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes, Precision
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
+from colossal_lite.observe.tables import Rows
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
@@ -47,6 +48,23 @@ class MemoryRow:
     peak_bytes: int
     forecast_bytes: int | None
     """None without a forecast."""
+
+
+class MemoryReport(Rows[MemoryRow]):
+    """Rows of memory; prints as a table with the total of each tier."""
+
+    def __str__(self) -> str:
+        totals = []
+        for tier in dict.fromkeys(row.tier for row in self):
+            here = [row for row in self if row.tier == tier]
+            planned = [row.forecast_bytes for row in here if row.forecast_bytes is not None]
+            totals.append(
+                MemoryRow(
+                    "total", tier, sum(row.now_bytes for row in here), sum(row.peak_bytes for row in here),
+                    sum(planned) if len(planned) == len(here) else None,
+                )
+            )  # fmt: skip
+        return str(Rows((*self, *totals)))
 
 
 @dataclass(frozen=True)
@@ -218,9 +236,9 @@ class LinkMarks:
     def begin(self, links: Sequence[Link]) -> None:
         self._marks = [(link.moved_bytes, link.waited_s) for link in links]
 
-    def rows(self, links: Sequence[Link]) -> tuple[LinkRow, ...]:
+    def rows(self, links: Sequence[Link]) -> Rows[LinkRow]:
         """The counts since then."""
-        return tuple(
+        return Rows(
             LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
             for link, (moved, waited) in zip(links, self._marks, strict=True)
         )

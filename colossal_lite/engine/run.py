@@ -15,7 +15,8 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.data.loader import Loader
 from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.step_measurements import leave_measurements
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
 from colossal_lite.observe.flops import device_peak_flops
+from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
 from colossal_lite.observe.sinks import run_sinks
 
@@ -40,7 +43,8 @@ class Run:
     for batch in run.batches(train, global_batch=32, steps=5000):
         result = run.step(batch)
 
-    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json` and
+    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json`,
+    `measured.json` and `schedule.json` (memory of the second step, times of the third), `report.html` and
     `logs/rank-N.log`. The last step is always saved."""
 
     def __init__(
@@ -77,8 +81,10 @@ class Run:
         peak = device_peak_flops(self.context.device, self.context.config.precision.dtype)
         self._log = RunLog(
             folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
-            device=self.context.device, resumed_step=engine.steps, also=run_sinks(log, folder, self._extra["facts"]),
+            device=self.context.device, resumed_step=engine.steps, 
+            also=run_sinks(log, folder, self._extra["facts"], engine.steps),
         )  # fmt: skip
+        self._folder, self._begun, self._measures = folder, engine.steps, False
         self.context.hold(self._opened())
         engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
         engine.on_step(self._after_step, reads_weights=False)
@@ -123,8 +129,12 @@ class Run:
     def step(self, batch: Any) -> StepResult:
         """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
         self._raise_stop()
+        # the second step allocates nothing: what it holds is what every further one does
+        made = self.engine.steps - self._begun
+        meters = self._folder and made == 1 and self.context.config.compile == "none"
+        self._measures = made == 2
         try:
-            with self._log.timeline.span("step"):
+            with self._log.timeline.span("step"), self.engine.metered() if meters else nullcontext():
                 return self.engine.train_step(batch)
         except Stopped as stopped:
             if stopped.code == SAVES_FAILED:
@@ -160,6 +170,11 @@ class Run:
                 self._log.say(f"NOT SAVED: {error}")
         self._log.lap()
 
+    def report(self) -> Path:
+        """Write report.html now; it is written at the end of the run anyway. Its path."""
+        self._log.report()
+        return self.directory / REPORT
+
     # ---- what happens around it ----
 
     @property
@@ -181,6 +196,9 @@ class Run:
     def _after_step(self, result: StepResult) -> None:
         self._result = result
         self._log.step(result, self.engine.ledger.payload_bytes)
+        if self._measures:
+            self._measures = False
+            self._log.dropped.attempt(partial(leave_measurements, self.engine, self._folder))
         if self._save_every and result.step % self._save_every == 0:
             self.save()
 

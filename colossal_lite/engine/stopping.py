@@ -4,8 +4,10 @@ Note: a signal.
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank; one that the process ignores (as under nohup) stays ignored.
 Each rank records what it receives, and the all-reduce of the step's totals carries it.  So all ranks stop after the
 same step, at no cost in messages.  A second SIGINT meets the handler of before the launch: it ends the rank at once.
-Launchers send a signal to children of a rank as well.  From the first one on SIGCHLD has no handler: that of torch's
-DataLoader would raise in the middle of the last step.
+Launchers send a signal to the process group of a rank.  A forked worker of a torch DataLoader, anybody's, gets a group
+of its own, and lives on (data/worker_signals.py).  One that is spawned, or signalled by its own number, dies; then the
+loader raises where the loop waits for it, and the run ends as stopped and not saved.  From the first signal on SIGCHLD
+has no handler: that of torch's DataLoader would raise in the middle of the last step.
 
 Note: exit codes of a script in which these errors are not caught.
 0: finished, or stopped and saved.  1: any other error.  2: refused (`launcher.run`).  3: stopped and not saved.
@@ -20,16 +22,20 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from multiprocessing import process, util
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.data.worker_signals import begin_worker
 
 STOPPED, NOT_SAVED, SAVES_FAILED = 0, 3, 4
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
+LOADER_WORKERS = "torch.utils.data._utils.worker"
+"""the module of what a worker of torch's DataLoader runs"""
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -64,6 +70,7 @@ class StopSignals:
             # None: not set from Python, so it could not be put back
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._replaced[number] = signal.signal(number, self._record)
+        util.register_after_fork(self, StopSignals._in_a_child)
 
     def restore(self) -> None:
         """Restore the old handlers, except where another handler was installed since."""
@@ -94,11 +101,34 @@ class StopSignals:
         if outer := _owner(self._replaced[number]):  # a context around this one is asked to stop as well
             outer._record(number, frame)
 
+    def _in_a_child(self) -> None:
+        """A process of multiprocessing was forked, and this is the one: shield it if it is a loader's worker."""
+        target = getattr(process.current_process(), "_target", None)
+        if self._open and getattr(target, "__module__", "") == LOADER_WORKERS:
+            begin_worker(None, 0)
+
     def _as_a_child(self, number: int) -> None:
         """In a process forked since, a loader's worker: a terminal's SIGINT is for the parent, others end it."""
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def worker_died(
+    error: BaseException | None, signals: StopSignals, step: int, *, speaks: bool
+) -> Stopped | None:
+    """What ends a run whose loader has lost a worker to the signal that this rank has received too; None otherwise."""
+    text = str(error)
+    if not signals.name or not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
+        return None
+    text = (
+        f"stopped by {signals.name} after step {step}: NOT SAVED: the signal has ended a worker of a DataLoader, "
+        f"and the loop waits for its batch ({text.splitlines()[0]}); legal: context.dataloader(...), which takes that "
+        f"loader too and shields its workers, or forked workers"
+    )
+    if speaks:
+        print(text, flush=True)
+    return Stopped(text, code=NOT_SAVED, step=step)
 
 
 def _owner(handler: Handler) -> StopSignals | None:

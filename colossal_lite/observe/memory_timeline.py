@@ -9,12 +9,11 @@ Model state is allocated once, so its levels are flat.  `activations` are the by
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
-from html import escape
 
-from colossal_lite.schedule.drawing import drawing
-
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#e45756", "#9d755d", "#bab0ac")
+from colossal_lite.observe.svg import CHARACTER, PALETTE, Scale, box, drawing, legend, line, text, y_axis
+from colossal_lite.observe.tables import BYTES, Rows, size
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,16 @@ class Level:
     measured_bytes: tuple[int, ...]
     forecast_bytes: int | None
     """None without a forecast."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one kind at the highest moment of its tier, beside the plan's."""
+
+    kind: str
+    tier: str
+    held_bytes: int
+    plan_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -66,46 +75,65 @@ class MemoryTimeline:
         )
         return cls(tuple(found["moments"]), tuple(levels))
 
+    def __str__(self) -> str:
+        """Bytes of each kind at the highest moment of its tier, and at the most by the plan."""
+        rows = []
+        for tier in self.tiers:
+            totals = self.totals_bytes(tier)
+            at = totals.index(max(totals))
+            here = [level for level in self.levels if level.tier == tier]
+            rows += [Peak(each.kind, tier, each.measured_bytes[at], each.forecast_bytes) for each in here]
+            when = f", at {self.moments[at]}" if min(totals) < max(totals) else ""
+            rows.append(Peak(f"all{when}", tier, totals[at], self.forecast_bytes(tier)))
+        return str(Rows(rows))
+
     def svg(self, width: int = 960) -> str:
         """A chart for each tier: a column for each moment, its kinds stacked, and a dashed line where the plan has the
-        peak.  Every box has its moment, kind and bytes as a tooltip."""
-        left, height, top = 110, 160, 30
-        lines, y = [], top
+        peak.  Every box has its moment, kind and bytes as a tip."""
+        kinds = dict.fromkeys(level.kind for level in self.levels if any(level.measured_bytes))
+        colours = {kind: PALETTE[number % len(PALETTE)] for number, kind in enumerate(kinds)}
+        lines, y = legend(colours, 24, 4, width)
         for tier in self.tiers:
-            forecast_bytes, peak = self.forecast_bytes(tier), self.peak_bytes(tier)
-            scale = height / (max(peak, forecast_bytes or 0) or 1)
-            said = "not foretold" if forecast_bytes is None else f"foretold {forecast_bytes:,}"
-            lines.append(f'<text x="4" y="{y - 4}">{escape(tier)}: peak {peak:,} bytes, {said}</text>')
-            lines += self._columns(
-                tier, left, y + height, (width - left - 10) / max(1, len(self.moments)), scale
-            )
-            if forecast_bytes is not None:
-                at = y + height - forecast_bytes * scale
-                lines.append(
-                    f'<line x1="{left}" x2="{width - 10}" y1="{at:.2f}" y2="{at:.2f}" stroke="black" '
-                    'stroke-dasharray="6 3"/>'
-                )
-            y += height + top
-        for number, kind in enumerate(dict.fromkeys(level.kind for level in self.levels)):
-            colour = COLOURS[number % len(COLOURS)]
-            lines.append(f'<rect x="4" y="{y + 16 * number}" width="10" height="10" fill="{colour}"/>')
-            lines.append(f'<text x="20" y="{y + 16 * number + 9}">{escape(kind)}</text>')
-        kinds = len({level.kind for level in self.levels})
-        return drawing(width, y + 16 * kinds + 8, "memory over the moments of a step", lines)
-
-    def _columns(self, tier: str, left: float, bottom: float, w: float, scale: float) -> list[str]:
-        kinds = list(dict.fromkeys(level.kind for level in self.levels))
-        lines = []
-        for number, moment in enumerate(self.moments):
-            at = bottom
+            forecast_bytes, peak_bytes = self.forecast_bytes(tier), self.peak_bytes(tier)
+            plan = "no plan" if forecast_bytes is None else f"plan {size(forecast_bytes)}"
+            lines.append(text(4, y + 16, f"{tier}: peak {size(peak_bytes)}, {plan}"))
+            most = max(peak_bytes, forecast_bytes or 0) or 1
+            scale = Scale(0.0, most, y + 210.0, y + 50.0, BYTES)
+            x = Scale(0.0, max(1, len(self.moments)), 62.0, width - 10.0)
+            lines += y_axis(scale, x.start, x.stop, "held")
             for level in (level for level in self.levels if level.tier == tier):
-                held = level.measured_bytes[number]
-                h = held * scale
-                at -= h
-                colour = COLOURS[kinds.index(level.kind) % len(COLOURS)]
-                tip = escape(f"{moment}: {level.kind} {held:,} bytes")
-                lines.append(
-                    f'<rect x="{left + number * w:.2f}" y="{at:.2f}" width="{w:.2f}" height="{h:.2f}" '
-                    f'fill="{colour}"><title>{tip}</title></rect>'
-                )
+                lines += self._boxes(level, x, scale, colours.get(level.kind, PALETTE[-1]))
+            if forecast_bytes is not None:
+                at = scale.at(forecast_bytes)
+                lines += [line(x.start, at, x.stop, at, dashed=True), text(x.stop, at - 4, "plan", "end")]
+            lines += self._names(x, scale.start)
+            y += 234
+        title = "memory over the moments of a step: F forward and B backward of a block, U update of a chunk"
+        return drawing(width, y, [text(4, 16, title), *lines], title)
+
+    def _boxes(self, level: Level, x: Scale, scale: Scale, colour: str) -> list[str]:
+        """The column parts of one kind, on top of the kinds before it."""
+        under = self.levels[: self.levels.index(level)]
+        lines: list[str] = []
+        for number, (moment, held_bytes) in enumerate(zip(self.moments, level.measured_bytes, strict=True)):
+            base = sum(each.measured_bytes[number] for each in under if each.tier == level.tier)
+            left, right = round(x.at(number)), round(x.at(number + 1))  # whole pixels: no seams
+            top, bottom = round(scale.at(base + held_bytes)), round(scale.at(base))
+            tip = f"{moment}: {level.kind} {size(held_bytes)}"
+            lines += box(left, top, right - left, bottom - top, colour, tip)
         return lines
+
+    def _names(self, x: Scale, bottom: float) -> list[str]:
+        """Under the columns their moments, or as many of them as fit."""
+        heads = {"forward": "F", "backward": "B", "update": "U"}
+        names = []
+        for moment in self.moments:
+            head, _, tail = moment.partition(" ")
+            names.append(heads.get(head, head) + tail.rpartition(".")[2])
+        wide, needed = x.at(1) - x.start, CHARACTER * (1 + max(map(len, names), default=0))
+        every = math.ceil(needed / wide)
+        told = [(x.at(n + 0.5), name) for n, name in enumerate(names) if n % every == 0]
+        return [
+            line(x.start, bottom, x.stop, bottom),
+            *(text(at, bottom + 13, name, "middle") for at, name in told),
+        ]

@@ -31,6 +31,7 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from colossal_lite.observe.dropped_rows import DroppedRows, JsonLines, RankFile
+from colossal_lite.observe.report import REPORT, write_report
 from colossal_lite.observe.sinks import Sink
 from colossal_lite.observe.timeline import LogTimeline, memory_bytes
 
@@ -161,7 +162,8 @@ class RunLog:
 
     A terminal shows one line that moves. Elsewhere a line is printed for the first step, then every ten seconds. The
     rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to
-    trace.json at the end. With `folder` None nothing is written or printed, as on all ranks but one.
+    trace.json at the end, and report.html is made of them. With `folder` None nothing is written or printed, as on all
+    ranks but one.
     """
 
     def __init__(
@@ -200,10 +202,20 @@ class RunLog:
             self.dropped.attempt(file.close)
         for sink in self._sinks:
             self.dropped.attempt(sink.close)
-        if self._folder:
-            self.dropped.attempt(partial(self.timeline.export, self._folder / "trace.json"))
+        self.report()
         if self.dropped.count:
             self.say(self.dropped.summary())
+
+    def report(self) -> None:
+        """Write the timeline so far to trace.json and, of a run that has made a step, report.html."""
+        if self._folder is None:
+            return
+        self.dropped.attempt(partial(self.timeline.export, self._folder / "trace.json"))
+        try:
+            if self._recent:
+                self.dropped.attempt(partial(write_report, self._folder))
+        except ValueError as error:  # rows were dropped, or files of an earlier run are damaged
+            self.say(f"no {REPORT}: {error}")
 
     def _open(self, path: Path, kind: type) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,14 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`."""
+    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`. A resumed run hides what came after the step
+    that it goes on from."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: Mapping[str, Any], resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        purged = resumed_step + 1 if resumed_step else None
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
 
     def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
         for name, value in _numbers(values):
@@ -31,14 +33,16 @@ class TensorBoard:
 
 
 class WandB:
-    """An offline run in `folder/wandb`; nothing leaves the machine until `wandb sync` is called on it."""
+    """An offline run in `folder/wandb`, one each time that the run is started; nothing leaves the machine until
+    `wandb sync` is called on it. It prints nothing, and leaves printed text alone."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: Mapping[str, Any], resumed_step: int) -> None:
         import wandb
 
         self._run = wandb.init(
-            mode="offline", dir=str(folder), project="colossal_lite", name=folder.name, config=dict(facts)
-        )
+            mode="offline", dir=str(folder), project="colossal_lite", name=folder.name,
+            config={**facts, "resumed_step": resumed_step}, settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
 
     def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({f"{group}/{name}": value for name, value in _numbers(values)}, step=step)
@@ -53,11 +57,17 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-SINKS: Mapping[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
+SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+}
 
 
-def run_sinks(names: Sequence[str], folder: Path | None, facts: Mapping[str, Any]) -> tuple[Sink, ...]:
-    """Makes the named sinks of a run; none if `folder` is None. `facts` describe the run.
+def run_sinks(
+    names: Sequence[str], folder: Path | None, facts: Mapping[str, Any], resumed_step: int = 0
+) -> tuple[Sink, ...]:
+    """Makes the named sinks of a run, which goes on after `resumed_step`; none if `folder` is None. `facts` describe
+    the run.
 
     Raises ValueError for an unknown name, and for one whose package is not installed.
     """
@@ -66,6 +76,6 @@ def run_sinks(names: Sequence[str], folder: Path | None, facts: Mapping[str, Any
     if folder is None:
         return ()
     try:
-        return tuple(SINKS[name](folder, facts) for name in names)
+        return tuple(SINKS[name](folder, facts, resumed_step) for name in names)
     except ImportError as error:
-        raise ValueError(f"log: {error}; install it with pip install 'colossal_lite[log]'") from error
+        raise ValueError(f'log: {error}; legal after: pip install -e ".[log]"') from error

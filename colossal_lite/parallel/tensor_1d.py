@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -359,6 +359,7 @@ def _around(
     """
     forward = module.forward
 
+    @wraps(forward)
     def changed(*args: Any, **kwargs: Any) -> Any:
         if before is not None and args:
             args = (before(args[0]), *args[1:])

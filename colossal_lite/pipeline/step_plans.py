@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
-from colossal_lite.schedule.drawing import ScheduleReport
 from colossal_lite.schedule.plan import ActionKind, Plan, Shape
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.zero.build_chunks import sharding_of

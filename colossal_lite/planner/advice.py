@@ -20,9 +20,10 @@ from colossal_lite.config.config import Config
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import divisors, legal_tensor_sizes
 from colossal_lite.models import GPTConfig
+from colossal_lite.observe.tables import size
 from colossal_lite.planner.dry_run import Builder
 from colossal_lite.planner.planner import facts_of_model, plan
-from colossal_lite.planner.run_plan import RunPlan, size
+from colossal_lite.planner.run_plan import RunPlan
 
 MOST_PLANS = 16
 PLACEMENTS = ("device", "host", "auto")

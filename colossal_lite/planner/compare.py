@@ -24,10 +24,10 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
+from colossal_lite.observe.tables import size
 from colossal_lite.parallel.tensor_modes import mode_file
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.planner import facts_of_config, plan
-from colossal_lite.planner.run_plan import size
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from textwrap import fill
 
 import torch
 
@@ -33,11 +34,10 @@ from colossal_lite.planner.step_estimate import (
     samples_of,
 )
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.drawing import grid
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.gather_plan import Trace, gather_plan
 from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
-from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
 from colossal_lite.zero.build_chunks import build_chunks, sharding_of
 
 BY_THE_CLOCK = (
@@ -81,6 +81,7 @@ def staged_plan(
     )  # fmt: skip
     rows = mesh.ledger.rows()
     assert shape.costs is not None
+    timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=mesh.rank,
@@ -96,8 +97,8 @@ def staged_plan(
         ),
         micro_batches=pieces,
         device_bytes=device_bytes,
-        schedule=_drawn(pipeline, shape, stages),
-        bubble=simulate(compute_plan(pipeline, shape), shape.costs).idle_share(),
+        schedule=_told(pipeline, shape, stages, timeline),
+        timeline=timeline,
         libraries_bytes=libraries_bytes(config),
     )
 
@@ -197,18 +198,15 @@ def _unread(
     return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
 
 
-def _drawn(pipeline: PipelineConfig, step: StepShape, stages: Stages) -> str:
-    """The schedule by the costs of its stages, its bubble, and what its ranks hold."""
-    assert step.costs is not None
-    made = compute_plan(pipeline, step)
-    timeline = simulate(made, step.costs)
-    live = ", ".join(map(str, check(made).live))
+def _told(pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline) -> str:
+    """The schedule by the costs of its stages: its cut, its bubble, and what its ranks hold."""
+    live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
     return "\n".join(
         [
             f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
             *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
             *str(stages.cut).splitlines(),
-            grid(timeline, columns=120),
-            f"bubble {timeline.idle_share():.1%}; activations held at most, of one stage and micro-batch: {live}",
+            f"bubble {timeline.idle_share():.1%}",
+            fill(f"activations held at most, of one stage and micro-batch, by rank: {live}", width=100),
         ]
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.ledger import LedgerRow
+from colossal_lite.observe.tables import size
+from colossal_lite.schedule.simulator import ScheduleTimeline
 
 # Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
 # resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: what glibc keeps of the
@@ -67,9 +69,9 @@ class RunPlan:
     """Samples of each part that this rank runs in a step."""
     device_bytes: int | None = None
     schedule: str = ""
-    """The pipeline's, drawn, with its bubble and what its ranks hold; empty without one."""
-    bubble: float = 0.0
-    """Share of the step that the pipeline's ranks wait, by the costs of its stages."""
+    """The pipeline's, in words: its cut, its bubble and what its ranks hold; empty without one."""
+    timeline: ScheduleTimeline | None = None
+    """Of the pipeline's schedule, by the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     libraries_bytes: int = LIBRARIES_BYTES
@@ -111,6 +113,11 @@ class RunPlan:
     def fits(self) -> bool | None:
         """None where the device's memory is not known."""
         return None if self.device_bytes is None else self.peak_bytes <= self.device_bytes
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step that the pipeline's ranks wait, by the costs of its stages; 0 without one."""
+        return 0.0 if self.timeline is None else self.timeline.idle_share()
 
     def bytes_of(self, kind: str) -> int:
         return sum(row.bytes for row in self.memory if row.kind == kind)
@@ -201,13 +208,3 @@ def table(made: RunPlan) -> Any:
 
 def _told(row: MemoryTerm) -> str:
     return row.origin if row.tier == "device" else f"on the {row.tier}: {row.origin}"
-
-
-def size(number: int) -> str:
-    """Bytes for people."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import isfinite
 
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.drawing import grid
 from colossal_lite.schedule.pipeline_schedules import auto, generate
-from colossal_lite.schedule.simulator import StageCosts, simulate
+from colossal_lite.schedule.plan import COMPUTE
+from colossal_lite.schedule.simulator import ScheduleTimeline, StageCosts, simulate
 from colossal_lite.schedule.step_passes import add_messages
 
 
@@ -48,3 +48,31 @@ def draw(
             f"messages: {check(add_messages(plan, costs)).messages} of one activation",
         ]
     )
+
+
+def grid(timeline: ScheduleTimeline, columns: int = 240) -> str:
+    """A row for each rank, a cell for each quantum of time: the compute actions, `-` where one goes on, `.`
+    idle.
+
+    The quantum is the shortest compute action, or longer if more than `columns` cells were needed.
+    """
+    spans = [span for span in timeline.spans if span.action.resource == COMPUTE and span.end_s > span.start_s]
+    if not spans:
+        return "\n".join(f"rank {rank} |" for rank in range(timeline.ranks))
+    begin_s = min(span.start_s for span in spans)
+    quantum_s = max(min(span.end_s - span.start_s for span in spans), timeline.makespan_s / columns)
+
+    def cell_at(time_s: float) -> int:
+        return int((time_s - begin_s) / quantum_s + 1e-6)
+
+    cells = cell_at(begin_s + timeline.makespan_s)
+    single = len({(span.rank, span.action.stage) for span in spans}) == timeline.ranks
+    rows = [["."] * cells for _ in range(timeline.ranks)]
+    for span in spans:
+        first, stop = cell_at(span.start_s), cell_at(span.end_s)
+        word = str(span.action)
+        for cell in range(first, min(stop, cells)):
+            rows[span.rank][cell] = (word.lstrip("0123456789") if single else word) if cell == first else "-"
+    width = max(len(cell) for row in rows for cell in row)
+    body = (" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
+    return "\n".join(f"rank {rank} | {row}" for rank, row in enumerate(body))

@@ -115,6 +115,10 @@ class ScheduleTimeline:
     waits: tuple[Wait, ...] = ()
     """Of a simulated run: what its computing waited for."""
 
+    def __str__(self) -> str:
+        told = f"{self.ranks} ranks, {len(self.spans)} actions"
+        return f"{told}, {self.makespan_s:.6g} s, idle {self.idle_share():.1%}"
+
     def waited_s(self, resource: str, start_s: float = 0.0, end_s: float = inf) -> float:
         """Seconds between two moments in which computing, on all ranks, waited for work of a resource."""
         times = ((max(w.start_s, start_s), min(w.end_s, end_s)) for w in self.waits if w.resource == resource)

@@ -27,8 +27,8 @@ from torch.autograd import Function
 
 import colossal_lite as cl
 from colossal_lite.config.pipeline_schema import PipelineConfig
+from colossal_lite.observe.schedule_report import svg
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan
-from colossal_lite.schedule.drawing import svg
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES
 from colossal_lite.schedule.plan import COMPUTE_KINDS
 from colossal_lite.schedule.simulator import ScheduleTimeline, StageCosts, simulate

@@ -28,6 +28,7 @@ from colossal_lite.checkpoint.manifest import CheckpointError, header
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
+from tests.checkpoint.test_checkpointer import peak_bytes, reset_peak
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {
@@ -170,11 +171,54 @@ def test_each_of_500_damages_is_found_and_named(saved: Path) -> None:
 def test_a_damaged_one_is_passed_over_for_the_one_before(saved: Path, damage: Damage) -> None:
     older = saved.parent / "step-00000004"
     shutil.copytree(saved, older)
+    rewrite(older, lambda content: content.update(step=4))
     damage(saved, random.Random(1))
     held = held_of(torch.zeros)
     loaded = disk().load(saved.parent, held, {"seed": 7}, complete=True)
     assert loaded is not None and loaded.path == older and len(loaded.skipped) == 1
     assert all(one.tensor.any() for one in held)
+
+
+def renamed(path: Path) -> Path:
+    return path.rename(path.with_name("step-00000009"))
+
+
+def linked_from(path: Path) -> Path:
+    """Another run's folder, linked from this one."""
+    elsewhere = path.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    path.rename(elsewhere / "theirs")
+    path.symlink_to(elsewhere / "theirs")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (renamed, "holds step 5: it was renamed; legal: step-00000005, or a name that is no step's"),
+        (linked_from, "/elsewhere/theirs, and what a run goes on from lies in its own folder; legal: a copy"),
+    ],
+)
+def test_a_step_folder_that_is_renamed_or_linked_is_told_and_the_one_before_is_taken(
+    saved: Path, change: Callable[[Path], Path], said: str
+) -> None:
+    older = saved.parent / "step-00000004"
+    shutil.copytree(saved, older)
+    rewrite(older, lambda content: content.update(step=4))
+    path = change(saved)
+    loaded = disk().load(saved.parent, held_of(torch.zeros), {"seed": 7}, complete=True)
+    assert loaded is not None and loaded.path == older
+    (skipped,) = loaded.skipped
+    assert (
+        skipped.startswith(f"{path}: ")
+        and said in skipped
+        and [said in fault for fault in verify(path)] == [True]
+    )
+    with pytest.raises(CheckpointError, match=path.name):
+        disk().load(path, held_of(), {"seed": 7}, complete=True)
+    other = path.resolve().rename(path.parent / "best")
+    best = disk().load(other, held_of(torch.zeros), {"seed": 7}, complete=True)
+    assert best is not None and best.step == 5
 
 
 # --------------------------------------------------------------------------------------------------- malice
@@ -494,42 +538,55 @@ def test_names_reach_a_terminal_escaped(saved: Path) -> None:
         assert "tensor \\x1b[2J\\x07\\u202emodel/x" in text
 
 
+PIECES = [*b'[ ] { } , : " 0 -1 1e999 null \\u0000 \xff [[[['.split(), b"9" * 30]
+
+
+def mutated(clean: bytes, chance: random.Random, *, same_length: bool = False) -> bytes:
+    """With one to four pieces replaced, by some of JSON or by its own."""
+    data = bytearray(clean)
+    for _ in range(chance.randrange(1, 5)):
+        at = chance.randrange(len(data))
+        piece = chance.choice([*PIECES, bytes(data[chance.randrange(len(data)) :][:40])])
+        cut = min(len(piece), len(data) - at) if same_length else chance.randrange(0, 12)
+        data[at : at + cut] = piece[:cut] if same_length else piece
+    return bytes(data)
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_2000_mutated_manifests_are_refused_within_the_bounds_or_read_as_what_they_say(saved: Path) -> None:
-    chance, content = random.Random(5), json.loads((saved / "manifest.json").read_bytes())["content"]
-    clean = json.dumps(content, separators=(",", ":")).encode()
-    pieces = [
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b",",
-        b":",
-        b'"',
-        b"0",
-        b"-1",
-        b"1e999",
-        b"null",
-        b"\\u0000",
-        b"\xff",
-        b"[[[[",
-        b"9" * 30,
-    ]
-    ends = {"read": 0, "refused": 0}
-    for _ in range(2000):
-        data = bytearray(clean)
-        for _ in range(chance.randrange(1, 5)):
-            at = chance.randrange(len(data))
-            cut = chance.randrange(0, 12)
-            data[at : at + cut] = chance.choice([*pieces, bytes(data[chance.randrange(len(data)) :][:40])])
-        sign(saved, bytes(data))
-        start = time.monotonic()
+def test_2000_mutated_manifests_and_headers_are_refused_in_words_or_load_what_was_saved(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chance, manifest = random.Random(5), (saved / "manifest.json").read_bytes()
+    content = json.dumps(json.loads(manifest)["content"], separators=(",", ":")).encode()
+    file = sorted(saved.glob("*.safetensors"))[0]
+    whole = file.read_bytes()
+    head = 8 + int.from_bytes(whole[:8], "little")
+    whole_state, held = held_of(torch.zeros), held_of(torch.zeros)
+    disk().load(saved, whole_state, {"seed": 7}, complete=True)
+    ends = {"manifest loaded": 0, "manifest refused": 0, "header loaded": 0, "header refused": 0}
+    reset_peak()
+    before = peak_bytes()
+    for number in range(2000):
+        what = "header" if number % 2 else "manifest"
+        if what == "manifest":
+            file.write_bytes(whole)
+            sign(saved, mutated(content, chance))
+        else:
+            (saved / "manifest.json").write_bytes(manifest)
+            file.write_bytes(mutated(whole[:head], chance, same_length=number % 4 == 1) + whole[head:])
+        untouched, start = everything(tmp_path), time.monotonic()
         try:
-            read_manifest(saved)
-            ends["read"] += 1
-        except CheckpointError:
-            ends["refused"] += 1
-        assert time.monotonic() - start < 2
+            disk().load(saved, held, {"seed": 7}, complete=True)
+            ends[f"{what} loaded"] += 1
+            assert all(map(torch.equal, (h.tensor for h in held), (w.tensor for w in whole_state))), number
+        except CheckpointError as error:
+            ends[f"{what} refused"] += 1
+            assert str(saved) in str(error) and len(str(error)) < 2000, number
+        faults = list(verify(saved))
+        assert time.monotonic() - start < 2, number
+        assert everything(tmp_path) == untouched and all(str(saved) in fault for fault in faults), number
     print(ends)
-    assert ends["refused"] > 1500 and not Path("EXECUTED").exists()
+    assert peak_bytes() - before < 32 * 2**20
+    assert ends["manifest refused"] > 900 and ends["header refused"] > 950

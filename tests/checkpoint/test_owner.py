@@ -130,7 +130,9 @@ def goes_on(env: RankEnv, folder: str) -> list[str]:
             engine.resume(folder)
         engine.save(folder)
         context.mesh.world.barrier()
-        return sorted(path.name for path in Path(folder).iterdir())
+        found = sorted(path.name for path in Path(folder).iterdir())
+        context.mesh.world.barrier()  # rank 0 gives the folder back when it leaves
+        return found
 
 
 def test_a_dead_owner_is_taken_over_and_only_what_it_left_is_removed(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def test_20_stops_of_each_rank_in_each_phase_are_told(
     print(f"turn {turn}:", stop_in(tmp_path, phase, guilty), flush=True)
 
 
-def kill_the_launcher(folder: Path, delay_s: float) -> str:
-    """SIGKILL torchrun in a run of two ranks; how long its ranks live."""
+def kill_the_launcher(folder: Path, delay_s: float, *, saves: bool) -> str:
+    """SIGKILL torchrun in a run of two ranks; how long its ranks live. Without saves their watch alone sees it."""
     script = write_script(folder)
-    trial = Trial(folder, steps=100_000, timeout_s=600)
+    trial = Trial(folder, steps=1_000_000, timeout_s=600, saves=saves)
     with processes(script, [torchrun(script, trial, 2)]) as (agent,):
         wait_for(lambda: len(trial.phases(0)) > 20 and len(trial.phases(1)) > 20, 90, "training")
         time.sleep(delay_s)
@@ -102,7 +102,7 @@ def kill_the_launcher(folder: Path, delay_s: float) -> str:
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
-    print(kill_the_launcher(tmp_path, 0.1))
+    print(kill_the_launcher(tmp_path, 0.1, saves=False))
 
 
 @pytest.mark.campaign
@@ -112,7 +112,7 @@ def test_10_kills_of_torchrun_leave_no_rank(tmp_path: Path) -> None:
     for number in range(10):
         folder = tmp_path / str(number)
         folder.mkdir()
-        print(number + 1, kill_the_launcher(folder, chance.uniform(0, 3)), flush=True)
+        print(number + 1, kill_the_launcher(folder, chance.uniform(0, 3), saves=bool(number % 2)), flush=True)
 
 
 STEPS = 30

@@ -14,6 +14,8 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.checkpoint.files import inspect, listed
+from colossal_lite.observe.report import report
+from colossal_lite.observe.schedule_report import ScheduleReport
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
@@ -75,6 +77,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     run_world(looped, 2, str(folder), {})
     return folder
+
+
+def test_a_run_leaves_its_report_with_the_memory_of_a_step_by_kind_and_its_schedule_beside_the_plan(
+    whole: Path,
+) -> None:
+    page = (whole / "report.html").read_text()
+    assert page == report(whole) and "not measured" not in page and "all_reduce" in page
+    measured = json.loads((whole / "measured.json").read_text())
+    levels = {level["kind"]: level for level in measured["timeline"]["levels"]}
+    assert {"weights", "gradients", "optimizer", "activations", "temporaries"} <= set(levels)
+    assert "forward blocks.0" in measured["timeline"]["moments"]
+    forecast = levels["activations"]["forecast_bytes"]
+    assert max(levels["activations"]["measured_bytes"]) == pytest.approx(forecast, rel=0.03)
+    schedule = ScheduleReport.parse((whole / "schedule.json").read_text())
+    assert {"0F0", "0B0"} <= {str(span.action) for span in schedule.measured.spans}
 
 
 def test_a_run_gives_the_losses_of_a_loop_by_hand_and_the_loss_of_the_whole_held_out_set(

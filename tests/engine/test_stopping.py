@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import colossal_lite as cl
 from colossal_lite.checkpoint.files import inspect, listed
@@ -20,6 +22,7 @@ from colossal_lite.engine.stopping import STOP_SIGNALS, StopSignals
 from tests.shared.pool import RankEnv, run_world
 
 ROOT = Path(__file__).parents[2]
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
 MODEL = dict(vocabulary=32, layers=1, heads=2, width=8, sequence=8)
 TOKENS = torch.randint(32, (22, 9), generator=torch.Generator().manual_seed(0))
@@ -52,12 +55,12 @@ def readmes_loop(
     return dict(code=code, losses=losses, path=str(path), text=text)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_to_any_rank_stops_any_loop_with_a_checkpoint_that_goes_on_to_the_same_bits(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run_world(readmes_loop, 2, str(tmp_path / "whole"), number, 0, 9, 0, {})[0]["losses"]
-    rank = STOP_SIGNALS.index(signal.Signals(number)) % 2
+    rank = STOPS.index(signal.Signals(number)) % 2
     capsys.readouterr()
     ended = run_world(readmes_loop, 2, str(tmp_path / "run"), number, 7, 9, rank, dict(zero=dict(stage=1)))
     path = tmp_path / "run" / "step-00000007"
@@ -185,16 +188,37 @@ def test_a_failed_last_save_ends_with_4_and_so_do_as_many_failures_in_a_row_as_m
 # -------------------------------------------------------------------------------------------- real processes
 
 SCRIPT = """
-import atexit, pathlib, sys, time
+import pathlib, sys, time
+from torch.utils.data import DataLoader
 import colossal_lite as cl
+from colossal_lite.checkpoint import writer
 from tests.engine.test_stopping import CONFIG, DATASET, engine_in
 
-folder, pause_s = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+folder, pause_s, how = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+
+class Slow:  # so that the loop mostly waits for its worker
+    def __len__(self):
+        return 8000
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return DATASET[index % 22]
+
+class OwnLoader(DataLoader):
+    def take(self, count):
+        return self
+
 try:
-    with cl.launch(CONFIG) as context:
+    with cl.launch(CONFIG | dict(checkpoint=dict(asynchronous=True))) as context:
         engine = engine_in(context)
         engine.resume(folder / "checkpoints")
-        loader = context.dataloader(DATASET, global_batch=4, start=engine.samples, workers=1)
+        if how == "own loader":
+            loader = OwnLoader(Slow(), batch_size=4, num_workers=1)
+        else:
+            loader = context.dataloader(DATASET, global_batch=4, start=engine.samples, workers=1)
+        if how == "save in flight":
+            writer.write_file = lambda *given: time.sleep(60)
+            engine.save(folder / "checkpoints")
         engine.on_step(lambda result: (folder / f"at-{context.rank}").write_text(str(result.step)))
         engine.on_step(lambda result: time.sleep(pause_s))
         for batch in loader.take(2000):
@@ -205,16 +229,17 @@ except SystemExit as ended:
 """
 
 
-def start(folder: Path, *before: str, pause_s: float = 0.02) -> subprocess.Popen[str]:
+def start(folder: Path, *before: str, pause_s: float = 0.02, how: str = "") -> subprocess.Popen[str]:
     """The script, in a process group of its own, whose signals are not ignored, as they are behind a shell's `&`."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     held = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [*(before or [sys.executable]), str(script), str(folder), str(pause_s)],
+            [*(before or [sys.executable]), str(script), str(folder), str(pause_s), how],
             env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
         )  # fmt: skip
     finally:
@@ -228,13 +253,13 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, ranks: int) -> N
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGTERM, "own loader"), (signal.SIGINT, "")])
 def test_under_torchrun_a_signal_to_its_agent_ends_all_ranks_with_0_and_one_line(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, how: str, tmp_path: Path
 ) -> None:
     """The agent hands the signal to each rank's process group, workers of its loader too."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = start(tmp_path, *torchrun)
+    process = start(tmp_path, *torchrun, how=how)
     wait_for_step(process, tmp_path, 2)
     began = time.monotonic()
     process.send_signal(number)
@@ -246,8 +271,9 @@ def test_under_torchrun_a_signal_to_its_agent_ends_all_ranks_with_0_and_one_line
     assert time.monotonic() - began < 20, "the agent kills after 30 s"
 
 
-def test_the_second_sigint_ends_at_once(tmp_path: Path) -> None:
-    process = start(tmp_path, pause_s=60)
+@pytest.mark.parametrize("how", ["", "save in flight"])
+def test_the_second_sigint_ends_at_once(how: str, tmp_path: Path) -> None:
+    process = start(tmp_path, pause_s=60, how=how)
     wait_for_step(process, tmp_path, 1)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -256,6 +282,34 @@ def test_the_second_sigint_ends_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT and time.monotonic() - began < 10
+
+
+def loses_its_worker(env: RankEnv, folder: str) -> tuple[Any, str]:
+    """A worker that a signal ends by its number, as scancel does, while the loop waits for it."""
+    with pytest.raises(cl.Stopped) as caught, env.launch(CONFIG) as context:
+        engine = engine_in(context)
+        engine.save_on_stop(folder)
+        before = set(multiprocessing.active_children())
+        batches = iter(
+            DataLoader(cast(Any, DATASET), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        )
+        engine.train_step(next(batches))
+        (worker,) = set(multiprocessing.active_children()) - before
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(cast(int, worker.pid), signal.SIGKILL)
+        worker.join()
+        for _ in batches:
+            continue
+    return caught.value.code, str(caught.value)
+
+
+def test_a_worker_that_the_signal_has_ended_is_named_and_the_run_ends_as_not_saved(tmp_path: Path) -> None:
+    [(code, text)] = run_world(loses_its_worker, 1, str(tmp_path))
+    assert code == 3
+    assert text.startswith(
+        "stopped by SIGTERM after step 1: NOT SAVED: the signal has ended a worker of a DataLoader"
+    )
+    assert "legal: context.dataloader(...), which takes that loader too" in text
 
 
 def test_what_a_process_ignores_stays_ignored_as_under_nohup() -> None:

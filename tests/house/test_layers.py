@@ -40,6 +40,7 @@ ORDER = (
 PURE_ROOMS = {"sharding", "schedule", "config"}
 PURE_FILES = {
     *("checkpoint.manifest", "memory.disk_layout", "memory.packing", "observe.memory_timeline"),
+    *("observe.report", "observe.schedule_report", "observe.svg", "observe.tables"),
     *("offload.pieces", "offload.placement", "pipeline.partition", "zero.state_bytes"),
 }
 """Files of other rooms that compute with ints and plain values, and load no torch."""

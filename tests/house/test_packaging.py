@@ -21,6 +21,7 @@ import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import colossal_lite
+from colossal_lite.launcher import new_command
 from tests.house.test_layers import house, type_checking_blocks
 from tests.house.test_readme import README, blocks
 
@@ -80,7 +81,7 @@ def test_every_import_is_declared() -> None:
     required = {requirement_name(row) for row in rows("options", "install_requires")}
     extras = {
         requirement_name(row)
-        for extra in ("hf", "tok", "log", "plot")
+        for extra in ("hf", "tok", "log")
         for row in rows("options.extras_require", extra)
     }
     for file in house().values():
@@ -353,6 +354,8 @@ def test_a_project_outside_the_tree_sees_types_and_readme_has_no_error(
     snippets = {f"readme_{line}.py": code for line, code in blocks(README, "python")}
     first = next(iter(snippets.values()))
     snippets["planted.py"] = re.sub(r"(config: cl.ConfigDict = dict\()", r"\1sed=1, ", first)
+    for name in ("train.py", "config.py"):  # of a new project, which is typed throughout
+        (editable.outside / name).write_text(new_command.rendered("first", new_command.GPT)[name])
     for name, code in snippets.items():
         (editable.outside / name).write_text(UNTYPED + code)
     kept = getattr(pytestconfig, "cache", None)  # none under -p no:cacheprovider
@@ -365,6 +368,7 @@ def test_a_project_outside_the_tree_sees_types_and_readme_has_no_error(
         "--config-file=",
         f"--cache-dir={cache}",
         "project.py",
+        "train.py",
         *snippets,
     ]
     run = subprocess.run(

@@ -289,7 +289,10 @@ def refused_versions(env: RankEnv, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["version of torch", "version of python", "source of colossal_lite"])
+@pytest.mark.parametrize(
+    "what",
+    ["version of colossal_lite", "version of torch", "version of python", "source of colossal_lite"],
+)
 def test_a_rank_with_another_version_or_source_is_named_on_every_rank(what: str) -> None:
     for text in run_world(refused_versions, 3, what):
         assert f"rank 1 has {what}='other' against '" in text and "on rank 0" in text

@@ -10,6 +10,7 @@ import pytest
 
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import MemoryTimeline
+from colossal_lite.observe.tables import size
 from tests.offload.test_optimizer_states import ADAMW
 from tests.planner.test_planner import planned
 from tests.shared.parity import Case, start
@@ -84,8 +85,17 @@ def test_the_drawing_has_a_box_for_each_moment_and_kind_and_a_line_for_each_fore
     assert len(tips) == len(timeline.moments) * len(timeline.levels)
     for level in timeline.levels:
         for moment, held in zip(timeline.moments, level.measured_bytes, strict=True):
-            assert f"{moment}: {level.kind} {held:,} bytes" in tips
-    assert len(list(root.iter(f"{space}line"))) == len(timeline.tiers) == 2
+            assert f"{moment}: {level.kind} {size(held)}" in tips
+    dashed = [each for each in root.iter(f"{space}line") if "stroke-dasharray" in each.attrib]
+    assert len(dashed) == len(timeline.tiers) == 2
+    words = [each.text for each in root.iter(f"{space}text")]
+    assert {level.kind for level in timeline.levels if any(level.measured_bytes)} <= set(words), "the legend"
+    assert (
+        sum(word in ("held (KiB)", "held (MiB)") for word in words) == 2
+        and sum(word in ("0", "0.0") for word in words) == 2
+        and "F0" in words
+        and "U0" in words
+    )
     bottoms: dict[float, float] = {}
     for box in root.iter(f"{space}rect"):
         if box.find(f"{space}title") is not None:

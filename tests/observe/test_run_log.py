@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import resource
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ from colossal_lite.observe.sinks import run_sinks
 from colossal_lite.observe.timeline import LogTimeline, memory_bytes
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 SCALE = Scale(bytes_per_token=1)
 
 
@@ -281,25 +283,66 @@ def test_tensorboard_and_offline_wandb_by_name(tmp_path: Path, monkeypatch: pyte
         calls.append(what)
         return made
 
-    board = SimpleNamespace(SummaryWriter=lambda folder: told(folder, writer))
+    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: told((folder, purge_step), writer))
     run = SimpleNamespace(
         log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("done")
     )
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **k: told(k, run)))
-    for sink in run_sinks(("tensorboard", "wandb"), tmp_path, {"seed": 1}):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **k: told(k, run), Settings=dict))
+    for sink in run_sinks(("tensorboard", "wandb"), tmp_path, {"seed": 1}, resumed_step=2):
         sink.write("train", 3, {"step": 3, "loss": 0.5, "mfu": None, "skipped": False})
         sink.close()
     folder, facts, loss, skipped, closed, row, done = calls
-    assert folder == str(tmp_path / "tensorboard") and (closed, done) == ("closed", "done")
-    assert facts["mode"] == "offline" and facts["dir"] == str(tmp_path) and facts["config"] == {"seed": 1}
+    assert folder == (str(tmp_path / "tensorboard"), 3) and (closed, done) == ("closed", "done")
+    assert (
+        facts["mode"] == "offline"
+        and facts["dir"] == str(tmp_path)
+        and facts["config"] == {"seed": 1, "resumed_step": 2}
+    )
     assert (loss, skipped) == (("train/loss", 0.5, 3), ("train/skipped", 0.0, 3))
     assert row == ({"train/loss": 0.5, "train/skipped": 0.0}, 3)
 
 
+LOGGED_TWICE = """
+import sys, torch
+from pathlib import Path
+from colossal_lite.observe.run_log import RunLog, Scale
+from colossal_lite.observe.sinks import run_sinks
+from tests.observe.test_run_log import CPU, Result
+for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):  # killed after step 3, saved after step 2
+    also = run_sinks(("tensorboard", "wandb"), Path(sys.argv[1]), {"seed": 1}, resumed)
+    with RunLog(Path(sys.argv[1]), total_steps=4, scale=Scale(), device=CPU, resumed_step=resumed, also=also) as log:
+        for step in steps:
+            log.step(Result(step, torch.tensor(step + 10.0 * resumed)), sent_bytes=3)
+"""
+
+
+@pytest.mark.campaign  # importing both packages takes longer than what is tested
+def test_the_real_packages_get_the_rows_of_the_files_and_a_resumed_run_has_each_step_once(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own: the service of wandb ends with it."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("wandb")
+    command = [sys.executable, "-c", LOGGED_TWICE, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "wandb" not in ended.stdout + ended.stderr, ended
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    written = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in written] == [1, 2, 3, 4]
+    for name in ("loss", "grad_norm", "lr", "tokens", "skipped", "sent_bytes"):
+        scalars = [(event.step, event.value) for event in found.Scalars(f"train/{name}")]
+        assert scalars == [(row["step"], pytest.approx(float(row[name]))) for row in written]
+    offline = [path.read_bytes() for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+    assert len(offline) == 2 and all(
+        b"train/loss" in each and b"train/tokens_per_s" in each for each in offline
+    )
+
+
 def test_sinks_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install 'colossal_lite\[log\]'"):
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[log\]"'):
         run_sinks(("wandb",), tmp_path, {})
     with pytest.raises(ValueError, match="log: mlflow; legal: tensorboard, wandb"):
         run_sinks(("mlflow",), tmp_path, {})

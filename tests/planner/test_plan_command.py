@@ -187,8 +187,10 @@ ARGUMENTS = [
 ]
 
 
-def command(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
-    code = cli.main(["plan", *more, *ARGUMENTS])
+def command(capsys: pytest.CaptureFixture[str], *more: str, model: str = "") -> tuple[int, str, str]:
+    code = cli.main(
+        ["plan", *more, *ARGUMENTS[:1], ",".join(filter(None, (ARGUMENTS[1], model))), *ARGUMENTS[2:]]
+    )
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -207,9 +209,28 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str], co
     assert code == 1 and "does not fit in 100.00 KiB" in out
 
 
+def test_a_pipeline_is_told_in_100_columns_and_drawn_into_a_file(
+    capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.svg"
+    staged = (config, "--parallel.pipeline.size", "8", "--parallel.pipeline.micro_batches", "8")
+    code, out, _ = command(capsys, *staged, "--world", "8", "--svg", str(file), model="layers=8")
+    assert code == 0 and f"{file}: the schedule" in out and "rank 0 |" not in out
+    assert max(map(len, out.replace(str(file), "").splitlines())) <= 100
+    assert file.read_text().startswith("<svg") and ">rank 7</text>" in file.read_text()
+    code, out, err = command(
+        capsys, *staged, "--world", "8", "--svg", str(tmp_path / "no" / "plan.svg"), model="layers=8"
+    )
+    assert (code, out) == (2, "") and "No such file or directory" in err
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
+        (
+            ["--world", "1", "--svg", "plan.svg"],
+            "has no schedule to draw; legal: with parallel.pipeline.size",
+        ),
         (["--world", "3", "--parallel.tensor.size", "2"], "the world has 3 ranks"),
         (["--world", "8", "--parallel.tensor.size", "8"], "4 heads do not divide into 8 parts"),
         (["--world", "1", "--device-memory", "much"], "device memory: 'much'"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.drawing import ScheduleReport, grid, svg, trace
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, generate
-from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, ActionKind, Memory, Plan, PlanError, Shape
-from colossal_lite.schedule.simulator import ActionSpan, HostBandwidth, ScheduleTimeline, StageCosts, simulate
+from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, ActionKind, Memory, Plan, PlanError
+from colossal_lite.schedule.schedule_drawing import grid
+from colossal_lite.schedule.simulator import HostBandwidth, ScheduleTimeline, StageCosts, simulate
 from colossal_lite.schedule.step_passes import add_messages
 
 
@@ -233,50 +231,6 @@ def test_the_grid_shows_every_action_whatever_the_costs() -> None:
     text = grid(simulate(plan, StageCosts.uniform(6, 1.0, 1.3, 0.7)))
     for rank, line in enumerate(text.split("\n")):
         assert [w for w in line.split("| ")[1].split() if w not in ".-"] == [str(a) for a in plan[rank]]
-
-
-def test_the_drawing_holds_predicted_beside_measured() -> None:
-    predicted = simulate(generate("zb-h1", 2, 3), UNIT)
-    later = (ActionSpan(s.rank, s.action, s.start_s * 1.1 + 7, s.end_s * 1.1 + 7) for s in predicted.spans)
-    measured = ScheduleTimeline(2, tuple(later))
-    root = ElementTree.fromstring(svg(predicted, measured))
-    rects = root.findall("{http://www.w3.org/2000/svg}rect")
-    assert len(rects) == 2 * len(predicted.spans)
-    rows = {float(r.attrib["y"]) for r in rects}
-    assert len(rows) == 4
-    right = max(float(r.attrib["x"]) + float(r.attrib["width"]) for r in rects)
-    assert right <= float(root.attrib["width"])
-    texts = [t.text for t in root.findall("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "predicted: 10 s, idle 10.0% | measured: 11 s, idle 10.0%"
-    assert len(ElementTree.fromstring(svg(predicted)).findall("{http://www.w3.org/2000/svg}rect")) == 12 + 6
-
-
-def test_the_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
-    plan = Plan.parse("0FETCH#0 0F0 0B0 0EVICT#0")
-    timeline = simulate(plan, seconds(F=1, B=2, FETCH=0.5, EVICT=0.25))
-    events = json.loads(trace(predicted=timeline, measured=timeline))["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["predicted rank 0", "measured rank 0"]
-    work = {(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 0}
-    assert work == {("0FETCH#0", 0, 5e5), ("0F0", 5e5, 1e6), ("0B0", 15e5, 2e6), ("0EVICT#0", 35e5, 25e4)}
-    assert len({e["tid"] for e in events if e["ph"] == "X" and e["pid"] == 1}) == 3
-
-
-def test_a_report_scales_what_was_foretold_to_the_seconds_that_compute_took_and_begins_at_0() -> None:
-    plan = generate("1f1b", 2, 2)
-    right = simulate(plan, seconds(F=3, B=6))
-    slow = simulate(plan, lambda a: (4.0 if a.kind is ActionKind.B else 2.0) * (1 + (a.stage or 0)))
-    measured = ScheduleTimeline(
-        2, tuple(s._replace(start_s=s.start_s + 100, end_s=s.end_s + 100) for s in slow.spans)
-    )
-    report = ScheduleReport.of(plan, measured, seconds(F=1, B=2), Shape(2, 2))
-    assert report.predicted.makespan_s == pytest.approx(right.makespan_s)
-    assert [s.start_s for s in report.measured.spans] == pytest.approx([s.start_s for s in slow.spans])
-    names = [
-        e["args"]["name"] for e in json.loads(report.trace())["traceEvents"] if e["name"] == "process_name"
-    ]
-    assert names == [f"{name} rank {rank}" for name in ("predicted", "measured") for rank in range(2)]
-    assert len(ElementTree.fromstring(report.svg()).findall("{http://www.w3.org/2000/svg}rect")) == 2 * 8
 
 
 def test_an_empty_timeline_is_idle_for_no_time() -> None:

@@ -348,7 +348,7 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
         return {
             "kind": shared.kind,
             "sizes": sizes | ({} if pipes else maybe(rng, 0.3, unused=True)),
-        } | _frozen(rng, ["norm0*", "*first*", "*bias", "*linear*"])
+        } | _frozen(rng, shared, ["norm0*", "*first*", "*bias", "*linear*"])
     model = {"kind": shared.kind, "sizes": _draw_sizes(rng, shared, meshes)}
     grid = any(mesh.grid for mesh in meshes)
     if grid:
@@ -357,18 +357,21 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     if shared.kind != "own" and (rng.random() < 0.12 or "auxiliary" in shared.rare):
         kinds = ["element"] + ["token"] * (not grid) + ["sample"] * (not cut_tokens)
         model["auxiliary"] = tuple(sorted(rng.sample(kinds, rng.choice([1, min(2, len(kinds))]))))
-    if not grid and not shared.whole_tensors and "auxiliary" not in model and rng.random() < 0.1:
+    chance = 0.0 if "axis" in shared.rare else 0.1  # adapters are refused on most axes
+    if not grid and not shared.whole_tensors and "auxiliary" not in model and rng.random() < chance:
         dropout = model["sizes"].get("dropout", 0.0)
         kinds_of = ["plain", "modular"] if dropout else ["plain"]
         return model | {"adapters": rng.choice([1, 2, 3]), "adapter_kind": rng.choice(kinds_of)}
     bottom = {"gpt": ("token*", "position*"), "own": ("embed*",)}.get(
         shared.kind, ("*wte*", "*wpe*", "*embed*")
     )
-    return model | _frozen(rng, ["*bias", "*norm*", "*.0.*", "*1.*", bottom[0], *bottom, "*head*"])
+    return model | _frozen(rng, shared, ["*bias", "*norm*", "*.0.*", "*1.*", bottom[0], *bottom, "*head*"])
 
 
-def _frozen(rng: Random, patterns: list[str]) -> dict[str, Any]:
-    if rng.random() >= 0.22:
+def _frozen(rng: Random, shared: Shared, patterns: list[str]) -> dict[str, Any]:
+    if (
+        rng.random() >= 0.22 or shared.rare and "groups" in shared.optimizer
+    ):  # a group of frozen ones is refused
         return {}
     return {"frozen": tuple(sorted({rng.choice(patterns) for _ in range(rng.choice([1, 1, 2, 3]))}))}
 

@@ -27,7 +27,7 @@ from colossal_lite.distributed import progress
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.launcher import run
 
-folder, steps, phase, guilty, timeout_s, pause_s, mesh = json.loads(sys.argv[1])
+folder, steps, phase, guilty, timeout_s, pause_s, saves, mesh = json.loads(sys.argv[1])
 rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 noted = open(f"{folder}/phases.{rank}", "a", buffering=1)
 
@@ -69,7 +69,7 @@ def main():
                 log.write(f"{result.step} {float(result.loss).hex()}\\n")
             if result.step % 2 == 0:
                 engine.eval_step(batch)
-            if result.step % 3 == 0:
+            if saves and result.step % 3 == 0:
                 try:
                     engine.save(Path(folder, "checkpoints"))
                 except CheckpointError as error:
@@ -96,12 +96,22 @@ class Trial:
     timeout_s: float = 4.0
     pause_s: float = 0.6
     """How long the guilty rank is in that phase before it stops: a beat is sent meanwhile."""
+    saves: bool = True
+    """Every third step. Else the main thread asks nothing of the store."""
     mesh: Mapping[str, object] | None = None
 
     def arguments(self) -> list[str]:
         import json
 
-        values = [str(self.folder), self.steps, self.phase, self.guilty, self.timeout_s, self.pause_s]
+        values = [
+            str(self.folder),
+            self.steps,
+            self.phase,
+            self.guilty,
+            self.timeout_s,
+            self.pause_s,
+            self.saves,
+        ]
         return [json.dumps([*values, dict(self.mesh or {})])]
 
     def phases(self, rank: int) -> list[tuple[float, str]]:
