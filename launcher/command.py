@@ -23,6 +23,7 @@ from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
 from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
+from colossal_lite.launcher.prove_command import ProveCommand
 from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
@@ -242,6 +243,7 @@ Command = (
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
     | Annotated[RolesCommand, subcommand("roles")]
+    | Annotated[ProveCommand, subcommand("prove")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]
     | Annotated[ReportCommand, subcommand("report")]
@@ -260,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = tyro.cli(Command, args=given, prog=PROGRAM, description=ABOUT, return_unknown_args=True)
     if rest and isinstance(command, ConfigCommand) and isinstance(command.action, Show):
         command = ConfigCommand(replace(command.action, overrides=tuple(rest)))
-    elif rest and isinstance(command, PlanCommand):
+    elif rest and isinstance(command, PlanCommand | ProveCommand):
         command = replace(command, overrides=tuple(rest))
     elif rest:
         print(

@@ -294,6 +294,11 @@ def _serve(address: str, port: int) -> dist.Store:
         ) from error
 
 
+def file_store(path: str, world_size: int) -> dist.Store:
+    """Where the ranks of one world on this machine meet, by a file that is not there yet."""
+    return dist.FileStore(path, world_size)
+
+
 def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
     """A prefix for this launch: ranks agree on it because each has launched as often as the others."""
     ours = dist.PrefixStore(f"colossal_lite/{place.restart_count}", store)

@@ -60,7 +60,7 @@ from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
-from colossal_lite.parallel.loss import Criterion, Loss, logits_of, refuse_means
+from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
@@ -90,8 +90,8 @@ class Engine:
     the user writes."""
 
     def __init__(
-        self, built: Built, context: Context, criterion: Criterion | None, optimizer: Factory | None = None,
-        forecast_batch: Forecast | None = None,
+        self, built: Built, context: Context, criterion: Criterion | ModelLoss | None,
+        optimizer: Factory | None = None, forecast_batch: Forecast | None = None,
     ) -> None:  # fmt: skip
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
@@ -254,6 +254,7 @@ class Engine:
         """Run the model on this rank's micro-batch. Logits cover the full vocabulary: [B, T, V]."""
         self._refuse_closed("engine(x)")
         self._state.refuse_changed("engine(x)")
+        self._loss.refuse_calls(self.mesh.size("tensor"))
         local = self._loop.local_part(args, kwargs)
         inputs = args[0] if args else kwargs["input_ids"]
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
@@ -520,11 +521,10 @@ class Engine:
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
-            outputs = self._stages.run(stage, carried, local)
+            outputs = self._stages.run(stage, carried, self._loss.asked(local))
         if stage < self._stages.last:
             return outputs
         refuse_means(outputs, type(self.model).__name__)
-        outputs = logits_of(outputs)
         loss, count = self._loss.of(outputs, local)
         sums.add(loss.detach(), count)
         seed = self._seed(part)

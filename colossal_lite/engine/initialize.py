@@ -45,10 +45,11 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.parallel.loss import Criterion, Loss
+from colossal_lite.parallel.model_loss import ModelLoss, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
-from colossal_lite.pipeline.model_units import Sections
+from colossal_lite.pipeline.model_units import Sections, has_stated_units, traced_units
 from colossal_lite.pipeline.partition import Unit
 from colossal_lite.pipeline.stages import Stages, check_hooks, drop_other_stages, lay_out, one_stage
 from colossal_lite.planner.dry_run import ValuesError
@@ -67,7 +68,7 @@ def initialize(
     model: nn.Module | Callable[[], nn.Module],
     *,
     context: Context,
-    criterion: Criterion | None = None,
+    criterion: Criterion | Literal["model"] | None = None,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     optimizer: Factory | None = None,
     example: Any = None,
@@ -81,6 +82,8 @@ def initialize(
     parameters on the meta device. Its initialisers are replayed from the seed, so it need never fit on one rank.
     Parameters that require a gradient now are trained.  Raises ConfigError for a model that the config cannot split,
     ValueError for one that cannot be built or differs between ranks, before anything is allocated.
+    `criterion`: takes (logits, labels) in place of the built-in cross-entropy; "model": the loss that the model's own
+    forward gives when it is handed the labels, which must be a mean over valid labels (proven on a small copy).
     `optimizer` makes a torch optimizer over a list of parameters, in place of `config.optimizer`.
     `example`: a batch of this rank as in `train_step`, with which `pipeline.partition='profiled'` times the layers. A
     model that states no sizes needs one there.
@@ -117,19 +120,23 @@ def initialize(
 
 
 def _initialize(
-    model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | None,
+    model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | Literal["model"] | None,
     plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, directory: str | Path | None,
     records: TaskRecords, *, outlives: bool,
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
+    if isinstance(criterion, str) and criterion != "model":
+        raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
+    loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
     streams = DropoutStreams(config.seed)
     forecast_batch = _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
-    parallelized = _swap_layers(module, context, plan, streams)
+    sections = traced_units(module) if context.mesh.size("pipeline") > 1 else None
+    parallelized = _swap_layers(module, context, plan, streams, loss)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
             forecast_batch = None  # by a proof, which `plan` does not make
@@ -139,9 +146,9 @@ def _initialize(
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _seconds_of_before(directory, context) or _measure(
-        module, facts, parallelized, streams, context, micro_batch, criterion
+        module, facts, parallelized, streams, context, micro_batch, loss
     )
-    stages = _lay_out(module, facts, context, measure)
+    stages = _lay_out(module, facts, context, measure, sections)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     if optimizer is not None and context.mesh.size("pipeline") > 1:
         of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
@@ -163,7 +170,7 @@ def _initialize(
     built = Built(
         module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
     )  # fmt: skip
-    return Engine(built, context, criterion, optimizer, forecast_batch)
+    return Engine(built, context, loss, optimizer, forecast_batch)
 
 
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
@@ -181,9 +188,25 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     return facts
 
 
+def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
+    """The loss that the model gives, for criterion='model'. Raises ValueError where it does not see all it needs."""
+    if context.mesh.size("sequence") > 1:
+        raise ValueError(
+            "criterion='model' with parallel.sequence, where the model's own code would see a part of each sequence; "
+            "legal: criterion=None, which trains on the model's logits, or parallel.sequence=1"
+        )
+    if context.mesh.size("pipeline") > 1 and has_stated_units(module):
+        raise ValueError(
+            f"criterion='model' in a pipeline of {type(module).__name__}, whose stages do not run its forward; legal: "
+            f"criterion=None, which trains on the model's logits"
+        )
+    return model_loss(module)
+
+
 def _swap_layers(
-    module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams
-) -> Parallelized:
+    module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams,
+    criterion: Criterion | ModelLoss | None,
+) -> Parallelized:  # fmt: skip
     """Replace layers by this rank's part of them, with activation checkpointing and compilation as configured. Split
     parameters have no values afterwards."""
     config = context.config
@@ -198,6 +221,7 @@ def _swap_layers(
         compiled=config.compile == "block",
         device_type=context.device.type,
         streams=streams,
+        criterion=criterion if isinstance(criterion, ModelLoss) else None,
     )
     if plan == "auto" and parallelized.plan and context.is_main and type(module) is not GPT:
         print(f"plan='auto' is {dict(parallelized.plan)}", file=sys.stderr)
@@ -241,7 +265,7 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
 
 def _measure(
     module: nn.Module, facts: ModelFacts | None, parallelized: Parallelized, streams: DropoutStreams, context: Context,
-    example: Batch | None, criterion: Criterion | None,
+    example: Batch | None, criterion: Criterion | ModelLoss | None,
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
     """The function that times the units of the model, for `pipeline.partition='profiled'`."""
     pipeline, given = context.config.parallel.pipeline, context.config.precision
@@ -293,12 +317,13 @@ def _lay_out(
     facts: ModelFacts | None,
     context: Context,
     measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None,
+    sections: Sections | None,
 ) -> Stages:
     """The units of the model on each stage of the pipeline; without a pipeline all are here."""
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
     if pipeline.size == 1:
         return one_stage(module)
-    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure)
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure, sections)
     if pipeline.partition == "profiled" and context.is_main:
         counts = [stop - start for start, stop in stages.cut.bounds]
         warnings.warn(

@@ -164,7 +164,7 @@ def _run(small: SmallCopy) -> tuple[list[_Call], list[str], list[str]]:
             module.register_forward_hook(lambda m, a, out, name=name: linear(name, a, out))
         elif isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(lambda m, a, name=name: table(name, a))
-    run_plainly(small.model, batch)
+    run_plainly(small.model.train(), batch)
     return calls, list(tokens), [name for name in others if name not in tokens]
 
 

@@ -15,9 +15,15 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Ops
+from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 Criterion = Callable[[Tensor, Tensor], Any]
+LAST_ONLY = (
+    "model: logits {shape} of one position for labels {labels}: the model gives those of the last position only, as it "
+    "was called without labels; legal: cl.initialize(..., criterion='model'), which hands them to it and trains on the "
+    "loss that it gives; or a forward that gives the logits of all positions"
+)
 
 
 class _Parallelized(Protocol):
@@ -39,15 +45,31 @@ def logits_of(outputs: Any) -> Tensor:
 
 @dataclass
 class Loss:
-    """`criterion`: None for cross-entropy."""
+    """`criterion`: None for cross-entropy; a ModelLoss for the model's own loss."""
 
     parallelized: _Parallelized
-    criterion: Criterion | None
+    criterion: Criterion | ModelLoss | None
 
-    def of(self, logits: Tensor, part: Batch) -> tuple[Tensor, Tensor | int | float]:
-        """(sum, count) of this rank's part of a micro-batch, of which the last stage gives these `logits`. Raises
-        ValueError for a criterion that returns neither that nor a mean."""
-        strategy = self.parallelized.strategy
+    def asked(self, batch: Batch) -> Batch:
+        """What the model is called with, to give a loss if it is asked for its own."""
+        return self.criterion.asked(batch) if isinstance(self.criterion, ModelLoss) else batch
+
+    def refuse_calls(self, tensor: int) -> None:
+        """Raises ValueError where `engine(x)` would gather logits that the model's own code has whole."""
+        if isinstance(self.criterion, ModelLoss) and tensor > 1:
+            raise ValueError(
+                f"engine(x) with criterion='model' and parallel.tensor={tensor}; legal: train_step and eval_step"
+            )
+
+    def of(self, outputs: Any, part: Batch) -> tuple[Tensor, Tensor | int | float]:
+        """(sum, count) of this rank's part of a micro-batch, of which the last stage gives these outputs. Raises
+        ValueError for a criterion that returns neither that nor a mean, and for logits of one position."""
+        labels = part.labels
+        if isinstance(self.criterion, ModelLoss):
+            return self.criterion.of(outputs, labels)
+        strategy, logits = self.parallelized.strategy, logits_of(outputs)
+        if logits.dim() == 3 and labels.dim() == 2 and logits.shape[1] == 1 < labels.shape[1]:
+            raise ValueError(LAST_ONLY.format(shape=tuple(logits.shape), labels=tuple(labels.shape)))
         if self.criterion is None:
             return strategy.cross_entropy(self.parallelized.ops, logits, part.labels)
         logits, labels = part.without_padding(logits), part.without_padding(part.labels)

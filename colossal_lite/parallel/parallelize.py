@@ -39,6 +39,7 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.lora import with_adapters
+from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
@@ -93,20 +94,19 @@ def parallelize(
     compiled: bool = False,
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
+    criterion: ModelLoss | None = None,
 ) -> Parallelized:
     """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
     `plan` gives module names their roles (`roles.ROLES`); "auto" reads them from a run of a small copy (`auto_plan`),
     and the engine prints them.  Parameters that are cut become placeholders on meta; `fill` gives them values.
-    `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `compiled`:
-    torch.compile works here, and ops that gain from it may be its work.
+    `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
+    model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
+    from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, and for a sequence axis under a model whose attention is not known.
     """
-    if mesh.size("sequence") > 1:
-        _check_attention(module, sequence_mode)
-        known = known_plan(*_names(module))
-        check_sequence(module, mesh, sequence_mode, assign_roles(known[1], *_names(module)) if known else {})
+    _check_sequence(module, mesh, sequence_mode)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
@@ -116,7 +116,7 @@ def parallelize(
     if mesh.size("tensor") == 1:
         _check_auxiliary(module, mesh, False, sequence_mode)
     else:
-        chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs)
+        chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
         _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
         _check_compiled(module, form, compiled)
     padding = padding_of(
@@ -126,9 +126,9 @@ def parallelize(
     if mesh.size("tensor") == 1:
         made = _serial(module)
     else:
-        swap_layers = mode_file(mode_of(mesh)).swap_layers
         linears = () if is_known(module) else cut_linears(module, roles)
-        made = swap_layers(module, mesh, roles, form)
+        made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, form)
+        gather_logits(module, roles, made[0], criterion)
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
     if streams and linears:
@@ -210,6 +210,14 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
             module.get_submodule(door).register_forward_pre_hook(partial(enter, f"the inputs of {door}"))
 
 
+def _check_sequence(module: nn.Module, mesh: Mesh, mode: str) -> None:
+    """Raises ValueError for a model that a sequence axis cannot run, or runs as another."""
+    if mesh.size("sequence") > 1:
+        _check_attention(module, mode)
+        known = known_plan(*_names(module))
+        check_sequence(module, mesh, mode, assign_roles(known[1], *_names(module)) if known else {})
+
+
 def _check_attention(module: nn.Module, mode: str) -> None:
     """Check that attention can run across ranks: it is an op of the table, or registered by name."""
     what = f"parallelize: sequence parallelism (mode {mode!r}) of {type(module).__name__}"
@@ -241,7 +249,7 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
 
 def _proven(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
-    sequence_parallel: bool | Literal["auto"], regather_inputs: bool,
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
 ) -> tuple[Mapping[str, str], Mapping[str, Role], Form]:  # fmt: skip
     """The plan, the roles and the form in which the model stays what it is. Raises ValueError if there are none."""
     first: ValueError | None = None
@@ -250,9 +258,7 @@ def _proven(
         chosen = found.plan
         try:
             roles = assign_roles(chosen, *_names(module))
-            form = check_plan(
-                module, mesh, chosen, roles, sequence_parallel=sequence_parallel, regather_inputs=regather_inputs,
-            )  # fmt: skip
+            form = check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
         except ValueError as error:
             first = first or error
             continue
@@ -287,7 +293,7 @@ def _auto_plans(module: nn.Module, mesh: Mesh) -> Iterator[AutoPlan]:
 
 
 # Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.
-_FACT_NAMES: dict[str, tuple[str, ...]] = {
+FACT_NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer"),
     "heads": ("heads", "num_attention_heads", "n_head"),
     "kv_heads": ("kv_heads", "num_key_value_heads", "heads", "num_attention_heads", "n_head"),
@@ -308,7 +314,7 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     """The sizes that a model's `config` states; None where it states none, and then no model rule can be checked."""
     config = getattr(module, "config", None)
     found: dict[str, Any] = {}
-    for fact, names in _FACT_NAMES.items():
+    for fact, names in FACT_NAMES.items():
         values = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
         if values:
             found[fact] = values[0]
@@ -316,7 +322,7 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
     found.setdefault("causal", True)
     if "width" in found:
         found.setdefault("ffn", 4 * found["width"])
-    return ModelFacts(**found) if set(found) == set(_FACT_NAMES) else None
+    return ModelFacts(**found) if set(found) == set(FACT_NAMES) else None
 
 
 def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> StatedSizes:
@@ -325,7 +331,7 @@ def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Stat
     A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
     no end."""
     facts, config = facts_of(module), getattr(module, "config", None)
-    sequence = next((n for name in _FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    sequence = next((n for name in FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
     tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
     positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
     tokens = sequence if isinstance(module, GPT) else positions

@@ -18,6 +18,7 @@ from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
@@ -46,6 +47,7 @@ class _Trial:
     small: SmallCopy
     layout: MeshLayout
     mode: str
+    criterion: ModelLoss | None
 
     def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
         """Raises NotRunError if the plain copy does not run."""
@@ -54,9 +56,11 @@ class _Trial:
         batch = words(max(ranks, 2), tokens, self.small.words, self.small.padding)
 
         def swap(module: nn.Module, mesh: Mesh) -> ModeResult:
-            return mode_file(self.mode).swap_layers(module, mesh, roles, form)
+            made = mode_file(self.mode).swap_layers(module, mesh, roles, form)
+            gather_logits(module, roles, made[0], self.criterion)
+            return made
 
-        return prove(self.small.model, batch, swap, self.layout)
+        return prove(self.small.model, batch, swap, self.layout, self.criterion)
 
     def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -95,10 +99,11 @@ class _Trial:
 
 
 def check_plan(
-    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], *,
-    sequence_parallel: bool | Literal["auto"], regather_inputs: bool,
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None = None,
 ) -> Form:  # fmt: skip
     """The form in which the swapped model is the plain one; the same on every rank. Raises ValueError if there is none.
+    `criterion`: the loss is the model's own.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
     """
@@ -107,7 +112,7 @@ def check_plan(
         return forms[0]
 
     def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, list[Difference], Form | None]:
-        trial, found = _trial(small, mesh, forms[0], as_it_is=as_it_is), list[Difference]()
+        trial, found = _trial(small, mesh, forms[0], criterion, as_it_is=as_it_is), list[Difference]()
         for form in forms:
             difference = trial.difference(small.roles, form)
             if difference is None:
@@ -253,7 +258,9 @@ def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrow
     yield None, LIMIT_BYTES
 
 
-def _trial(small: SmallCopy, mesh: Mesh, form: Form, *, as_it_is: bool) -> _Trial:
+def _trial(
+    small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None, *, as_it_is: bool
+) -> _Trial:
     """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
     cut, if the copy is `as_it_is`."""
     mode = mode_of(mesh)
@@ -265,7 +272,7 @@ def _trial(small: SmallCopy, mesh: Mesh, form: Form, *, as_it_is: bool) -> _Tria
             swap_layers(deep_copy(small.model), Mesh.recording(layout), small.roles, form)
         except ValueError:  # fewer ranks may not divide what the real number does
             continue
-        return _Trial(small, layout, mode)
+        return _Trial(small, layout, mode, criterion)
     raise NoCopyError("no small number of ranks divides its heads as the real number does")
 
 

@@ -16,17 +16,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
+from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
-POSITIONS = 64
+POSITIONS, TOKENS = 64, 8
 LIMIT_BYTES = 64 << 20
 KEPT_ALIKE = 2
 SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied: tables that forwards read."""
+
+
+class Wide(TorchFunctionMode):
+    """Leaves out conversions to a precision below float64."""
+
+    NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
+        return func(
+            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
+        )
+
+    def _is_narrow(self, value: Any) -> bool:
+        return isinstance(value, torch.dtype) and value in self.NARROW
 
 
 @dataclass(frozen=True)
@@ -49,11 +68,14 @@ def small_copy(
     roles: Mapping[str, Role],
     narrow: Narrowing | None = None,
     limit_bytes: int = LIMIT_BYTES,
+    *,
+    keeps_all: bool = False,
 ) -> SmallCopy:
-    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths.
+    """A copy of at most `limit_bytes` of float64 values, on the CPU; with `narrow`, of smaller widths; with
+    `keeps_all`, of all blocks.
 
     Raises NoCopyError, saying why there is none."""
-    dropped = _alike(model, roles)
+    dropped = () if keeps_all else _alike(model, roles)
     kept = {n: p for n, p in model.named_parameters() if not n.startswith(dropped)} if dropped else None
     named = dict(model.named_parameters()) if kept is None else kept
     rows = _rows(model, roles)
@@ -85,7 +107,7 @@ def small_copy(
     if narrow is not None:
         narrow.tell(made)
     words, padding = _resize(made, left)
-    return SmallCopy(made.train(), dict(left), words, padding)
+    return SmallCopy(made.eval(), dict(left), words, padding)
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -109,6 +131,25 @@ def _of_copy(cell: CellType, memo: dict[int, Any]) -> CellType:
         return CellType(memo[id(cell.cell_contents)])
     except (KeyError, ValueError):  # not of the model; empty
         return cell
+
+
+def table_roles(model: nn.Module) -> dict[str, Role]:
+    """Tables and heads over the words, of which a small copy keeps few rows; without a plan."""
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    rows = {m.num_embeddings for m in tables.values()}
+    heads = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features in rows]
+    inside = tuple(f"{name}." for name in blocks_of(model))
+    return {name: Role("embedding") for name in tables if not name.startswith(inside)} | {
+        name: Role("lm_head") for name in heads if not name.startswith(inside)
+    }
+
+
+def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
+    """Ids [samples, TOKENS] that every table of a model has, other ones in each sample, on its device."""
+    rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
+    device = next(model.parameters()).device
+    sample = torch.arange(samples, device=device)[:, None]
+    return ((sample + 1) * torch.arange(TOKENS, device=device) + sample).remainder(max(rows, 1))
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, run_emulated
@@ -26,6 +25,8 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.model_loss import ModelLoss
+from colossal_lite.parallel.small_copy import Wide as Wide
 from colossal_lite.parallel.small_copy import deep_copy
 from colossal_lite.parallel.tensor_modes import ModeResult
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -74,23 +75,6 @@ class _Calls:
         return self.stack[-1] if self.stack else ""
 
 
-class Wide(TorchFunctionMode):
-    """Leaves out conversions to a precision below float64."""
-
-    NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0].double()
-        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
-        return func(
-            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
-        )
-
-    def _is_narrow(self, value: Any) -> bool:
-        return isinstance(value, torch.dtype) and value in self.NARROW
-
-
 class Plainly(Wide):
     """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
 
@@ -115,18 +99,20 @@ class _Run:
     gradients: Mapping[str, Tensor | None]
 
 
-def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) -> Difference | None:
+def prove(
+    model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout, criterion: ModelLoss | None = None
+) -> Difference | None:
     """How `replace`, which swaps the layers of a copy for one rank of `layout`, makes `model` another; None if not.
 
-    `model` has float64 values on the CPU and is changed in no way but its gradients. Raises NotRunError if it does not
-    run by itself.
+    `criterion`: the loss is the model's own.  `model` has float64 values on the CPU and is changed in no way but its
+    gradients. Raises NotRunError if it does not run by itself.
     """
     calls = _Calls()
-    plain = deep_copy(model)
+    plain = deep_copy(model).train()
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
-            truth = _plain_run(plain, batch)
+            truth = _plain_run(plain, batch, criterion)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
@@ -135,7 +121,7 @@ def prove(model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout) 
         meshes = Mesh.emulated(layout, world)
         watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(deep_copy(model), mesh, batch, replace, calls)
+            _Rank(deep_copy(model).train(), mesh, batch, replace, calls, criterion)
             for mesh, calls in zip(meshes, watched, strict=True)
         ]
         try:
@@ -160,11 +146,15 @@ def run_plainly(model: nn.Module, batch: Batch) -> None:
             raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
 
 
-def _plain_run(model: nn.Module, batch: Batch) -> _Run:
+def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> _Run:
     with torch.enable_grad(), Plainly():
-        logits = logits_of(model(*batch.args, **batch.kwargs))
-        labels = _last(batch.labels, logits)
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        if criterion is not None:
+            asked = criterion.asked(batch)
+            loss, _ = criterion.of(model(*asked.args, **asked.kwargs), batch.labels)
+        else:
+            logits = logits_of(model(*batch.args, **batch.kwargs))
+            labels = _last(batch.labels, logits)
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     loss.backward()
     return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
@@ -203,6 +193,7 @@ class _Rank:
     batch: Batch
     replace: Replace
     calls: _Calls
+    criterion: ModelLoss | None
 
     def differences(self, truth: _Run) -> Callable[[], Difference | None]:
         return lambda: self._compared(truth)
@@ -214,8 +205,12 @@ class _Rank:
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
         with torch.enable_grad(), Plainly():
-            logits = logits_of(self.model(*part.args, **part.kwargs))
-            total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
+            if self.criterion is not None:
+                asked = self.criterion.asked(part)
+                total, _ = self.criterion.of(self.model(*asked.args, **asked.kwargs), part.labels)
+            else:
+                logits = logits_of(self.model(*part.args, **part.kwargs))
+                total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
         total.backward()
         told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
         loss = float(self.mesh.world.all_reduce(told.clone()))

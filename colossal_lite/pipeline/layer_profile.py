@@ -26,7 +26,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.loss import Loss, logits_of
+from colossal_lite.parallel.loss import Loss
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.model_units import Sections, UnitModules
 from colossal_lite.pipeline.partition import Unit
@@ -118,9 +118,9 @@ class Profiler:
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
         with self.streams.forward():
-            outputs = sections.run(index, index + 1, came, part)
+            outputs = sections.run(index, index + 1, came, self.loss.asked(part))
         if is_last:
-            outputs, _ = self.loss.of(logits_of(outputs), part)
+            outputs, _ = self.loss.of(outputs, part)
         giver = f"unit {sections.parts[index].name!r}"
         grown = [tensor for tensor in flat(outputs, giver)[1] if tensor.requires_grad]
         forward_s = self._now_s()
@@ -169,15 +169,16 @@ def made_real(
     """Parameters of one unit with small random values on `device`, ties kept, for a while."""
     generator = torch.Generator(device).manual_seed(0)
     made: dict[int, nn.Parameter] = {}
-    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for name in unit.modules:
-        for owner in module.get_submodule(name).modules():
-            for key, parameter in owner.named_parameters(recurse=False):
-                if id(parameter) not in made:
-                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    values.normal_(0.0, 0.02, generator=generator)
-                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                kept.append((owner, key, parameter))
+    owners = [owner for name in unit.modules for owner in module.get_submodule(name).modules()]
+    kept = [(owner, key, p) for owner in owners for key, p in owner.named_parameters(recurse=False)]
+    for name in unit.parameters:
+        parent, _, key = name.rpartition(".")
+        kept.append((module.get_submodule(parent), key, module.get_parameter(name)))
+    for _, _, parameter in kept:
+        if id(parameter) not in made:
+            values = torch.empty(parameter.shape, dtype=dtype, device=device)
+            values.normal_(0.0, 0.02, generator=generator)
+            made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     try:
         for owner, key, parameter in kept:
             owner._parameters[key] = made[id(parameter)]

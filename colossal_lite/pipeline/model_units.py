@@ -8,25 +8,21 @@ Modules of other stages are removed, and an `OtherStageModule` replaces each, so
 no parameter of another stage.  Every parameter belongs to a unit, or the model is rejected.  A parameter that several
 units use is tied: the stage of each of them holds it.
 
-A new kind of model is one class and one line in `SECTIONS`.  A user's model may bring its own sections by a method
-`pipeline_sections()` (docs/pipeline.md).
+A model of blocks has them by a trace of its forward (unit_trace.py, traced_sections.py).  A model that is cut elsewhere
+brings its own sections by a method `pipeline_sections()` (docs/pipeline.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Mask
 from colossal_lite.models import GPT
 from colossal_lite.models.gpt import Block
-from colossal_lite.parallel.roles import known_plan
 from colossal_lite.parallel.tensor_1d_layers import PositionEmbedding, VocabularyEmbedding
 from colossal_lite.parallel.tensor_2d import Embedding2D
 from colossal_lite.parallel.tensor_3d import Embedding3D
@@ -37,6 +33,8 @@ from colossal_lite.pipeline.partition import (
     lookup_costs,
     transformer_units,
 )
+from colossal_lite.pipeline.traced_sections import TracedSections, traced
+from colossal_lite.pipeline.unit_trace import UnitModules as UnitModules
 from colossal_lite.transforms.activation_checkpoint import part_of
 
 TOKENS = 1024
@@ -46,14 +44,6 @@ TABLES = (nn.Embedding, nn.EmbeddingBag, VocabularyEmbedding, PositionEmbedding,
 
 Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 """What passes from one unit to the next: a tensor, or a flat tuple or dict of them."""
-
-
-@dataclass(frozen=True)
-class UnitModules:
-    """One unit of a model: its name, and the modules (by name, their children included) that are its own."""
-
-    name: str
-    modules: tuple[str, ...]
 
 
 class Sections(Protocol):
@@ -129,112 +119,6 @@ class SequentialSections:
         return x
 
 
-@dataclass(frozen=True)
-class LibraryNames:
-    """Where a model of a library keeps its units: tables whose place the input takes, tables that then add nothing,
-    what is passed over beside them, the list of blocks, and what follows them; whether MLPs have three matrices."""
-
-    tables: tuple[str, ...]
-    added: tuple[str, ...]
-    beside: tuple[str, ...]
-    blocks: str
-    tail: tuple[str, ...]
-    gated: bool = False
-
-
-LIBRARY: dict[str, LibraryNames] = {
-    "gpt2": LibraryNames(
-        ("transformer.wte",), ("transformer.wpe",), ("transformer.drop",), "transformer.h",
-        ("transformer.ln_f", "lm_head"),
-    ),
-    "llama": LibraryNames(("model.embed_tokens",), (), (), "model.layers", ("model.norm", "lm_head"), gated=True),
-}  # fmt: skip
-
-
-class LibrarySections:
-    """Hugging Face's GPT-2 and Llama: embedding, blocks, head, run by the model's own forward.
-
-    For a stretch of units all others are replaced while it runs: the unit before gives what came in, the unit behind
-    takes what goes out, and apart from these zeros of whole sequences pass, which hold one element.  So masks,
-    positions and whatever else the library computes are its own, on every stage, and of whole sequences also where
-    what passes between blocks is cut.
-    """
-
-    def __init__(self, model: nn.Module, names: LibraryNames) -> None:
-        self._model, self._names, self.gated = model, names, names.gated
-        blocks = [f"{names.blocks}.{i}" for i, _ in enumerate(model.get_submodule(names.blocks))]  # type: ignore[arg-type]
-        self.parts = (
-            UnitModules("embedding", (*names.tables, *names.added, *names.beside)),
-            *(UnitModules(name, (name,)) for name in blocks),
-            UnitModules("head", names.tail),
-        )
-
-    def run(self, start: int, stop: int, carried: Carried | None, batch: Batch) -> Any:
-        assert carried is None or isinstance(carried, Tensor)
-        outside = [name for part in (*self.parts[:start], *self.parts[stop:]) for name in part.modules]
-        by: dict[str, nn.Module] = {name: _Passes() for name in outside}
-        if carried is not None:
-            zeros = carried.new_zeros(()).expand(*batch.inputs.shape, carried.shape[-1])
-            by |= {name: _Gives(zeros) for name in self._names.tables}
-            by |= {name: _Gives(carried.new_zeros(())) for name in self._names.added}
-            by[self.parts[start - 1].modules[0]] = _Gives(carried)  # a block, or the table
-        takes = _Takes(batch.inputs.shape)
-        if stop < len(self.parts):
-            by[self.parts[stop].modules[0]] = takes
-        with _replaced(self._model, by):
-            outputs = self._model(*batch.args, **batch.kwargs)
-        return outputs if stop == len(self.parts) else takes.taken
-
-
-class _Passes(nn.Module):
-    """Gives what it is given."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
-
-
-class _Gives(nn.Module):
-    """Gives a tensor, whatever it is given."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.tensor
-
-
-class _Takes(_Passes):
-    """Saves its input, and returns zeros of full sequences [B, T] instead."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        self.shape = shape
-        self.taken: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        x: Tensor = super().forward(*args, **kwargs)
-        self.taken = x
-        return x.new_zeros(()).expand(*self.shape, x.shape[-1])
-
-
-@contextmanager
-def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Other modules in the place of those that are named, for a while."""
-    places = [
-        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)
-        for name, new in by.items()
-    ]
-    own = [(parent, child, parent._modules[child]) for parent, child, _ in places]
-    try:
-        for parent, child, new in places:
-            parent._modules[child] = new
-        yield
-    finally:
-        for parent, child, old in own:
-            parent._modules[child] = old
-
-
 class WholeSections:
     """Any model as one unit: what runs without a pipeline."""
 
@@ -253,32 +137,31 @@ SECTIONS: tuple[tuple[type[nn.Module], Callable[[Any], Sections]], ...] = (
 
 
 def sections_of(model: nn.Module) -> Sections:
-    """The units of a model. Raises ValueError naming the models that have some."""
+    """The units of a model, which must be whole. Raises ValueError saying what keeps it from being cut."""
+    return traced_units(model) or _stated_units(model)
+
+
+def traced_units(model: nn.Module) -> TracedSections | None:
+    """The units of a model that has them by a trace, which must be whole; None for one that has others."""
+    return None if has_stated_units(model) else traced(model)
+
+
+def has_stated_units(model: nn.Module) -> bool:
+    """Whether a model's units are stated, by its kind or by itself, and its forward is not what stages run."""
+    own = callable(getattr(model, "pipeline_sections", None))
+    return own or isinstance(model, tuple(kind for kind, _ in SECTIONS))
+
+
+def _stated_units(model: nn.Module) -> Sections:
     if callable(own := getattr(model, "pipeline_sections", None)):
         made: Sections = own()
         _check_parts(model, made.parts)
         return made
-    for kind, make in SECTIONS:
-        if isinstance(model, kind):
-            is_kinds = type(model).forward is kind.forward and "forward" not in vars(model)
-            _check_forward(
-                model,
-                kind,
-                is_kinds,
-                f"the units of a {kind.__name__}",
-                "a method pipeline_sections() of its own",
-            )
-            return make(model)
-    modules = [name for name, _ in model.named_modules() if name]
-    owners = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    known = known_plan(modules, owners)
-    if known is not None and known[0] in LIBRARY:
-        return LibrarySections(model, LIBRARY[known[0]])
-    raise ValueError(
-        f"parallel.pipeline: {type(model).__name__} does not say what its units are; legal: "
-        f"{', '.join(kind.__name__ for kind, _ in SECTIONS)}, a model named as Hugging Face's {' or '.join(LIBRARY)}, "
-        f"or one with a method pipeline_sections()"
-    )
+    kind, make = next((kind, make) for kind, make in SECTIONS if isinstance(model, kind))
+    is_kinds = type(model).forward is kind.forward and "forward" not in vars(model)
+    cut, legal = f"the units of a {kind.__name__}", "a method pipeline_sections() of its own"
+    _check_forward(model, kind, is_kinds, cut, legal)
+    return make(model)
 
 
 def _check_parts(model: nn.Module, parts: Sequence[UnitModules]) -> None:
@@ -309,27 +192,37 @@ def costs_of(sections: Sections, model: nn.Module, facts: PartitionFacts | None)
     if isinstance(sections, GPTSections) and facts is not None:
         gated = getattr(model.config, "activation", "") == "swiglu"
         return transformer_units(facts, facts.sequence, gated=gated)
-    if isinstance(sections, LibrarySections) and facts is not None:
-        first, *halves, last = transformer_units(facts, facts.sequence, gated=sections.gated)
+    if isinstance(sections, TracedSections) and facts is not None and len(sections.parts) == facts.layers + 2:
+        gated = _matrices(model, sections.parts[1], facts) == 3
+        first, *halves, last = transformer_units(facts, facts.sequence, gated=gated)
         blocks = [_joined(*pair) for pair in zip(halves[::2], halves[1::2], strict=True)]
         return (first, *blocks, last)
     tokens = facts.sequence if facts is not None else TOKENS
     return tuple(_by_layers(model, part, tokens) for part in sections.parts)
 
 
+def _matrices(model: nn.Module, block: UnitModules, facts: PartitionFacts) -> int:
+    """Matrices of an MLP, by the elements that a block has beside its attention."""
+    shapes = [p.shape for p in model.get_submodule(block.name).parameters()]
+    numel = sum(shape.numel() for shape in shapes if len(shape) > 1)
+    attention = 2 * facts.width**2 * (1 + facts.kv_heads / facts.heads)
+    return round((numel - attention) / (facts.width * facts.ffn))
+
+
 def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
     """A unit of any layers, each of which sees every token: a matrix (a kernel, too) costs its FLOPs, a table its
     lookups, and a vector what is moved of its features."""
     f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing
-    for owner in {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values():
-        for parameter in owner.parameters(recurse=False):
-            n = float(parameter.numel())
-            if isinstance(owner, TABLES):
-                own = lookup_costs(tokens, n, parameter.shape[-1])
-            else:
-                own = (2 * tokens * n if parameter.dim() > 1 else tokens * n * 4 * FLOPS_PER_BYTE,) * 3
-            f, i, w = f + own[0], i + own[1], w + own[2] * parameter.requires_grad
-            numel += parameter.numel()
+    owners = {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values()
+    held = [(owner, p) for owner in owners for p in owner.parameters(recurse=False)]
+    for owner, parameter in [*held, *((model, model.get_parameter(name)) for name in part.parameters)]:
+        n = float(parameter.numel())
+        if isinstance(owner, TABLES):
+            own = lookup_costs(tokens, n, parameter.shape[-1])
+        else:
+            own = (2 * tokens * n if parameter.dim() > 1 else tokens * n * 4 * FLOPS_PER_BYTE,) * 3
+        f, i, w = f + own[0], i + own[1], w + own[2] * parameter.requires_grad
+        numel += parameter.numel()
     return Unit(part.name, f, i, w, 16.0 * numel)
 
 

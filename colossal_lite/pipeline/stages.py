@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
@@ -19,6 +20,7 @@ from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections,
 from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
+from colossal_lite.pipeline.traced_sections import TracedSections, settings_of
 from colossal_lite.schedule.pipeline_schedules import ranks_of
 from colossal_lite.schedule.plan import Plan
 from colossal_lite.schedule.simulator import simulate
@@ -29,14 +31,14 @@ from colossal_lite.transforms.batch_statistics import is_over_the_batch
 class OtherStageModule(nn.Module):
     """Stands where a module of another stage was."""
 
-    def __init__(self, name: str, unit: str) -> None:
+    def __init__(self, name: str, unit: str, module: nn.Module) -> None:
         super().__init__()
-        self.name, self.unit = name, unit
+        self.__dict__.update(settings_of(module))
+        self._place = name, unit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self.name} is not on this rank: unit {self.unit!r} lies on another pipeline stage"
-        )
+        name, unit = self._place
+        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} lies on another pipeline stage")
 
 
 @dataclass(frozen=True)
@@ -96,41 +98,42 @@ def one_stage(model: nn.Module) -> Stages:
 
 def lay_out(
     model: nn.Module, facts: PartitionFacts | None, pipeline: PipelineConfig, coord: int,
-    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None,
+    measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None, sections: Sections | None = None,
 ) -> Stages:  # fmt: skip
     """Assign a full model to the stages of a pipeline; nothing is changed yet.
 
-    `coord`: this rank's on its axis; `measure`: gives units the costs by which they are balanced, in the place of a
-    formula's. Cuts are compared in a step of four micro-batches a rank, if the config does not say. Raises ValueError
-    for a model without units, with fewer units than stages, or with a parameter under none of them.
+    `coord`: this rank's on its axis; `sections`: its units, found before its layers were replaced; `measure`: gives
+    units the costs by which they are balanced, in the place of a formula's. Cuts are compared in a step of four
+    micro-batches a rank, if the config does not say. Raises ValueError for a model without units, with fewer units than
+    stages, or with a parameter under none of them.
     """
-    sections = sections_of(model)
+    sections = sections or sections_of(model)
     units = costs_of(sections, model, facts)
     if measure is not None:
         units = tuple(measure(sections, units))
     cut, placement = _fastest(units, pipeline)
-    stage_of = {
-        name: stage
-        for stage, (start, stop) in enumerate(cut.bounds)
-        for part in sections.parts[start:stop]
-        for name in part.modules
-    }
+    stages_of: dict[str, set[int]] = {}
+    for stage, (start, stop) in enumerate(cut.bounds):
+        for part in sections.parts[start:stop]:
+            for name in (*part.modules, *part.parameters):
+                stages_of.setdefault(name, set()).add(stage)
     first = {id(p): name for name, p in model.named_parameters()}
     homes: dict[str, set[int]] = {name: set() for name in first.values()}
     lost = []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
-        if stage is None:
-            lost.append(name)
-        elif id(tensor) in first:
-            homes[first[id(tensor)]].add(stage)
-    lost += [name for name in modules_of(model) if not any(a in stage_of for a in _ancestors(name))]
+        stages = next((stages_of[a] for a in _ancestors(name) if a in stages_of), set())
+        if id(tensor) in first:
+            homes[first[id(tensor)]] |= stages
+        elif not stages and isinstance(sections, TracedSections):  # a buffer that every stage keeps
+            homes[name] = set(range(len(cut.bounds)))
+        lost += [] if stages or homes.get(name) else [name]
+    lost += [name for name in modules_of(model) if not any(a in stages_of for a in _ancestors(name))]
     if lost:
         raise ValueError(
             f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
             f"parameter, buffer and auxiliary loss must be"
         )
-    _check_shared(model, stage_of)
+    _check_shared(model, stages_of)
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
     trainable = tuple(any(stage in homes[n] for n in trains) for stage in range(len(cut.bounds)))
     used = {name: tuple(sorted(stages)) for name, stages in homes.items()}
@@ -176,14 +179,14 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
+def _check_shared(model: nn.Module, stages_of: Mapping[str, set[int]]) -> None:
     """Raises ValueError for a module that keeps count of its own calls and is called on several stages."""
     places: dict[int, dict[int, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        stage = next((stage_of[a] for a in _ancestors(name) if a in stage_of), None)
         counts = isinstance(module, Dropout) and module.p > 0
-        if stage is not None and (counts or is_over_the_batch(module)):
-            places.setdefault(id(module), {}).setdefault(stage, name)
+        if counts or is_over_the_batch(module):
+            for stage in next((stages_of[a] for a in _ancestors(name) if a in stages_of), set()):
+                places.setdefault(id(module), {}).setdefault(stage, name)
     for found in places.values():
         if len(found) > 1:
             raise ValueError(
@@ -195,13 +198,31 @@ def _check_shared(model: nn.Module, stage_of: Mapping[str, int]) -> None:
 
 def drop_other_stages(model: nn.Module, stages: Stages) -> None:
     """Remove the modules of other ranks from `model`, in place; names do not change."""
-    for stage, (start, stop) in enumerate(stages.cut.bounds):
-        if stages.placement[stage] == stages.coord:
-            continue
-        for part in stages.sections.parts[start:stop]:
-            for name in part.modules:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, OtherStageModule(name, part.name))
+    parts = {
+        is_here: [
+            part
+            for stage, (start, stop) in enumerate(stages.cut.bounds)
+            if (stages.placement[stage] == stages.coord) is is_here
+            for part in stages.sections.parts[start:stop]
+        ]
+        for is_here in (True, False)
+    }
+    kept = {name for part in parts[True] for name in (*part.modules, *part.parameters)}
+    for part in parts[False]:
+        for name in {*part.modules} - kept:
+            parent, child = _place(model, name)
+            setattr(parent, child, OtherStageModule(name, part.name, model.get_submodule(name)))
+        for name in {*part.parameters} - kept:
+            parent, child = _place(model, name)
+            if (
+                own := parent._parameters.pop(child, None)
+            ) is not None:  # code that all stages run may read it
+                setattr(parent, child, torch.zeros((), dtype=own.dtype).expand(own.shape))
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, child = name.rpartition(".")
+    return model.get_submodule(parent), child
 
 
 def _ancestors(name: str) -> list[str]:

@@ -21,6 +21,8 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec, stages_of
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.numerics.random import on_meta
+from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
 from colossal_lite.pipeline.step_plans import shape_of
@@ -52,9 +54,13 @@ def staged_plan(
     config, mesh = dry.config, dry.mesh
     pipeline = config.parallel.pipeline
     count, pieces = _pieces(config, batch, mesh)
-    module, done, streams = dry.built(partial(GPT, model) if isinstance(model, GPTConfig) else model)
+    builder = partial(GPT, model) if isinstance(model, GPTConfig) else model
+    module, done, streams = dry.built(builder)
+    whole_units = traced_units(on_meta(builder))
     # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
-    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"))
+    stages = lay_out(
+        module, facts, pipeline, mesh.coord("pipeline"), None, whole_units and whole_units.on(module)
+    )
     whole = dry.whole(module, done)
     packed = whole.packed(config, mesh.layout, stages.homes)
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]

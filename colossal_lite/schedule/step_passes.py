@@ -154,7 +154,9 @@ def add_step(
                     if a.stage == stage:
                         place = rank, _past_sends(actions, i)
                         after[place].append(replace(action, micro_batch=a.micro_batch))
-        late.sort(key=lambda a: a.kind is ActionKind.REDUCE)
+        late.sort(
+            key=lambda a: (a.kind is ActionKind.REDUCE, a.chunk)
+        )  # alike on all ranks, which meet there
         late += [Action(ActionKind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
         after[rank, len(actions) - 1] += late
         if update == "backward":

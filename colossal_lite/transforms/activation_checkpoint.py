@@ -12,9 +12,10 @@ Outside the blocks (embeddings, head, logits) nothing changes.
 
 The second forward gives the same bits as the first.  It reads the same weights, and dropout counts its calls from where
 they stood when the block began (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator
-state is saved, because none is read.  Blocks are the members of every outermost `nn.ModuleList` whose members are of
-one class and have layers of their own.  Cost: `full` about a third more computing, and the block's collectives once
-more; `selective` the elementwise part, plus some microseconds of Python for each operation of a block.
+state is saved, because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or
+`Sequential` whose members are of one class and have layers of their own.  Cost: `full` about a third more computing,
+and the block's collectives once more; `selective` the elementwise part, plus some microseconds of Python for each
+operation of a block.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from colossal_lite.numerics.random import DropoutStreams, Place
 from colossal_lite.transforms.saved_results import SavedResults
 
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""What may hold the blocks of a model."""
 Mode = Literal["none", "selective", "full"]
 
 aten = torch.ops.aten
@@ -57,9 +60,10 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        members = list(child) if isinstance(child, nn.ModuleList) else []
-        if members and len({type(m) for m in members}) == 1 and any(True for _ in members[0].children()):
-            yield from ((f"{prefix}{name}.{index}", member) for index, member in enumerate(members))
+        members = child._modules if isinstance(child, LISTS) else {}
+        kinds, grown = {type(m) for m in members.values()}, list(members.values())[:1]
+        if len(kinds) == 1 and any(True for m in grown if m is not None for _ in m.children()):
+            yield from ((f"{prefix}{name}.{key}", m) for key, m in members.items() if m is not None)
         else:
             yield from _blocks(child, f"{prefix}{name}.")
 
@@ -74,8 +78,8 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
     blocks = blocks_of(module)
     if not blocks:
         raise ValueError(
-            f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList of blocks of one class; "
-            f"hold its blocks in one, or use 'none'"
+            f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList, ModuleDict or "
+            f"Sequential of blocks of one class; hold its blocks in one, or use 'none'"
         )
     cached = _without_cache(module)
     for name, block in blocks.items():

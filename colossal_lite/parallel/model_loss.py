@@ -1,0 +1,199 @@
+"""Trains on the loss that a model's own forward gives: finds its argument of labels, and proves that it is a mean.
+
+Note: what is proven.
+A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
+model's loss is a mean over valid labels, whatever it is of each token.  So a small copy is run on a batch and on its
+parts, all labels valid and some ignored, and losses and gradients must add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.small_copy import NoCopyError, Wide, few_ids, small_copy, table_roles
+from colossal_lite.parallel.tensor_modes import TensorStrategy
+
+NAMES = ("targets", "labels", "lm_labels", "target", "label", "y", "tgt")
+"""Arguments by which forwards take labels."""
+IGNORED_BY_MODELS = (IGNORED, -1)
+LIMIT_BYTES = 1 << 30
+TOLERANCE = 1e-6
+LEGAL = "legal: a mean over the valid labels, or criterion=None, which trains on the model's logits"
+
+
+class ModelLossError(ValueError):
+    """A model on whose own loss nothing can be trained exactly; the text says why."""
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """How a model is asked for its loss. `labels`: the argument; `ignored`: the label that it passes over, None if it
+    passes over none."""
+
+    labels: str
+    ignored: int | None
+
+    def asked(self, batch: Batch) -> Batch:
+        """The batch with its labels among the arguments of the model, if it has a valid one. Raises ModelLossError for
+        labels to be ignored, if the model ignores none."""
+        valid = batch.labels != IGNORED
+        if not bool(valid.any()):
+            return batch
+        if self.ignored is None and not bool(valid.all()):
+            raise ModelLossError(
+                f"labels: {IGNORED} (to be ignored) under criterion='model', whose model ignores no label "
+                f"({', '.join(map(str, IGNORED_BY_MODELS))} were tried); {LEGAL}"
+            )
+        told = batch.labels if self.ignored in (None, IGNORED) else batch.labels.where(valid, self.ignored)
+        return replace(batch, kwargs={**batch.kwargs, self.labels: told})
+
+    def of(self, outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
+        """(sum, count) of a micro-batch."""
+        count = int((labels != IGNORED).sum())
+        if count == 0:
+            return next(t for t in _members(outputs) if t.is_floating_point()).sum() * 0.0, 0
+        loss = loss_in(outputs)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * count, count
+
+
+def loss_in(outputs: Any) -> Tensor:
+    """The loss among what a model gives: by that name, or the one tensor of one element. Raises ModelLossError."""
+    named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    found = [named] if isinstance(named, Tensor) else [t for t in _members(outputs) if t.numel() == 1]
+    if len(found) != 1 or found[0].numel() != 1 or not found[0].is_floating_point():
+        raise ModelLossError(
+            f"criterion='model': among what the model gives, a {type(outputs).__name__}, {len(found)} tensors may be "
+            f"the loss; legal: one number named 'loss', or a tuple in which one tensor has one element"
+        )
+    return found[0].reshape(())
+
+
+def _members(outputs: Any) -> list[Tensor]:
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    values = values if isinstance(outputs, Mapping | tuple | list) else [outputs]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def model_loss(model: nn.Module) -> ModelLoss:
+    """How `model` is asked for its loss; it is run as a small copy. Raises ModelLossError for a loss that is no mean
+    over valid labels, for a model that takes none, and for one that cannot be run."""
+    name = _argument(model)
+    made, why = None, ""
+    tables = table_roles(model)
+    for roles, keeps_all in ((tables, True), (tables, False), ({}, True)):
+        try:
+            made = _Trial(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all).model, name)
+            with torch.random.fork_rng(devices=[]):
+                made.run(made.labels)
+            break
+        except ModelLossError:
+            raise
+        except Exception as error:  # of the model's own code, or no copy
+            kind = "" if isinstance(error, NoCopyError) else f"{type(error).__name__}: "
+            made, why = None, f"{kind}{(str(error).splitlines() or [''])[0][:200]}"
+    if made is None:
+        raise ModelLossError(
+            f"criterion='model': the loss of {type(model).__name__} cannot be proven on a small copy: {why}; {LEGAL}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        return ModelLoss(name, made.ignored())
+
+
+def _argument(model: nn.Module) -> str:
+    """The argument of labels of a model's forward."""
+    taken = signature(model.forward).parameters
+    by_name = [name for name in NAMES if name in taken]
+    rest = [n for n, p in taken.items() if p.kind is not Parameter.VAR_KEYWORD][1:]
+    if by_name:
+        return by_name[0]
+    if len(rest) == 1 and taken[rest[0]].default is None:
+        return rest[0]
+    raise ModelLossError(
+        f"criterion='model': {type(model).__name__}.forward{signature(model.forward)} has no argument for labels; "
+        f"legal: one named {', '.join(NAMES[:2])}, as in forward(idx, targets=None)"
+    )
+
+
+def gather_logits(
+    model: nn.Module, roles: Mapping[str, Role], strategy: TensorStrategy, criterion: ModelLoss | None
+) -> None:
+    """Have the head of a split model give logits over the full vocabulary to the model's own code, if that reads
+    them."""
+    if criterion is None:
+        return
+    head = next(name for name, role in roles.items() if role.name == "lm_head")
+    model.get_submodule(head).register_forward_hook(lambda module, args, out: strategy.whole_vocabulary(out))
+
+
+class _Trial:
+    """A small copy with three samples."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.name = model.eval(), name
+        ids = few_ids(model, 3)
+        self.ids, self.labels = ids, ids.roll(1, 1)
+        self.what = f"criterion='model': the loss of {type(model).__name__}"
+
+    def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of some samples."""
+        self.model.zero_grad()
+        with torch.enable_grad(), Wide():
+            loss = loss_in(self.model(self.ids[samples], **{self.name: labels[samples]}))
+        loss.backward()
+        return float(loss.detach()), [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
+        ]
+
+    def ignored(self) -> int | None:
+        """The label that the model passes over. Raises ModelLossError for a loss that is no mean."""
+        whole = self.run(self.labels)
+        parts = [self.run(self.labels, part) for part in (slice(0, 1), slice(1, 3))]
+        if not _adds_up(whole, parts, [1, 2]):
+            a, b = (loss for loss, _ in parts)
+            kind = "a sum" if abs(a + b - whole[0]) <= TOLERANCE * abs(whole[0]) else "no mean over tokens"
+            raise ModelLossError(
+                f"{self.what} is {kind}: {whole[0]:.6g} of three samples, {a:.6g} of the first and {b:.6g} of the "
+                f"others; {LEGAL}"
+            )
+        first = self.labels.clone()
+        first[:, 0] = (first[:, 0] + 1) % int(self.labels.max() + 1)
+        if self.run(first)[0] == whole[0]:
+            raise ModelLossError(
+                f"{self.what} does not read the first label of a sample: it shifts labels itself, and those of a batch "
+                f"are shifted already; legal: criterion=None, which trains on the model's logits"
+            )
+        return next((label for label in IGNORED_BY_MODELS if self._passes_over(label)), None)
+
+    def _passes_over(self, label: int) -> bool:
+        labels = self.labels.clone()
+        labels[0, 2:], labels[1, :5] = label, label
+        counts = [int((labels[part] != label).sum()) for part in (slice(0, 1), slice(1, 3))]
+        try:
+            whole = self.run(labels)
+            return _adds_up(whole, [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))], counts)
+        except Exception:  # of the model's own code: no such label
+            return False
+
+
+def _adds_up(
+    whole: tuple[float, list[Tensor]], parts: list[tuple[float, list[Tensor]]], counts: list[int]
+) -> bool:
+    total = sum(counts)
+    mean = sum(loss * n for (loss, _), n in zip(parts, counts, strict=True)) / total
+    if not abs(mean - whole[0]) <= TOLERANCE * abs(whole[0]):
+        return False
+    largest = max(float(g.norm()) for g in whole[1])
+    for index, expected in enumerate(whole[1]):
+        found = sum(g[index] * n for (_, g), n in zip(parts, counts, strict=True)) / total
+        if not float((found - expected).norm()) <= TOLERANCE * (float(expected.norm()) + 1e-3 * largest):
+            return False
+    return True

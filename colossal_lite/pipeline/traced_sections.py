@@ -1,0 +1,273 @@
+"""Runs any stretch of the units that a trace has found, by the model's own forward.
+
+Note: how a stretch runs.
+The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced:
+those before the blocks give zeros of the shape that they would give, blocks hand through what they are given, and the
+block before the stretch gives what came in.  At the end of the stretch the forward is left.  So masks, positions and
+tables are the model's own on every stage, and its code is not changed.  Cost: the model's code before the first block
+runs on every stage, on zeros that hold one element.
+
+Before it is used, each unit of the traced copy is run alone.  If the copy has values, the loss and every gradient of
+the chain of units must be those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.small_copy import Wide, few_ids
+from colossal_lite.pipeline.unit_trace import (
+    Passage,
+    Place,
+    UnitModules,
+    UnitsError,
+    UnitTrace,
+    on_meta_copy,
+    trace_units,
+)
+
+TOLERANCE = 1e-9
+PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+class TracedSections:
+    """The units of a trace: what comes before the first block, each block, and what follows the last."""
+
+    def __init__(self, model: nn.Module, trace: UnitTrace, shapes: Mapping[str, nn.Module]) -> None:
+        """`shapes`: the modules of unit 0 on meta, which tell the shapes of what they would give."""
+        self._model, self._trace, self._shapes = model, trace, dict(shapes)
+        self.parts: tuple[UnitModules, ...] = trace.parts
+
+    def on(self, model: nn.Module) -> TracedSections:
+        """The same units of another build of the model."""
+        return TracedSections(model, self._trace, self._shapes)
+
+    def run(self, start: int, stop: int, carried: Any, batch: Batch) -> Any:
+        """Units [start, stop) on what came in; the stream that goes out, or the model's outputs."""
+        if start in self._trace.written:
+            carried = carried.clone()
+        with ExitStack() as places:
+            places.enter_context(_replaced(self._model, self._others(start, stop, carried)))
+            if start == 1:
+                takes = self._trace.passages[0].takes
+                places.enter_context(_given(self._block(1), takes, carried))
+            if 1 < stop < len(self.parts):
+                places.enter_context(_left_behind(self._block(stop - 1), self._trace.passages[stop - 2]))
+            try:
+                outputs = self._model(*batch.args, **batch.kwargs)
+            except _Left as left:
+                return left.stream
+        if stop < len(self.parts):
+            raise ValueError(
+                f"parallel.pipeline: a forward of {type(self._model).__name__} has not called "
+                f"{self.parts[stop - 1].name}, as it did when it was traced; legal: the same blocks for every batch"
+            )
+        return outputs
+
+    def _block(self, unit: int) -> nn.Module:
+        return self._model.get_submodule(self.parts[unit].name)
+
+    def _others(self, start: int, stop: int, carried: Any) -> dict[str, nn.Module]:
+        """What stands in the places of other units while these run."""
+        by: dict[str, nn.Module] = {}
+        own = {name for part in self.parts[start:stop] for name in part.modules}
+        if start > 0:
+            for name in self.parts[0].modules:
+                if name not in own:
+                    by[name] = _Zeros(self._shapes[name], carried)
+        for unit in range(1, start):
+            passage = self._trace.passages[unit - 1]
+            came = carried if unit == start - 1 else None
+            by[self.parts[unit].name] = _Through(self._model, passage, came)
+        if stop == 1:
+            by[self.parts[1].name] = _Through(self._model, self._trace.passages[0], None, leaves=True)
+        return by
+
+
+def traced(model: nn.Module) -> TracedSections:
+    """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut."""
+    trace, proven = trace_units(model)
+    bare = on_meta_copy(model)
+    shapes = {name: bare.get_submodule(name) for name in trace.parts[0].modules}
+    sections = TracedSections(model, trace, shapes)
+    if proven is not None:
+        _prove(proven, sections)
+    return sections
+
+
+def _prove(proven: nn.Module, sections: TracedSections) -> None:
+    """Run the units of a copy one by one, and raise UnitsError where they are not the model."""
+    has_values = not any(p.is_meta for p in proven.parameters())
+    ids = few_ids(proven)
+    labels = torch.zeros_like(ids)
+    batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids), device=ids.device))
+    alone = sections.on(proven)
+    what = f"parallel.pipeline: {type(proven).__name__}"
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), ids.device, Wide():
+        whole = _gradients(proven, labels, proven(ids))
+        try:
+            found = _gradients(proven, labels, *_chain(alone, batch))
+        except Exception as error:  # of the model's own code, beside stand-ins
+            raise UnitsError(
+                f"{what} does not run in parts: {type(error).__name__}: {error}; legal: code around the blocks that "
+                f"reads of blocks and tables nothing but what they give; a method pipeline_sections() "
+                f"(docs/pipeline.md); or pipeline=1"
+            ) from error
+    for name, expected in whole.items() if has_values else ():
+        if not float((found[name] - expected).norm()) <= TOLERANCE * (float(expected.norm()) + 1e-6):
+            raise UnitsError(
+                f"{what}: run in parts, the gradient of {name} is another; legal: a method pipeline_sections() "
+                f"(docs/pipeline.md), or pipeline=1"
+            )
+
+
+def _chain(sections: TracedSections, batch: Batch) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """What the last unit gives, and of each boundary the tensor that left and the leaf that came in."""
+    carried: Any = None
+    ends: list[tuple[Tensor, Tensor]] = []
+    for unit in range(len(sections.parts)):
+        given = sections.run(unit, unit + 1, carried, batch)
+        if unit < len(sections.parts) - 1:
+            carried = given.detach().requires_grad_(given.requires_grad)
+            ends.append((given, carried))
+    return given, ends
+
+
+def _gradients(
+    model: nn.Module, labels: Tensor, outputs: Any, ends: Sequence[tuple[Tensor, Tensor]] = ()
+) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one, and the loss as `loss`."""
+    model.zero_grad()
+    logits = logits_of(outputs)
+    logits = logits.flatten(0, -2)
+    loss = F.cross_entropy(logits, labels.flatten()[: len(logits)], reduction="sum")
+    loss.backward()
+    for left, came in reversed(ends):
+        if left.requires_grad:
+            left.backward(torch.zeros_like(came) if came.grad is None else came.grad)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+# ---- what stands in the place of a module ----
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The plain settings (numbers, words) of a module, which code around it may read."""
+    own = vars(module).items()
+    return {k: v for k, v in own if isinstance(v, PLAIN) and not k.startswith("_") and k != "training"}
+
+
+class _Left(BaseException):  # noqa: N818  (no error; and no `except Exception` of a model may take it)
+    """The stretch is done, and the forward is left."""
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+class _Through(nn.Module):
+    """A block of another stage: it hands the stream through, or gives what came in, or leaves the forward."""
+
+    def __init__(
+        self, model: nn.Module, passage: Passage, came: Tensor | None, *, leaves: bool = False
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(settings_of(model.get_submodule(passage.block)))
+        self.passage, self.came, self.leaves = passage, came, leaves
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given: dict[Place, Any] = dict(enumerate(args))
+        given.update(kwargs.items())
+        passage = self.passage
+        stream = given[passage.takes[0]]
+        if self.leaves:
+            raise _Left(stream)
+        stream = stream if self.came is None else self.came
+        if passage.gives is None:
+            return stream
+        members = {p: None if by is None else given.get(by) for p, by in passage.members.items()}
+        members[passage.gives] = stream
+        if isinstance(passage.gives, str):
+            return members
+        return tuple(members[p] for p in sorted(members, key=int))
+
+
+class _Zeros(nn.Module):
+    """A module of unit 0 on another stage: zeros, of one element each, in the shape that it would give."""
+
+    def __init__(self, shaped: nn.Module, like: Tensor) -> None:
+        super().__init__()
+        self.__dict__.update(settings_of(shaped))
+        self.shaped, self.like = (shaped,), like  # in a tuple: no module of this one
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def on_meta(value: Any) -> Any:
+            return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+        def zeros(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            dtype = self.like.dtype if value.is_floating_point() else value.dtype
+            return self.like.new_zeros((), dtype=dtype).expand(value.shape)
+
+        with torch.no_grad(), torch.device("meta"):
+            given = self.shaped[0](*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+        return tree_map(zeros, given)
+
+
+@contextmanager
+def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Other modules in the place of those that are named, for a while."""
+    places = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)
+        for name, new in by.items()
+    ]
+    own = [(parent, child, parent._modules[child]) for parent, child, _ in places]
+    try:
+        for parent, child, new in places:
+            parent._modules[child] = new
+        yield
+    finally:
+        for parent, child, old in own:
+            parent._modules[child] = old
+
+
+@contextmanager
+def _given(block: nn.Module, takes: Sequence[Place], carried: Tensor) -> Iterator[None]:
+    """A block that gets what came in, in the place of the stream that the model's code hands it."""
+
+    def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (
+            tuple(carried if place in takes else value for place, value in enumerate(args)),
+            {name: carried if name in takes else value for name, value in kwargs.items()},
+        )
+
+    handle = block.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _left_behind(block: nn.Module, passage: Passage) -> Iterator[None]:
+    """The forward is left when this block has given what it gives."""
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        raise _Left(out if passage.gives is None else out[passage.gives])
+
+    handle = block.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,436 @@
+"""Finds the units of any model of blocks: it watches one forward, and says what passes between blocks.
+
+Note: what is watched.
+Blocks are those of `blocks_of`, called one after another.  Each operation of the forward is seen.  What comes from a
+parameter is marked with the unit that made it.  Where a block begins or ends, one tensor goes on: the stream.  Whatever
+else was made of parameters before is *left behind*, and an operation that reads it later is refused: a second tensor
+would have to pass.  What comes from the batch and from buffers alone (masks, positions, rotary tables) carries no mark:
+every stage makes it again.  A model whose copy would be large is run on meta, without values: the verdict does not
+depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from colossal_lite.parallel.small_copy import (
+    LIMIT_BYTES,
+    TOKENS,
+    NoCopyError,
+    Wide,
+    few_ids,
+    small_copy,
+    table_roles,
+)
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+
+Place = int | str
+"""An argument or a member of a result: its number, or its name."""
+aten = torch.ops.aten
+READ_NO_VALUES = frozenset(
+    {
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    }
+)  # fmt: skip
+"""Operations that take of a tensor its shape and dtype alone."""
+
+
+class UnitsError(ValueError):
+    """A model that cannot be cut between its blocks; the text says where, why, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class UnitModules:
+    """One unit of a model: its name, and the modules (by name, their children included) that are its own."""
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    """Parameters of its own beside them, of modules that are in no unit as a whole."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How the stream passes a block. `gives`: the member of the result that goes on, None if the result is that tensor.
+    `members`: of a result with several, the argument that each hands through, None for what nobody reads."""
+
+    block: str
+    takes: tuple[Place, ...]
+    gives: Place | None
+    members: Mapping[Place, Place | None]
+
+
+@dataclass(frozen=True)
+class UnitTrace:
+    """What a forward has shown. Unit 0 ends where the first block begins; the last begins where the last one ends."""
+
+    parts: tuple[UnitModules, ...]
+    passages: tuple[Passage, ...]
+    written: frozenset[int]
+    """Units that change in place what comes in."""
+
+
+def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
+    """The units of a model of blocks, in the order in which one forward on ids calls them, and the copy that was run:
+    with values if it is small. None for a model whose copies do not run (a function in it that holds modules of the
+    original), which is run itself.
+
+    Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
+    blocks, and for one of which more than one tensor passes from block to block.
+    """
+    blocks = tuple(blocks_of(model))
+    if len(blocks) < 2:
+        raise UnitsError(
+            f"parallel.pipeline: {type(model).__name__} does not say what its units are; legal: blocks of one class in "
+            f"an nn.ModuleList, nn.ModuleDict or nn.Sequential, or a method pipeline_sections() (docs/pipeline.md)"
+        )
+    _check_kinds(model, blocks)
+    try:
+        made = small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model
+    except NoCopyError:
+        made = on_meta_copy(model)
+    try:
+        return _watched(made, blocks, Wide()), made
+    except UnitsError:
+        raise
+    except Exception as error:  # of the model's own code
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    try:
+        return _watched(model, blocks, nullcontext()), None
+    except UnitsError:
+        raise
+    except Exception as error:  # as above, or it has no values
+        raise UnitsError(
+            f"parallel.pipeline: {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; legal: a "
+            f"method pipeline_sections() (docs/pipeline.md), or pipeline=1"
+        ) from error
+
+
+def on_meta_copy(model: nn.Module) -> nn.Module:
+    """A copy without values. Raises UnitsError for a model that cannot be copied."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
+
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(bare(p), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    tables = [*model.buffers(), *(value for value in kept if isinstance(value, Tensor))]
+    memo |= {id(table): bare(table) for table in tables}
+    try:
+        return copy.deepcopy(model, memo).eval()
+    except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
+
+
+def _watched(model: nn.Module, blocks: Sequence[str], within: AbstractContextManager[Any]) -> UnitTrace:
+    """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
+    watch, ids = _Watch(model, tuple(blocks)), few_ids(model)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, within, watch:
+            model(ids)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return watch.result()
+
+
+def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raises UnitsError for what a stage cannot run in part: scripted code, and hooks around the blocks."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule) or kind == "OptimizedModule":
+            raise UnitsError(
+                f"parallel.pipeline: {name or 'the model itself'} is a {kind}, whose code no stage can run in part; "
+                f"legal: the module as it was before, and compile='block' in the config to compile it"
+            )
+        around = any(block.startswith(f"{name}.") for block in blocks)
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if name and around and any(getattr(module, each) for each in kinds):
+            raise UnitsError(
+                f"parallel.pipeline: a forward or backward hook on {name} ({kind}), which holds the blocks, would run "
+                f"on a part of its work; legal: hooks on the blocks, or within them"
+            )
+
+
+@dataclass(eq=False)
+class _Watch(TorchDispatchMode):
+    """One forward, seen operation by operation."""
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    unit: int = 0
+    """The unit whose code runs."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Of each storage made of parameters: the unit that made it."""
+    alive: list[Tensor] = field(default_factory=list)  # a freed storage would hand its address to another
+    readers: dict[str, set[int]] = field(default_factory=dict)
+    """Units that read each parameter."""
+    callers: dict[str, set[int]] = field(default_factory=dict)
+    """Units in which each outermost module outside the blocks is called and gives what parameters made."""
+    passages: list[Passage] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    boundary: int = 0
+    """Storage of what came into this unit."""
+    depth: int = 0
+    outside: str = ""
+    """The outermost module outside the blocks that is being called."""
+    inside: int | None = None
+    """The block that is being called."""
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter.untyped_storage()._cdata, []).append(name)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in READ_NO_VALUES:
+            return out
+        is_made = False
+        for tensor in _tensors((args, kwargs)):
+            key = _storage(tensor)
+            if key in self.names:
+                self._read(self.names[key])
+                is_made = True
+            elif key in self.made:
+                is_made = True
+                if self.made[key] != self.unit:
+                    self._refuse_left_behind(self.made[key])
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and self.unit:
+            if _storage(args[0]) == self.boundary:
+                self.written.add(self.unit)
+        if is_made:
+            for tensor in _tensors(out):
+                self._mark(tensor)
+        return out
+
+    def _mark(self, tensor: Tensor) -> None:
+        self.made[_storage(tensor)] = self.unit
+        self.alive.append(tensor)
+
+    def _read(self, names: Sequence[str]) -> None:
+        """A parameter, by all its names, is read now."""
+        here = -1 if self.inside is None else self.inside
+        own = [n for n in names if self._block_of(n) == here >= 0]
+        own = own or [n for n in names if self.outside and n.startswith(f"{self.outside}.")]
+        own = own or [n for n in names if self._block_of(n) < 0]
+        if not own:
+            raise UnitsError(
+                f"{self._where()}: {names[0]} is read outside its block; legal: blocks called as modules, block(x), "
+                f"and weights that only their own block reads, or that are the same Parameter in both (tied)"
+            )
+        for name in own:
+            self.readers.setdefault(name, set()).add(self.unit)
+
+    def _block_of(self, name: str) -> int:
+        return next((i for i, block in enumerate(self.blocks) if name.startswith(f"{block}.")), -1)
+
+    def _refuse_left_behind(self, unit: int) -> None:
+        made = "before the first block" if unit == 0 else f"by {self.blocks[unit - 1]} or code before it"
+        raise UnitsError(
+            f"{self._where()}: this reads a tensor made {made}, beside the one that the last block gave; one tensor "
+            f"may pass between blocks; legal: code within a block reads what the block is handed; a method "
+            f"pipeline_sections() that passes both (docs/pipeline.md); or pipeline=1"
+        )
+
+    def _where(self) -> str:
+        """The model, the block, and the line of its source that runs."""
+        frame, place = sys._getframe(1), ""
+        own = (Path(torch.__file__).parent.as_posix(), Path(__file__).parents[1].as_posix())
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(own) and "self" in frame.f_locals:
+                owner = type(frame.f_locals["self"]).__name__
+                place = f" at {name}:{frame.f_lineno} ({owner}.{frame.f_code.co_name})"
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        block = f", in {self.blocks[self.inside]}" if self.inside is not None else ""
+        return f"parallel.pipeline: {type(self.model).__name__}{block}{place}"
+
+    # ---- modules ----
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch the calls of modules, too."""
+        around = {".".join(b.split(".")[:n]) for b in self.blocks for n in range(b.count(".") + 1)}
+        handles = []
+        for name, module in self.model.named_modules():
+            if name in self.blocks:
+                index = self.blocks.index(name)
+                handles += [
+                    module.register_forward_pre_hook(
+                        partial(self._begin, index), with_kwargs=True, prepend=True
+                    ),
+                    module.register_forward_hook(partial(self._end, index), with_kwargs=True),
+                ]
+            elif name not in around and self._block_of(name) < 0:
+                handles += [
+                    module.register_forward_pre_hook(partial(self._enter, name)),
+                    module.register_forward_hook(partial(self._leave, name)),
+                ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        if self.depth == 0:
+            self.outside = name
+        self.depth += 1
+
+    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
+        self.outside = ""
+        if self.inside is None and any(_storage(t) in self.made for t in _tensors(out)):
+            self.callers.setdefault(name, set()).add(self.unit)
+
+    def _begin(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index != len(self.passages):
+            due = self.blocks[len(self.passages)] if len(self.passages) < len(self.blocks) else "no block"
+            raise UnitsError(
+                f"{self._where()}: {self.blocks[index]} is called where {due} is due; legal: each block once, in the "
+                f"order of its list; a method pipeline_sections() (docs/pipeline.md); or pipeline=1"
+            )
+        given = [*enumerate(args), *kwargs.items()]
+        came = [(p, t) for p, t in given if isinstance(t, Tensor) and self._is_fresh(t)]
+        hidden = [p for p, v in given if not isinstance(v, Tensor) and any(map(self._is_fresh, _tensors(v)))]
+        kinds = {id(t) for _, t in came}
+        if hidden or not came or (index == 0 and len(kinds) > 1):
+            what = f"{len(kinds)} tensors of parameters" if came else "none as an argument of its own"
+            if hidden:
+                what = f"one within argument {hidden[0]!r}"
+            raise UnitsError(
+                f"{self._where()}: {self.blocks[index]} ({type(module).__name__}) is handed {what}; legal: one tensor "
+                f"that parameters made, beside masks, positions and tables that the batch and buffers make; a method "
+                f"pipeline_sections() (docs/pipeline.md); or pipeline=1"
+            )
+        for value in _tensors((args, kwargs)):
+            key = _storage(value)
+            if key in self.made and self.made[key] != self.unit:
+                self._refuse_left_behind(self.made[key])
+        stream = came[0][1]
+        if index == 0:
+            self._pass_on(stream)
+        self.inside = index
+        takes = tuple(p for p, t in came if t is stream)
+        self.passages.append(Passage(self.blocks[index], takes, None, {}))
+
+    def _is_fresh(self, tensor: Tensor) -> bool:
+        return self.made.get(_storage(tensor)) == self.unit
+
+    def _pass_on(self, stream: Tensor) -> None:
+        self.unit += 1
+        self._mark(stream)
+        self.boundary = _storage(stream)
+
+    def _end(self, index: int, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        taken = self.passages[-1].takes
+        given: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
+        self.inside = None
+        if isinstance(out, Tensor):
+            return self._pass_on(out)
+        members: dict[Place, Any] = {}
+        if isinstance(out, Mapping):
+            members = dict(out)
+        elif isinstance(out, tuple | list):
+            members = dict(enumerate(out))
+        fresh = [p for p, t in members.items() if isinstance(t, Tensor) and self._is_fresh(t)]
+        alike = [p for p in fresh if members[p].shape == given[taken[0]].shape]
+        if not fresh:
+            raise UnitsError(
+                f"{self._where()}: {self.blocks[index]} ({type(module).__name__}) gives a {type(out).__name__} without "
+                f"a tensor of its own; legal: a tensor, or a tuple or dict with one"
+            )
+        gives = (alike or fresh)[0]
+        by = {id(value): place for place, value in given.items() if value is not None}
+        self.passages[-1] = Passage(
+            self.blocks[index], taken, gives, {p: by.get(id(v)) for p, v in members.items() if p != gives}
+        )
+        self._pass_on(members[gives])
+
+    # ---- the result ----
+
+    def result(self) -> UnitTrace:
+        if len(self.passages) < len(self.blocks):
+            raise UnitsError(
+                f"parallel.pipeline: {type(self.model).__name__} calls {len(self.passages)} of its {len(self.blocks)} "
+                f"blocks as modules, {self.blocks[len(self.passages)]} not; legal: every block called, block(x) and "
+                f"not block.forward(x)"
+            )
+        last = len(self.blocks) + 1
+        modules: list[dict[str, None]] = [{} for _ in range(last + 1)]
+        parameters: list[dict[str, None]] = [{} for _ in range(last + 1)]
+        for index, block in enumerate(self.blocks):
+            modules[index + 1][block] = None
+        callers, around = self._callers()
+        for name, units in callers.items():
+            for unit in units:
+                modules[unit][name] = None
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            if self._block_of(name) < 0 and name.rpartition(".")[0] in around:
+                for unit in self.readers.get(name, {0}):
+                    parameters[unit][name] = None
+        names = ("embedding", *self.blocks, "head")
+        return UnitTrace(
+            tuple(UnitModules(n, tuple(m), tuple(p)) for n, m, p in zip(names, modules, parameters, strict=True)),
+            tuple(self.passages), frozenset(self.written),
+        )  # fmt: skip
+
+    def _callers(self) -> tuple[dict[str, set[int]], set[str]]:
+        """The units of each outermost module with parameters outside the blocks, or that is called there; and the
+        modules around the blocks."""
+        around = {".".join(b.split(".")[:n]) for b in self.blocks for n in range(b.count(".") + 1)}
+        callers = {name: set(units) for name, units in self.callers.items()}
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            owner = name.rpartition(".")[0]
+            if self._block_of(name) >= 0 or owner in around:
+                continue
+            outer = next((a for a in _ancestors(owner) if a in callers), None)
+            if outer is None:
+                outer = next((a for a in reversed(_ancestors(owner)) if a not in around), owner)
+                callers.setdefault(outer, set())
+            callers[outer] |= self.readers.get(name, set())
+        return {name: units or {0} for name, units in callers.items()}, around
+
+
+def _ancestors(name: str) -> list[str]:
+    """A module's name and those of the modules around it, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

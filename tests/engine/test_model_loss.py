@@ -1,0 +1,139 @@
+"""criterion="model" trains on the loss that a model's own forward gives: exact where it is a mean, else refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite.parallel.model_loss import ModelLoss, ModelLossError, model_loss
+from tests.shared.own_models import PLAN, TOKENS, WORDS, Model
+from tests.shared.pool import RankEnv, WorldError, run_world
+
+
+class OwnLoss(Model):
+    """As nanoGPT: the loss beside the logits with targets, and the last position without."""
+
+    ignored = -1
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x[:, [-1], :]), None
+        logits = self.head(x)
+        return logits, self.loss(logits.flatten(0, 1), targets.flatten())
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, ignore_index=self.ignored, label_smoothing=0.1)
+
+
+class Summed(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+
+class PlusAMeanOfTheBatch(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(logits, targets) + logits.mean(0).square().sum()
+
+
+class Shifts(OwnLoss):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits, _ = super().forward(ids, torch.zeros_like(ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids, labels = (torch.randint(WORDS, (4, TOKENS), generator=generator) for _ in range(2))
+    labels[0, 3:], labels[1] = -100, -100
+    return ids, labels
+
+
+def build() -> OwnLoss:
+    torch.manual_seed(0)
+    return OwnLoss().double()
+
+
+def plain() -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = build(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        ids, labels = batch(step)
+        _, loss = model(ids, labels.where(labels != -100, -1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def trains(env: RankEnv, changes: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=60) | changes
+    with env.launch(config) as context:
+        engine = cl.initialize(build(), context=context, criterion="model", plan=PLAN)
+        cut = context.local_batch(4)
+        steps = [tuple(t[cut] for t in batch(step)) for step in range(2)]
+        evaluated = float(engine.eval_step(steps[0]))
+        losses = [float(engine.train_step(step).loss) for step in steps]
+        return losses, evaluated, engine.full_state_dict()
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "data, ZeRO 3": dict(zero=dict(stage=3)),
+    "accumulation, a part without valid labels": dict(gradient_accumulation=2, zero=dict(stage=1)),
+    "tensor 1d": dict(parallel=dict(tensor=2)),
+    "tensor 1d, whole": dict(parallel=dict(tensor=dict(size=2, sequence_parallel=False))),
+    "pipeline": dict(parallel=dict(pipeline=dict(size=2, micro_batches=2))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_models_own_loss_trains_as_in_a_plain_loop(mode: str) -> None:
+    losses, weights = plain()
+    for theirs, evaluated, state in run_world(trains, 2, MODES[mode]):
+        assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(losses, theirs, strict=True))
+        assert math.isclose(evaluated, losses[0], rel_tol=1e-12), "an evaluation gives the same loss"
+        for name, value in weights.items():
+            assert torch.allclose(state[name], value, rtol=1e-11, atol=1e-13), name
+
+
+def test_a_forward_says_how_it_takes_labels() -> None:
+    assert model_loss(OwnLoss()) == ModelLoss("targets", -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Summed, "is a sum: .* of three samples"),
+        (PlusAMeanOfTheBatch, "is no mean over tokens"),
+        (Shifts, "does not read the first label .* it shifts labels itself"),
+        (Model, "has no argument for labels; legal: one named targets, labels"),
+    ],
+)
+def test_a_loss_that_is_no_mean_is_refused_by_name(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(ModelLossError, match=words):
+        model_loss(kind())
+
+
+def without_labels(env: RankEnv) -> None:
+    with env.launch(dict(precision="fp64")) as context:
+        cl.initialize(build(), context=context).train_step(batch(0))
+
+
+def test_logits_of_the_last_position_are_answered_with_the_criterion() -> None:
+    with pytest.raises(
+        WorldError, match=r"last position only.*legal: cl.initialize\(..., criterion='model'\)"
+    ):
+        run_world(without_labels, 1)
