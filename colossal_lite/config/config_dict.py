@@ -102,6 +102,24 @@ class HostFractionDict(TypedDict, total=False):
     """Of the optimizer's states, the masters included where they are apart from the weights."""
 
 
+class RatesDict(TypedDict, total=False):
+    """Rates of a machine for one rank, for update_on="auto": all of the first four, or none, and they are measured."""
+
+    host_update: float | None
+    """Elements a second that are updated on the host."""
+    device_update: float | None
+    """Elements a second that are updated on the device."""
+    up: int | str | None
+    """Bytes a second from host to device."""
+    down: int | str | None
+    """Bytes a second from device to host."""
+    host_memory: int | str | None
+    """Bytes a second that the host reads and writes, for updates and copies together; None: it does not limit
+    them."""
+    call_s: float
+    """Seconds that the update of a chunk costs on the host beside its elements."""
+
+
 class MemoryDict(TypedDict, total=False):
     """Tiers of memory: device, host, disk."""
 
@@ -122,11 +140,14 @@ class MemoryDict(TypedDict, total=False):
     beyond host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: int | str | None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: Literal["device", "host"] | dict[str, int | float]
+    update_on: Literal["device", "host", "auto"] | dict[str, int | float]
     """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and
     back, and the device's op gives the bits that it gives to state that stays there. host: with the CPU's op,
     and gradients go down and weights up in its place. dict(every=k): of every k chunks one on the device, and
-    the others on the host; dict(host=share): so many on the host. Both sides then work at once."""
+    the others on the host; dict(host=share): so many on the host. Both sides then work at once. auto: the mix
+    that is fastest by `rates`."""
+    rates: RatesDict
+    """What the machine does in a second, for update_on="auto"."""
     link_latency_s: float
     """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: int | str | None

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from colossal_lite.config.schema import Legal, NotNegative, Ratio, Section, SettingError, UnusedSetting
+from colossal_lite.config.schema import (
+    Legal,
+    NotNegative,
+    Positive,
+    Ratio,
+    Section,
+    SettingError,
+    UnusedSetting,
+)
 
 UNITS = {
     "B": 1,
@@ -62,10 +70,35 @@ def _is_share(value: Any) -> Any:
 
 
 UpdateOn = Annotated[
-    Literal["device", "host"] | dict[Literal["every", "host"], int | float],
+    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float],
     AfterValidator(_is_share),
-    Legal("'device', 'host', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+    Legal("'device', 'host', 'auto', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
 ]
+
+
+class RatesConfig(Section):
+    """Rates of a machine for one rank, for update_on="auto": all of the first four, or none, and they are measured."""
+
+    host_update: Positive | None = None
+    """Elements a second that are updated on the host."""
+    device_update: Positive | None = None
+    """Elements a second that are updated on the device."""
+    up: Budget | None = None
+    """Bytes a second from host to device."""
+    down: Budget | None = None
+    """Bytes a second from device to host."""
+    host_memory: Budget | None = None
+    """Bytes a second that the host reads and writes, for updates and copies together; None: it does not limit them."""
+    call_s: NotNegative = 0.0
+    """Seconds that the update of a chunk costs on the host beside its elements."""
+
+    def errors(self) -> Iterable[SettingError]:
+        needed = ("host_update", "device_update", "up", "down")
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing and self.model_fields_set:
+            yield SettingError(
+                missing[0], "is not given, and other rates are", f"all of {', '.join(needed)}, or none"
+            )
 
 
 class MemoryConfig(Section):
@@ -92,7 +125,9 @@ class MemoryConfig(Section):
     """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and back, and the
     device's op gives the bits that it gives to state that stays there. host: with the CPU's op, and gradients go down
     and weights up in its place. dict(every=k): of every k chunks one on the device, and the others on the host;
-    dict(host=share): so many on the host. Both sides then work at once."""
+    dict(host=share): so many on the host. Both sides then work at once. auto: the mix that is fastest by `rates`."""
+    rates: RatesConfig = RatesConfig()
+    """What the machine does in a second, for update_on="auto"."""
     link_latency_s: NotNegative = 0.0
     """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: Budget | None = None
@@ -145,6 +180,9 @@ class MemoryConfig(Section):
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
+        if self.update_on != "auto":
+            for name in RatesConfig.model_fields:
+                yield UnusedSetting(f"rates.{name}", f"update_on={self.update_on!r} asks for no rates")
         if self.placement == "static" and not self.host_fraction.optimizer:
             why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
             yield UnusedSetting("update_on", why)

@@ -34,6 +34,7 @@ from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
 from colossal_lite.zero.state_pieces import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
+from colossal_lite.zero.update_choice import UpdateChoice
 
 TIERS = ("device", "host", "disk")
 BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
@@ -96,7 +97,7 @@ def memory_rows(
         {},
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
-        host_share=config.memory.host_share,
+        choice=UpdateChoice(config.memory, TORCH, META),
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (

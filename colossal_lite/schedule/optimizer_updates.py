@@ -21,7 +21,7 @@ weights go up.  These are chunks of their own in the plan: of n chunks with stat
 `#2n+c` are its weights.  Such an update does not block the issuer, so all of them may start as soon as the norm is
 known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
 updated on the device between them (arXiv 2410.21316; schedule/update_mix.py decides).  Then records are fetched
-`ahead` chunks before their turn, and gradients come down `ahead_down` chunks before theirs.
+`ahead` chunks before their turn, and updates on the host begin `ahead_down` chunks before theirs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 from colossal_lite.schedule.interval_packing import most_at_once
 from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
@@ -99,10 +99,11 @@ def update_plan(
             if fetched is not None and fetched not in on_host:
                 actions.append(_action(ActionKind.FETCH, fetched))
         for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
-            parts = on_host[coming].down if coming in on_host else ()
-            actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
+            if coming in on_host:
+                parts = on_host[coming].down
+                actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
+                actions.append(_action(ActionKind.UPDATE, coming, CPU))
         if chunk in on_host:
-            actions.append(_action(ActionKind.UPDATE, chunk, CPU))
             weights = ChunkPart.WEIGHTS.of(chunk, num_chunks)
             actions += [_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
         else:
@@ -170,8 +171,8 @@ def memory_of(
     num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
     on_disk: Collection[int] | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
 ) -> Memory:  # fmt: skip
-    """The memory of a step's updates: home tiers, and slots. A record takes one slot. So do the gradient and the
-    weights of a chunk that is updated on the host, each of slots of their own kind."""
+    """The memory of a step's updates: home tiers, places and slots. A record has its place on the device. The gradient
+    and the weights of a chunk that is updated on the host take a slot there, each of slots of their own kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -181,7 +182,8 @@ def memory_of(
         home[gradients[chunk]] = "device" if ChunkPart.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
     visitors = [chunk for chunk in range(num_chunks) if chunk not in on_host]
-    slots = {"device": most_at_once(visitors, ahead + 2)}
+    places = _places(visitors, ahead + 2)
+    slots = dict.fromkeys((f"place {place} on the device" for place in places.values()), 1)
     if there or on_host:
         slots["host"] = num_chunks - len(there) + min(len(there), (below or 0) + max(ahead, 1) + 2)
     coming = (ahead if ahead_down is None else ahead_down) + 1
@@ -192,12 +194,16 @@ def memory_of(
             weights, coming, [c for c, way in on_host.items() if way.up and ChunkPart.WEIGHTS not in way.down]
         ),
     }  # fmt: skip
-    apart = {parts[chunk]: kind for kind, (parts, _, chunks) in kinds.items() for chunk in chunks}
-    slots |= {f"host of {kind}": most_at_once(chunks, width) for kind, (_, width, chunks) in kinds.items()}
+    coming_of = {parts[chunk]: kind for kind, (parts, _, chunks) in kinds.items() for chunk in chunks}
+    slots |= {
+        f"{kind} on the host": most_at_once(chunks, width) for kind, (_, width, chunks) in kinds.items()
+    }
+    apart = {(key, "host"): f"{kind} on the host" for key, kind in coming_of.items()}
+    apart |= {((0, chunk), "device"): f"place {place} on the device" for chunk, place in places.items()}
     return Memory(
         home,
         {},
-        dict.fromkeys([*records, *apart], 1),
+        dict.fromkeys([*records, *coming_of], 1),
         budget_bytes=slots,
         reads={
             (0, c): (gradients[c], *((weights[c],) if ChunkPart.WEIGHTS in crossing.down else ()))
@@ -207,6 +213,15 @@ def memory_of(
         spent=frozenset(gradients.values()),
         apart=apart,
     )
+
+
+def _places(chunks: Sequence[int], width: int) -> dict[int, int]:
+    """The place of each chunk, the first that none of the `width` - 1 before it in a row has."""
+    places: dict[int, int] = {}
+    for chunk in chunks:
+        taken = {places[other] for other in range(chunk - width + 1, chunk) if other in places}
+        places[chunk] = next(place for place in count() if place not in taken)
+    return places
 
 
 def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) -> tuple[int, ...]:

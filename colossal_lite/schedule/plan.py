@@ -283,8 +283,8 @@ class Memory:
     copies besides the one at home, before and after the plan; spent: gradients, which the UPDATE that reads
     them uses up; made: those of them that the backward of a (task, stage) makes on the device, the others
     are there at first; sizes_bytes, activation_bytes (for one F of a (task, stage)) count as 0 where left
-    out; budget_bytes: for each tier, no limit where left out; apart: chunks that do not share the budget of
-    their tier, but have one of their own on each, of the name "tier of theirs".
+    out; budget_bytes: for each tier, no limit where left out; apart: chunks that on a tier share the budget of
+    this name, and not the tier's.
     """
 
     home: Mapping[Chunk, str]
@@ -297,7 +297,7 @@ class Memory:
     also: frozenset[tuple[Chunk, str]] = frozenset()
     spent: frozenset[Chunk] = frozenset()
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
-    apart: Mapping[Chunk, str] = field(default_factory=dict)
+    apart: Mapping[tuple[Chunk, str], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:

@@ -40,8 +40,7 @@ class TierCopies:
         return {self.memory.home[chunk]} | {tier for other, tier in self.memory.also if other == chunk}
 
     def _budget_of(self, key: Key, tier: str) -> str:
-        theirs = self.memory.apart.get(key) if len(key) == 2 else None
-        return tier if theirs is None else f"{tier} of {theirs}"
+        return self.memory.apart.get((key, tier), tier) if len(key) == 2 else tier
 
     def _size_bytes(self, key: Key) -> int:
         if len(key) == 2:

@@ -13,16 +13,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
-LOOKAHEAD = 2
-"""Chunks of one side that are on their way while one is updated, where both sides are used."""
+LOOKAHEAD = 3
+"""Chunks before its turn that a copy for an update is begun, where both sides are used."""
 
 
 @dataclass(frozen=True)
 class UpdateMix:
     """The side of each chunk's update, and how early what it needs is copied.
 
-    Records of chunks that are updated on the device are fetched `ahead` chunks before their turn.  Gradients and
-    weights for updates on the host come down `ahead_down` chunks before.
+    Records of chunks that are updated on the device are fetched `ahead` chunks before their turn.  Updates on the host,
+    and the gradients and weights that come down for them, are begun `ahead_down` chunks before.
     """
 
     on_host: frozenset[int] = frozenset()
@@ -51,12 +51,13 @@ ALL_ON_DEVICE = UpdateMix()
 def mix_of(host_share: Fraction, ids: Collection[int]) -> UpdateMix:
     """The mix that updates a share of the chunks on the host. `ids`: a chunk's number in the whole model, by its place
     on this rank."""
-    on_host = frozenset(place for place, number in enumerate(ids) if is_on_host(number, host_share))
-    if not on_host or len(on_host) == len(ids):
-        return UpdateMix(on_host)
-    distances = (1 / (1 - host_share), 1 / host_share)
-    ahead, ahead_down = (LOOKAHEAD * -(-distance.numerator // distance.denominator) for distance in distances)
-    return UpdateMix(on_host, min(ahead, len(ids)), min(ahead_down, len(ids)))
+    return mix_with([place for place, number in enumerate(ids) if is_on_host(number, host_share)], len(ids))
+
+
+def mix_with(on_host: Collection[int], count: int) -> UpdateMix:
+    """The mix that updates these of `count` chunks on the host, with the lookahead that it takes."""
+    is_pure = len(on_host) in (0, count)
+    return UpdateMix(frozenset(on_host)) if is_pure else UpdateMix(frozenset(on_host), LOOKAHEAD, LOOKAHEAD)
 
 
 def is_on_host(number: int, host_share: Fraction) -> bool:

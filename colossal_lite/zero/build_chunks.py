@@ -50,6 +50,7 @@ from colossal_lite.schedule.step_moments import (
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
+from colossal_lite.zero.update_choice import UpdateChoice
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
@@ -188,13 +189,15 @@ def chunk_optimizer(
         def open_file(layout: FileLayout, resting: Collection[int]) -> DiskFile:
             return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)
 
+    device = chunks[0].device if chunks else torch.device("cpu")
+    choice = UpdateChoice(memory, ops, device, mesh.world.gather_json)
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
             speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
             disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
-            host_share=memory.host_share, backward=config.optimizer.update_when == "backward",
+            choice=choice, backward=config.optimizer.update_when == "backward",
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
     except DiskError as error:

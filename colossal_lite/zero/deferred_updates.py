@@ -8,9 +8,9 @@ and written back while later ones do.  The computation and its order are those o
 Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
 placeholders, which nobody can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
-They start together, as soon as no update on the device comes before them.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  Where updates run on both sides, the ranks that share a chunk choose the same side, so
-they gather in the same order.
+They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
+weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
+the same order, also where one of them owns nothing of a chunk and has no record to update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from colossal_lite.schedule.optimizer_updates import holds_up
+from colossal_lite.schedule.optimizer_updates import ChunkPart, holds_up, part_of
 from colossal_lite.schedule.plan import CPU, Action, ActionKind
 
 
@@ -38,11 +38,12 @@ class DeferredUpdates:
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.
-        self._stops: dict[int | None, int] = {}
-        stop = len(actions)
+        self._stops: dict[int, int] = {}
+        stop, num_chunks = len(actions), sum(action.kind is ActionKind.UPDATE for action in actions)
         for number, action in reversed([*enumerate(actions)]):
-            if action.kind is ActionKind.UPDATE:
-                self._stops[action.chunk] = stop
+            part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
+            if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
+                self._stops.setdefault(chunk, stop)
             stop = number if holds_up(action) else stop
         self._coming: deque[int] = deque()  # updates on the host that have started
         self._last: int | None = None
@@ -77,7 +78,9 @@ class DeferredUpdates:
         while self._next < stop:
             action = self._actions[self._next]
             self._next += 1
-            self._last = action.chunk if holds_up(action) else self._last
+            if holds_up(action):
+                self._last = action.chunk
+                self._settle((action.chunk or 0) - 1)  # so all ranks gather in the order of chunks
             with self._noting_failures():
                 self._handlers[action.kind](action)
             if action.kind is ActionKind.UPDATE and action.resource == CPU:

@@ -18,9 +18,8 @@ or is updated on the host (offload/host_updates.py).  zero/optimizer_state.py ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -46,8 +45,16 @@ from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
-from colossal_lite.schedule.update_mix import UpdateMix, mix_of
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix
+from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
+
+Choice = Callable[[UpdateBytes, Sequence[int]], UpdateMix]
+"""The mix of chunks with these bytes and these numbers in the whole model."""
+
+
+def _on_device(work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
+    return ALL_ON_DEVICE
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,19 @@ class ChunkOptimizer(OptimizerState):
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
         records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
         disk_speed: LinkSpeed = AS_IT_COPIES, open_file: OpenFile | None = None,
-        seed: int = 0, host_share: Fraction = Fraction(0), backward: bool = False, host_room: int | None = None,
+        seed: int = 0, choice: Choice = _on_device, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
         on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
-        file; None where no step is taken; `seed` of what rounds narrow states; `host_share` of the chunks is updated on
-        the host, if their records rest off the device; `backward`: updates come in the order of gradients.  Raises
+        file; None where no step is taken; `seed` of what rounds narrow states; `choice` says which are updated on
+        the host, where their records rest off the device; `backward`: updates come in the order of gradients.  Raises
         DiskError."""
         self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
-        self._mix = mix_of(host_share, [chunk.spec.id for chunk in self._chunks])
+        self._mix = choice(self._work(), [chunk.spec.id for chunk in self._chunks])
         if (
             shares or placement == "disk" or host_room is not None
         ):  # budgets and slots of the disk are for one ahead
@@ -162,6 +169,21 @@ class ChunkOptimizer(OptimizerState):
             self.shards.settle(self.tiers.on_host, None, is_first=True)
         self.changed = False
         """Whether an update has changed any master weight since this was last set to False."""
+
+    def _work(self) -> UpdateBytes:
+        """What updates read and write, an element on average."""
+        moving = [(i, c) for i, c in enumerate(self._chunks) if self.record_bytes(i)]
+        owned = [chunk.owned[1] - chunk.owned[0] for _, chunk in moving]
+        elements = max(sum(owned), 1)
+
+        def mean(sizes: Iterable[int]) -> float:
+            return sum(n * size for n, size in zip(owned, sizes, strict=True)) / elements
+
+        record = sum(self.record_bytes(index) for index, _ in moving) / elements
+        gradient = mean(c.gradient.element_size() * (c.gradient_at_rest is None) for _, c in moving)
+        weight = mean(c.local_shard.element_size() * (c.weights_at_rest is None) for _, c in moving)
+        read = mean(c.gradient.element_size() for _, c in moving)
+        return UpdateBytes(elements, len(moving), record, gradient, weight, 2 * record + read)
 
     @property
     def peak_lr(self) -> float:

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colossal_lite.kernels import TORCH
+from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.schedule.update_mix import is_on_host, mix_of
+from colossal_lite.zero.update_choice import measured_rates
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import start, steps_of
 from tests.shared.pool import RankEnv, run_world
@@ -40,7 +44,11 @@ def test_every_mix_updates_each_chunk_once_and_brings_it_home_once(
     how: dict[str, Any] = dict(ahead=ahead, ahead_down=ahead_down, on_host=on_host)
     plan = update_plan(num_chunks, **how)
     check(plan, memory=memory_of(num_chunks, **how))
-    assert [a.chunk for a in plan[0] if a.kind is ActionKind.UPDATE] == [*range(num_chunks)]
+    updated = [a.chunk or 0 for a in plan[0] if a.kind is ActionKind.UPDATE]
+    assert sorted(updated) == [*range(num_chunks)]
+    for side in (True, False):  # each in the order of the forward
+        of_side = [chunk for chunk in updated if (chunk in on_host) is side]
+        assert of_side == sorted(of_side)
     home = [a.chunk for a in plan[0] if a.kind is ActionKind.EVICT and (a.chunk or 0) < num_chunks]
     assert home == [chunk for chunk in range(num_chunks) if chunk not in on_host]
 
@@ -57,6 +65,33 @@ def test_a_share_is_spread_evenly_whichever_part_of_the_chunks_a_rank_has(
     assert mix_of(share, ids).on_host == {
         place for place, number in enumerate(ids) if is_on_host(number, share)
     }
+
+
+# ---- the choice ----
+
+
+RATES = dict(host_update=4e9, device_update=1.3e11, up="50GB", down="50GB")
+
+
+def test_auto_takes_the_mix_that_is_fastest_by_the_rates_and_all_ranks_take_the_same() -> None:
+    first, second = run_world(auto_of, 2, RATES)
+    assert first == second and {True, False} == {*first}
+    for slow, side in ((dict(host_update=1e6), False), (dict(up=1_000_000, down=1_000_000), True)):
+        assert all({*sides} == {side} for sides in run_world(auto_of, 2, RATES | slow))
+
+
+def auto_of(env: RankEnv, rates: dict[str, Any]) -> list[bool]:
+    """Whether each chunk is updated on the host."""
+    memory = dict(placement="host", update_on="auto", rates=rates)
+    case = replace(DEEP, world_size=2, chunk_bytes=SMALL // 4, config=config_of(1) | dict(memory=memory))
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        return [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
+
+
+def test_auto_without_rates_measures_them() -> None:
+    rates = measured_rates(torch.device("cpu"), TORCH, LinkSpeed(bandwidth_bytes_s=5e6))
+    assert rates.up == rates.down == 5e6 and rates.host_update > 1e6 and rates.device_update > 1e6
 
 
 # ---- the bits ----
@@ -78,8 +113,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "three tiers": {},
     "disk": dict(placement="disk"),
 }
-MIXES: dict[str, dict[str, Any]] = {
-    "every 2": dict(every=2), "every 3": dict(every=3), "every 4": dict(every=4), "0.3": dict(host=0.3),
+MIXES: dict[str, Any] = {
+    "every 2": dict(every=2), "every 3": dict(every=3), "every 4": dict(every=4), "0.3": dict(host=0.3), "auto": "auto",
 }  # fmt: skip
 ROWS = covering_array(
     dict(
@@ -99,7 +134,7 @@ ROWS = covering_array(
 )
 
 
-def mixed(env: RankEnv, case: Any, placement: str, mix: dict[str, Any], directory: str) -> Any:
+def mixed(env: RankEnv, case: Any, placement: str, mix: Any, directory: str) -> Any:
     """Steps and state of a case; how many chunks were updated on either side; buffers as allocated and by formula."""
     memory = (
         PLACEMENTS[placement]
@@ -120,8 +155,18 @@ def mixed(env: RankEnv, case: Any, placement: str, mix: dict[str, Any], director
         return found, updated, visits
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", ROWS[::3], ids=name_of)
 def test_a_mix_has_the_bits_of_state_that_stays_on_the_device(row: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_bits_as_on_the_device(row, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_so_has_every_pair_of_settings(row: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_bits_as_on_the_device(row, tmp_path)
+
+
+def assert_same_bits_as_on_the_device(row: dict[str, Any], tmp_path: Path) -> None:
     precision = dict(dtype="bf16", master="split") if row["precision"] == "split" else row["precision"]
     more = dict(optimizer=OPTIMIZERS[row["optimizer"]])
     config = config_of(
@@ -132,5 +177,6 @@ def test_a_mix_has_the_bits_of_state_that_stays_on_the_device(row: dict[str, Any
     expected = run_world(bits, row["ranks"], case)
     found = run_world(mixed, row["ranks"], case, row["placement"], MIXES[row["mix"]], str(tmp_path))
     assert_same_bits([steps for steps, _, _ in found], expected)
-    assert any(set(updated) == {False, True} for _, updated, _ in found) or row["placement"] == "budget"
+    if row["mix"] != "auto" and row["placement"] != "budget":
+        assert any(set(updated) == {False, True} for _, updated, _ in found)
     assert all(held == foreseen for _, _, visits in found for _, held, foreseen in visits)

@@ -143,7 +143,7 @@ def predicted(
     seconds: Seconds, below: int | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
     mix: UpdateMix = ALL_ON_DEVICE,
 ) -> tuple[float, float]:  # fmt: skip
-    """By the simulator: seconds waited, and of the step, from the end of one backward to the next."""
+    """By the simulator: seconds waited, and of the step, from the end of one to that of the next."""
     units = [[number] for number in range(LAYERS)]
     plan, memory = run_of(
         units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host
@@ -152,10 +152,16 @@ def predicted(
     assert on_host or made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
         "and for nothing else"
     )
-    last = {span.action.micro_batch: span.end_s for span in made.spans if span.action.kind is ActionKind.B}
+    # A step runs the update that the next forward begins with at once.
+    ends = [span for span in made.spans if span.action.kind is ActionKind.B or _is_first_update(span.action)]
+    last = {span.action.micro_batch: span.end_s for span in sorted(ends, key=lambda span: span.end_s)}
     start_s, end_s = last[STEPS - 2], last[STEPS - 1]
     resources = {wait.resource for wait in made.waits}
     return sum(made.waited_s(each, start_s, end_s) for each in resources), end_s - start_s
+
+
+def _is_first_update(action: Action) -> bool:
+    return action.kind is ActionKind.UPDATE and action.chunk == 0 and action.resource != CPU
 
 
 HIDES = Seconds(forward=2.0, backward=4.0, update=0.5, copy=2.5)

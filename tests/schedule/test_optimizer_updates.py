@@ -93,15 +93,15 @@ def test_the_plan_of_updates_on_the_host_reads_as_it_runs() -> None:
     """Of three chunks #3 to #5 are the gradients, #6 to #8 the weights."""
     on_host = dict.fromkeys(range(3), Crossing())
     assert str(update_plan(3, ahead=1, on_host=on_host)) == (
-        "0EVICT#3 0EVICT#4 0UPDATE#0@cpu 0FETCH#6 0EVICT#5 0UPDATE#1@cpu 0FETCH#7 0UPDATE#2@cpu 0FETCH#8"
+        "0EVICT#3 0UPDATE#0@cpu 0EVICT#4 0UPDATE#1@cpu 0FETCH#6 0EVICT#5 0UPDATE#2@cpu 0FETCH#7 0FETCH#8"
     )
     own = {0: CROSSINGS["weights that are masters"], 2: CROSSINGS["all on the host"]}
     assert str(update_plan(3, ahead=1, on_host=own)) == (
-        "0FETCH#1 0EVICT#3 0EVICT#6 0UPDATE#0@cpu 0FETCH#6 0UPDATE#1 0EVICT#1 0UPDATE#2@cpu"
+        "0FETCH#1 0EVICT#3 0EVICT#6 0UPDATE#0@cpu 0FETCH#6 0UPDATE#2@cpu 0UPDATE#1 0EVICT#1"
     )
     assert str(update_plan(2, ahead=1, below=0, on_host=dict.fromkeys(range(2), Crossing()))) == (
-        "0FETCH#0@disk 0FETCH#1@disk 0EVICT#2 0EVICT#3 0UPDATE#0@cpu 0FETCH#4 0EVICT#0@disk "
-        "0UPDATE#1@cpu 0FETCH#5 0EVICT#1@disk"
+        "0FETCH#0@disk 0FETCH#1@disk 0EVICT#2 0UPDATE#0@cpu 0EVICT#3 0UPDATE#1@cpu 0FETCH#4 0EVICT#0@disk "
+        "0FETCH#5 0EVICT#1@disk"
     )
 
 
@@ -116,7 +116,8 @@ def test_p3_every_kth_chunk_on_the_device_and_the_others_on_the_host_within_thei
         for ahead in (0, 1, 2):
             on_host = {c: CROSSINGS[crossing] for c in range(num_chunks) if c % stride != stride - 1}
             plan = update_plan(num_chunks, ahead=ahead, below=below, on_host=on_host)
-            assert [a.chunk for a in plan[0] if a.kind is ActionKind.UPDATE] == list(range(num_chunks))
+            updated = [a.chunk or 0 for a in plan[0] if a.kind is ActionKind.UPDATE]
+            assert sorted(updated) == list(range(num_chunks))
             assert {a.chunk for a in plan[0] if (a.kind, a.resource) == (ActionKind.UPDATE, CPU)} == {
                 *on_host
             }

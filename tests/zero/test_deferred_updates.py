@@ -21,7 +21,8 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.planner import dry_run, planner
-from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.schedule.optimizer_updates import Crossing, update_plan
+from colossal_lite.schedule.plan import CPU, Action, ActionKind
 from colossal_lite.zero import build_chunks as packing
 from colossal_lite.zero import parameter_order as order
 from colossal_lite.zero.deferred_updates import DeferredUpdates
@@ -354,3 +355,25 @@ def test_a_planted_fault_changes_the_bits(fault: str, tmp_path: Path) -> None:
         return
     with pytest.raises(AssertionError):
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("on_host", [(), (0,), (1,), (0, 2), (1, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("asked", [(), (0, 1, 2), (2,), (1,)], ids=str)
+def test_chunks_are_done_in_their_order_wherever_they_are_updated(
+    on_host: tuple[int, ...], asked: tuple[int, ...]
+) -> None:
+    """So ranks gather in one order, also where one of them has nothing to update of a chunk."""
+    done: list[int] = []
+    plan = update_plan(3, ahead=1, on_host=dict.fromkeys(on_host, Crossing()))
+
+    def update(action: Action) -> None:
+        if action.resource != CPU:
+            done.append(action.chunk or 0)
+
+    handlers = {ActionKind.UPDATE: update, ActionKind.FETCH: repr, ActionKind.EVICT: repr}
+    updates = DeferredUpdates(plan[0], handlers, lambda: None, done.append)
+    for chunk in asked:
+        updates.until(chunk)
+        assert chunk in done
+    updates.finish()
+    assert done == [0, 1, 2]

@@ -1,0 +1,199 @@
+"""Models the lanes of an update phase by measured rates, and finds the share of chunks that the host updates fastest.
+
+Note: the model (arXiv 2410.21316, section 4).
+Of N_c elements updated on the host and N_x streamed to the device, with s, g, w bytes of record, gradient and weight an
+element, and a bytes of host memory that an update on the host reads and writes:
+
+    host     N_c / U_c + calls          up     (s N_x + w N_c) / B_up         device   N_x / U_d
+    down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m
+
+The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
+then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on with
+changes of single chunks and exchanges of two.  The simulated phase has at most `SIMULATED` chunks of equal size,
+and no computing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import combinations
+from math import inf
+
+from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, part_of, update_plan
+from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
+from colossal_lite.schedule.simulator import HostBandwidth, ScheduleTimeline, simulate
+from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
+
+SIMULATED = 48
+"""Most chunks of a simulated phase."""
+COARSE = 8
+"""Shares at equal distances that are simulated first."""
+FEW = 12
+"""Chunks of which each is placed by itself."""
+NEAR = 2
+"""Chunks more or fewer that are simulated around the best so far."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second, for one rank."""
+
+    host_update: float
+    """Elements updated on the host."""
+    device_update: float
+    """Elements updated on the device."""
+    up: float
+    """Bytes from host to device."""
+    down: float
+    """Bytes from device to host."""
+    host_memory: float = inf
+    """Bytes that the host reads and writes, all lanes together."""
+    call_s: float = 0.0
+    """Seconds that a chunk costs beside its elements, on the host."""
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """Elements that update off their resting place, and the bytes of each."""
+
+    elements: int
+    chunks: int
+    record: float
+    gradient: float
+    """0 where gradients rest on the host."""
+    weight: float
+    """0 where weights rest on the host."""
+    host_memory: float
+    """Bytes of host memory that an update there reads and writes."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Seconds for which each lane of an update phase works."""
+
+    host_s: float
+    up_s: float
+    down_s: float
+    device_s: float
+    memory_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """No order of the same work is faster."""
+        return max(self.host_s, self.up_s, self.down_s, self.device_s, self.memory_s)
+
+    def __str__(self) -> str:
+        rows = {"host": self.host_s, "up": self.up_s, "down": self.down_s, "device": self.device_s}
+        lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in rows.items())
+        return f"{lanes}, host memory {self.memory_s:.3g} s: at least {self.bound_s:.3g} s"
+
+
+@dataclass(frozen=True)
+class FoundMix:
+    """The share of chunks that is updated on the host, the lanes that follow, and the simulated seconds."""
+
+    host_share: Fraction
+    lanes: Lanes
+    simulated_s: float
+    chosen: frozenset[int] | None = None
+    """The chunks themselves, where there are few; None: `host_share` of them at equal distances."""
+
+    def __str__(self) -> str:
+        share = f"{float(self.host_share):.0%} of the chunks updated on the host"
+        return f"{share}: {self.lanes}, {self.simulated_s:.3g} s simulated"
+
+
+def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
+    """The lanes of a share."""
+    on_host = work.elements * float(host_share)
+    streamed = work.elements - on_host
+    memory = (work.host_memory + work.gradient + work.weight) * on_host + 2 * work.record * streamed
+    return Lanes(
+        host_s=on_host / rates.host_update + work.chunks * float(host_share) * rates.call_s,
+        up_s=(work.record * streamed + work.weight * on_host) / rates.up,
+        down_s=(work.record * streamed + work.gradient * on_host) / rates.down,
+        device_s=streamed / rates.device_update,
+        memory_s=memory / rates.host_memory,
+    )
+
+
+def fastest_mix(work: UpdateBytes, rates: Rates) -> FoundMix:
+    """The share whose simulated updates are over first; of several the smallest."""
+    count = min(max(work.chunks, 1), SIMULATED)
+
+    @cache
+    def seconds(number: int) -> float:
+        return simulated_s(work, rates, mix_of(Fraction(number, count), range(count)), count)
+
+    def bound(number: int) -> float:
+        return lanes_of(work, rates, Fraction(number, count)).bound_s
+
+    first = {0, count, min(range(count + 1), key=bound), *range(0, count + 1, max(1, count // COARSE))}
+    best, before = min(sorted(first), key=seconds), -1
+    while best != before:
+        before = best
+        near = range(max(0, best - NEAR), min(count, best + NEAR) + 1)
+        best = min(near, key=seconds)
+    share = Fraction(best, count)
+    if work.chunks > FEW:
+        return FoundMix(share, lanes_of(work, rates, share), seconds(best))
+    chosen, fastest_s = _improved(work, rates, mix_of(share, range(count)).on_host, count)
+    share = Fraction(len(chosen), count)
+    return FoundMix(share, lanes_of(work, rates, share), fastest_s, chosen)
+
+
+def _improved(
+    work: UpdateBytes, rates: Rates, chosen: frozenset[int], count: int
+) -> tuple[frozenset[int], float]:
+    """The best that single changes lead to, each the best of its round; and its seconds."""
+    fastest_s = simulated_s(work, rates, mix_with(chosen, count), count)
+    while True:
+        single = [chosen ^ {chunk} for chunk in range(count)]
+        others = [
+            chosen ^ {a, b} for a, b in combinations(range(count), 2) if (a in chosen) is not (b in chosen)
+        ]
+        tried = {some: simulated_s(work, rates, mix_with(some, count), count) for some in (*single, *others)}
+        best = min(tried, key=lambda some: (tried[some], sorted(some)))
+        if tried[best] >= fastest_s:
+            return chosen, fastest_s
+        chosen, fastest_s = best, tried[best]
+
+
+def simulated_s(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> float:
+    """Seconds of `count` chunks' updates, from the norm to the last write."""
+    return simulated_updates(work, rates, mix, count).makespan_s
+
+
+def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
+    """The updates of `count` chunks that hold all the elements, nothing of which begins before the norm is known."""
+    crossing = Crossing(tuple(_down(work)), up=work.weight > 0)
+    on_host = dict.fromkeys(sorted(mix.on_host), crossing)
+    plan = update_plan(count, ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host)
+    memory = memory_of(count, ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host)
+    elements = work.elements / count
+    sizes = {ChunkPart.RECORD: work.record, ChunkPart.GRADIENT: work.gradient, ChunkPart.WEIGHTS: work.weight}
+
+    def moved(action: Action) -> float:
+        if action.kind is ActionKind.UPDATE:
+            return elements * work.host_memory if action.resource == CPU else 0.0
+        part, _ = part_of(action.chunk or 0, count)
+        return elements * sizes[part]
+
+    def seconds(action: Action) -> float:
+        assert action.resource != DISK
+        if action.kind is not ActionKind.UPDATE:
+            return moved(action) / (rates.up if action.kind is ActionKind.FETCH else rates.down)
+        if action.resource != CPU:
+            return elements / rates.device_update
+        return elements / rates.host_update + rates.call_s * work.chunks / count
+
+    shared = None if rates.host_memory == inf else HostBandwidth(rates.host_memory, moved)
+    return simulate(plan, seconds, memory=memory, host=shared)
+
+
+def _down(work: UpdateBytes) -> Iterator[ChunkPart]:
+    if work.gradient:
+        yield ChunkPart.GRADIENT
