@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .launch import ROWS, Takes, TritonOp, architecture, check_alike, jit, launch, matrix, signed32, tile, tl
 from .philox import Rows, keep_mask, keep_tile, threshold
@@ -42,6 +43,9 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
 
 def dropped(drop: Callable[[Tensor, float, Rows], Tensor], x: Tensor, p: float, rows: Rows) -> Tensor:
     """x of any shape that `rows` can be fitted to, with elements dropped by `drop`, an op on [B, T, D]."""
+    if has_torch_function_unary(x):
+        dropped_part: Tensor = handle_torch_function(dropped, (x,), drop, x, p, rows)
+        return dropped_part
     padded = rows.position.numel()
     if rows.tokens is not None and rows.heads is not None and x.shape[2:] == (padded, padded):
         tokens, rest = rows.tokens, padded - rows.tokens  # queries and keys of padding get weights of 0

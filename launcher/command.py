@@ -24,6 +24,7 @@ from colossal_lite.config.pipeline_schema import ScheduleName
 from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.launcher.prove_command import ProveCommand
+from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
 PROGRAM = "colossal-lite"
@@ -241,6 +242,7 @@ Command = (
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[ConfigCommand, subcommand("config")]
     | Annotated[PlanCommand, subcommand("plan")]
+    | Annotated[RolesCommand, subcommand("roles")]
     | Annotated[ProveCommand, subcommand("prove")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CkptCommand, subcommand("ckpt")]

@@ -36,8 +36,9 @@ class TensorDict(TypedDict, total=False):
     """Ranks over which each layer is cut."""
     mode: Literal["1d", "2d", "2.5d", "3d"]
     """1d (1909.08053); 2d: size = q*q (2104.05343); 2.5d: q*q*depth (2105.14500); 3d: l*l*l (2105.14450)."""
-    sequence_parallel: bool
-    """1d: norms, dropout and residuals are cut along the sequence (2205.05198)."""
+    sequence_parallel: bool | Literal["auto"]
+    """1d: norms, dropout and residuals are cut along the sequence (2205.05198); auto: where the model is
+    proven so."""
     regather_inputs: bool
     """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole
     instead."""

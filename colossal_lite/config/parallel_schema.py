@@ -95,8 +95,8 @@ class TensorConfig(Section):
     mode: Annotated[
         ModeName, Field(description="; ".join(mode.summary for mode in TENSOR_MODES.values()) + ".")
     ] = FLAT
-    sequence_parallel: bool = True
-    """1d: norms, dropout and residuals are cut along the sequence (2205.05198)."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """1d: norms, dropout and residuals are cut along the sequence (2205.05198); auto: where the model is proven so."""
     regather_inputs: bool = True
     """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole instead."""
     depth: Count = 1
@@ -152,7 +152,7 @@ class TensorConfig(Section):
     @property
     def cuts_sequence(self) -> bool:
         """Whether a rank holds a part of the tokens between the layers."""
-        return self.size > 1 and self.sequence_parallel and "sequence_parallel" in self.rule.reads
+        return self.size > 1 and bool(self.sequence_parallel) and "sequence_parallel" in self.rule.reads
 
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.size == 1:

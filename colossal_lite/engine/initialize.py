@@ -9,6 +9,7 @@ by shard.  So a rank never holds more than its part and one tensor in transit.
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections, has_stated_units, traced_units
 from colossal_lite.pipeline.partition import Unit
@@ -137,6 +139,9 @@ def _initialize(
         _assert_same_on_all_ranks(module, context)
     sections = traced_units(module) if context.mesh.size("pipeline") > 1 else None
     parallelized = _swap_layers(module, context, plan, streams, loss)
+    if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
+        if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
+            forecast_batch = None  # by a proof, which `plan` does not make
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
@@ -236,6 +241,8 @@ def _swap_layers(
         streams=streams,
         criterion=criterion if isinstance(criterion, ModelLoss) else None,
     )
+    if plan == "auto" and parallelized.plan and context.is_main and type(module) is not GPT:
+        print(f"plan='auto' is {dict(parallelized.plan)}", file=sys.stderr)
     apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)

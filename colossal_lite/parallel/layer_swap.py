@@ -72,6 +72,16 @@ class Swap(ABC):
         """The layer that takes the place of `module`; itself where only specs are needed. Calls `parameter` for each
         parameter that the module holds."""
 
+    @property
+    def tells_heads(self) -> bool:
+        """Whether modules of the role `attention` are told that they have a share of the heads."""
+        return True
+
+    @property
+    def at_root(self) -> Placements:
+        """How gradients of the model's own parameters lie, beside data and sequence."""
+        return ()
+
     has_adapters = False
     """Whether this mode knows the role `adapter`."""
 
@@ -102,13 +112,16 @@ class Swap(ABC):
             raise ValueError("parallelize: " + "; ".join(faults))
         self._names = {id(p): name for name, p in self.module.named_parameters()}
         self.prepare()
-        for name, role in self.roles.items():
+        for name, role in sorted(self.roles.items(), key=lambda each: each[1].name == "replicate"):
             held = next((heads[a] for a in ancestors(name) if a in heads), None)
             layer = self.layer(name, owners[name], role, held)
             if layer is not owners[name]:
                 _replace(self.module, name, layer)
+        for parameter in self.module.parameters(recurse=False):
+            self.parameter(parameter, gradient=self.at_root)
         for name, held in heads.items():
-            _set_heads(owners[name], held, self.head_parts)
+            if self.tells_heads:
+                _set_heads(owners[name], held, self.head_parts)
         return self.specs
 
     def replaces(self, name: str, role: Role) -> bool:
@@ -155,6 +168,15 @@ class Swap(ABC):
             self._local[id(original)] = nn.Parameter(empty, requires_grad=original.requires_grad)
         return self._local[id(original)]
 
+    def replicated(self, module: nn.Module, gradient: Placements = ()) -> None:
+        """Every rank has the parameters of a module; one that a layer shares is the part of that layer."""
+        for name, parameter in module.named_parameters(recurse=False):
+            known = self.specs.get(self._names[id(parameter)])
+            if known is None or not known.value:
+                self.parameter(parameter, gradient=gradient)
+            else:
+                module.register_parameter(name, self._local[id(parameter)])
+
     def _head_faults(self, name: str, heads: Heads) -> list[str]:
         n, faults = self.head_parts, []
         if heads.query % n:
@@ -169,10 +191,9 @@ class Swap(ABC):
 
 def output_rows(rows: int, role: Role, heads: Heads | None, parts: int) -> tuple[Dim, str | None]:
     """Output features of a column-wise linear as factors, and the factor that is cut (None: all rows are kept)."""
-    if role.detail == "gate_up":
-        return ((Factor("ffn", rows // 2),), (Factor("ffn", rows // 2),)), "ffn"
     if role.detail not in ("qkv", "kv"):
-        return plain("out", rows), "out"
+        unit = rows // sum(role.shares)
+        return tuple((Factor("out", unit * share),) for share in role.shares), "out"
     assert heads is not None
     total = heads.query + 2 * heads.key if role.detail == "qkv" else heads.key
     width = Factor("K", rows // total)

@@ -9,9 +9,10 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
 from colossal_lite.parallel.dropout_rows import (
     CutLinear,
     adapters_of,
@@ -39,11 +41,19 @@ from colossal_lite.parallel.dropout_rows import (
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.padding import Padding, padding_of
-from colossal_lite.parallel.plan_proof import check_plan, check_sequence
+from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
-from colossal_lite.parallel.roles import PLANS, ROLES, Role, assign_roles, known_plan, with_new_names
+from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
-from colossal_lite.parallel.tensor_modes import LocalRows, ModeResult, TensorStrategy, mode_file, mode_of
+from colossal_lite.parallel.small_copy import NoCopyError
+from colossal_lite.parallel.tensor_modes import (
+    Form,
+    LocalRows,
+    ModeResult,
+    TensorStrategy,
+    mode_file,
+    mode_of,
+)
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
 
@@ -59,6 +69,7 @@ class Parallelized:
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
     padding: Padding
+    form: Form = field(default_factory=Form)
 
     def local_part(self, batch: Batch) -> Batch:
         """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
@@ -76,7 +87,7 @@ def parallelize(
     mesh: Mesh,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | Literal["auto"] = "auto",
     regather_inputs: bool = True,
     sequence_mode: str = "ring",
     kernels: Literal["auto", "torch", "triton"] = "auto",
@@ -87,33 +98,36 @@ def parallelize(
 ) -> Parallelized:
     """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
-    `plan` gives module names their roles (`roles.ROLES`); "auto" knows our GPT, GPT-2 and Llama, and is printed by the
-    engine.  Parameters that are cut become placeholders on meta; `fill` gives them values.  `streams` gives dropout
-    masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the model's own code reads
-    its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain from it may be its work.
+    `plan` gives module names their roles (`roles.ROLES`); "auto" reads them from a run of a small copy (`auto_plan`),
+    and the engine prints them.  Parameters that are cut become placeholders on meta; `fill` gives them values.
+    `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
+    model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
+    from it may be its work.
     Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
     not divide, and for a sequence axis under a model whose attention is not known.
     """
     _check_sequence(module, mesh, sequence_mode)
-    _check_auxiliary(module, mesh, sequence_parallel, sequence_mode)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
-    if mesh.size("tensor") > 1:
-        chosen = _auto_plan(module) if plan == "auto" else with_new_names(plan)
-        roles = assign_roles(chosen, *_names(module))
-        check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
+    form = Form()
+    if mesh.size("tensor") == 1:
+        _check_auxiliary(module, mesh, False, sequence_mode)
+    else:
+        chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
+        _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
+        _check_compiled(module, form, compiled)
     padding = padding_of(
-        module, mesh, facts, chosen, roles, sequence_parallel=sequence_parallel, sequence_mode=sequence_mode,
+        module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
     )  # fmt: skip
     if mesh.size("tensor") == 1:
         made = _serial(module)
     else:
         linears = () if is_known(module) else cut_linears(module, roles)
-        made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, sequence_parallel, regather_inputs)
+        made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, form)
         gather_logits(module, roles, made[0], criterion)
         _watch_pairs(module, roles, auxiliary)
     strategy, specs, local_rows, share_at = made
@@ -123,14 +137,26 @@ def parallelize(
         longest = facts.sequence if facts else None
         strategy, ops = across_sequence(module, mesh, sequence_mode, strategy, ops, longest)
     has_dropout = streams is not None and _bind_dropout(module, mesh, roles, streams, local_rows, compiled)
-    if replaced := emitting.keys() - modules_of(module).keys():
-        raise ValueError(
-            f"auxiliary loss {min(replaced)}: it lies in a module that becomes a layer of tensor mode "
-            f"{mode_of(mesh)}; legal: in the module around that"
-        )
+    _check_replaced(emitting.keys() - modules_of(module).keys(), mesh)
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, form)
+
+
+def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:
+    if compiled and form.whole_sizes:
+        raise ValueError(
+            f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
+            f"(docs/plans.md), which torch.compile does not follow; legal: compile='none'"
+        )
+
+
+def _check_replaced(auxiliary: Collection[str], mesh: Mesh) -> None:
+    if auxiliary:
+        raise ValueError(
+            f"auxiliary loss {min(auxiliary)}: it lies in a module that becomes a layer of tensor mode "
+            f"{mode_of(mesh)}; legal: in the module around that"
+        )
 
 
 def _bind_dropout(
@@ -221,14 +247,49 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, _ in module.named_modules() if name], owners
 
 
-def _auto_plan(module: nn.Module) -> Mapping[str, str]:
-    found = known_plan(*_names(module))
-    if found is None:
-        raise ValueError(
-            f"plan='auto': the module names of {type(module).__name__} are not those of a model that is known "
-            f"({', '.join(PLANS)}); give a dict from name patterns to roles: {', '.join(ROLES)}"
-        )
-    return with_adapters(found[1], module)
+def _proven(
+    module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
+) -> tuple[Mapping[str, str], Mapping[str, Role], Form]:  # fmt: skip
+    """The plan, the roles and the form in which the model stays what it is. Raises ValueError if there are none."""
+    first: ValueError | None = None
+    given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh)
+    for found in given:
+        chosen = found.plan
+        try:
+            roles = assign_roles(chosen, *_names(module))
+            form = check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
+        except ValueError as error:
+            first = first or error
+            continue
+        if found.whole and mesh.rank == 0:
+            told = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
+            warnings.warn(
+                f"plan='auto': left whole, exact but with no saving: {told}"
+                + (f" ({first})" if first else ""),
+                stacklevel=4,
+            )
+        return chosen, roles, form
+    assert first is not None, "there is a plan"
+    raise first
+
+
+def _auto_plans(module: nn.Module, mesh: Mesh) -> Iterator[AutoPlan]:
+    """Plans to be proven: of known names; of a run; and of the run with pairs of linears left whole."""
+    if (known := known_plan(*_names(module))) is not None:
+        yield AutoPlan(with_adapters(known[1], module), {})
+        if isinstance(module, GPT):
+            return
+    try:
+        found = auto_plan(module, parts_of(mesh))
+    except NoCopyError as error:
+        if known is None:
+            raise ValueError(
+                f"plan='auto': {type(module).__name__} does not run on random words ({error}), so that its roles "
+                f"cannot be read; give a dict from name patterns to roles: {', '.join(ROLES)}"
+            ) from None
+        return
+    yield from found.choices()
 
 
 # Attribute names under which models keep their sizes: ours, then those of GPT-2 and Llama in Hugging Face's form.

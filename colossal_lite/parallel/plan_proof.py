@@ -7,11 +7,10 @@ Then classes and settings alone are checked, and a warning says so.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -24,10 +23,10 @@ from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
-from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, small_copy
+from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, deep_copy, small_copy
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
-from colossal_lite.parallel.tensor_modes import ModeResult, mode_file, mode_of
+from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -48,44 +47,44 @@ class _Trial:
     small: SmallCopy
     layout: MeshLayout
     mode: str
-    regather_inputs: bool
     criterion: ModelLoss | None
 
-    def difference(self, roles: Mapping[str, Role], sequence_parallel: bool) -> Difference | None:
+    def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
         """Raises NotRunError if the plain copy does not run."""
         ranks = self.layout.world_size
         tokens = TOKENS if TOKENS % ranks == 0 else 2 * ranks
         batch = words(max(ranks, 2), tokens, self.small.words, self.small.padding)
-        options = (sequence_parallel, self.regather_inputs)
 
         def swap(module: nn.Module, mesh: Mesh) -> ModeResult:
-            made = mode_file(self.mode).swap_layers(module, mesh, roles, *options)
+            made = mode_file(self.mode).swap_layers(module, mesh, roles, form)
             gather_logits(module, roles, made[0], self.criterion)
             return made
 
         return prove(self.small.model, batch, swap, self.layout, self.criterion)
 
-    def fitting(self, sequence_parallel: bool) -> str:
+    def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
         groups: dict[tuple[str, str], list[str]] = {}
         for name, role in self.small.roles.items():
             if role.name == "colwise":
                 parts = [part for part in name.split(".") if not part.isdigit()]
                 groups.setdefault((".".join(parts), role.detail), []).append(name)
-        forms = ("", *DETAILS["colwise"])
+        details = ("", *DETAILS["colwise"])
         tries: list[tuple[list[str], str]] = [([], "")]
-        tries += [(names, form) for (_, now), names in groups.items() for form in forms if form != now]
-        whole = [False] if sequence_parallel and "sequence_parallel" in TENSOR_MODES[self.mode].reads else []
-        for names, form in tries[:MOST_TRIES]:
-            roles = {**self.small.roles, **dict.fromkeys(names, Role("colwise", form))}
-            for cuts in [sequence_parallel, *whole] if names else whole:
-                if self._is_exact(roles, cuts):
-                    return self._words(names, form, needs_whole=cuts != sequence_parallel)
+        tries += [
+            (names, detail) for (_, now), names in groups.items() for detail in details if detail != now
+        ]
+        whole = [replace(form, sequence_parallel=False) for form in forms]
+        for names, detail in tries[:MOST_TRIES]:
+            roles = {**self.small.roles, **dict.fromkeys(names, Role("colwise", detail))}
+            for form in dict.fromkeys([*forms, *whole]):
+                if (names or form not in forms) and self._is_exact(roles, form):
+                    return self._words(names, detail, needs_whole=form not in forms)
         return ""
 
-    def _is_exact(self, roles: Mapping[str, Role], sequence_parallel: bool) -> bool:
+    def _is_exact(self, roles: Mapping[str, Role], form: Form) -> bool:
         try:
-            return self.difference(roles, sequence_parallel) is None
+            return self.difference(roles, form) is None
         except (ValueError, AssertionError):
             return False
 
@@ -100,31 +99,55 @@ class _Trial:
 
 
 def check_plan(
-    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], sequence_parallel: bool,
-    regather_inputs: bool, criterion: ModelLoss | None = None,
-) -> None:  # fmt: skip
-    """Raises ValueError for roles with which the swapped model is not the plain one; the same on every rank.
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None = None,
+) -> Form:  # fmt: skip
+    """The form in which the swapped model is the plain one; the same on every rank. Raises ValueError if there is none.
     `criterion`: the loss is the model's own.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
     """
+    forms = legal_forms(mode_of(mesh), sequence_parallel, regather_inputs)
     if mesh.is_recording or is_our_own(model, plan):
-        return
+        return forms[0]
 
-    def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, Difference | None]:
-        trial = _trial(small, mesh, sequence_parallel, regather_inputs, criterion, as_it_is=as_it_is)
-        return trial, trial.difference(small.roles, sequence_parallel)
+    def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, list[Difference], Form | None]:
+        trial, found = _trial(small, mesh, forms[0], criterion, as_it_is=as_it_is), list[Difference]()
+        for form in forms:
+            difference = trial.difference(small.roles, form)
+            if difference is None:
+                return trial, found, form
+            found.append(difference)
+        return trial, found, None
 
     try:
-        trial, found = on_a_copy(model, roles, tried)
+        trial, found, form = on_a_copy(model, roles, tried)
     except NoCopyError as error:
-        return _without_proof(model, mesh, roles, error)
-    if found is not None:
-        text = (
-            f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
-            f"mode {trial.mode} is not that of one process: {found.what}"
-        )
-        raise ValueError(f"{text}; {trial.fitting(sequence_parallel) or _place(trial.small, found)}")
+        _without_proof(model, mesh, roles, error)
+        return replace(forms[0], sequence_parallel=sequence_parallel is True)
+    if form is not None:
+        if sequence_parallel == "auto" and not form.sequence_parallel and mesh.rank == 0:
+            warnings.warn(
+                f"parallel.tensor.sequence_parallel: off, as {type(model).__name__} is not exact with it: "
+                f"{found[-1 if len(found) < 3 else 1].what}",
+                stacklevel=4,
+            )
+        return form
+    text = (
+        f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
+        f"mode {trial.mode} is not that of one process: {found[-1].what}"
+    )
+    raise ValueError(f"{text}; {trial.fitting(forms) or _place(trial.small, found[-1])}")
+
+
+def legal_forms(
+    mode: str, sequence_parallel: bool | Literal["auto"], regather_inputs: bool
+) -> tuple[Form, ...]:
+    """What is tried, the cheapest first."""
+    if "sequence_parallel" not in TENSOR_MODES[mode].reads:
+        return (Form(),)
+    cuts = [True, False] if sequence_parallel == "auto" else [sequence_parallel]
+    return tuple(Form(cut, regather_inputs, whole) for cut in cuts for whole in (False, True))
 
 
 def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, Role]) -> None:
@@ -159,6 +182,11 @@ def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, 
             f"`ops.attend`, or by Hugging Face's attention interface, sees all; legal: modules that act on each token "
             f"alone beside it, or sequence=1"
         )
+
+
+def parts_of(mesh: Mesh) -> int:
+    """Parts that the heads are cut into."""
+    return max(leaf.size for leaf in mesh.layout.leaves if leaf.name in ("tensor", "tensor.row", "tensor.i"))
 
 
 def _emulated_sequence(mesh: Mesh, mode: str) -> MeshLayout:
@@ -231,28 +259,27 @@ def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrow
 
 
 def _trial(
-    small: SmallCopy, mesh: Mesh, sequence_parallel: bool, regather_inputs: bool, criterion: ModelLoss | None, *,
-    as_it_is: bool,
-) -> _Trial:  # fmt: skip
+    small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None, *, as_it_is: bool
+) -> _Trial:
     """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
     cut, if the copy is `as_it_is`."""
-    mode, options = mode_of(mesh), (small.roles, sequence_parallel, regather_inputs)
+    mode = mode_of(mesh)
     swap_layers = mode_file(mode).swap_layers
     if as_it_is:
-        swap_layers(copy.deepcopy(small.model), Mesh.recording(mesh.layout, mesh.rank), *options)
+        swap_layers(deep_copy(small.model), Mesh.recording(mesh.layout, mesh.rank), small.roles, form)
     for layout in emulated_layouts(mesh):
         try:
-            swap_layers(copy.deepcopy(small.model), Mesh.recording(layout), *options)
+            swap_layers(deep_copy(small.model), Mesh.recording(layout), small.roles, form)
         except ValueError:  # fewer ranks may not divide what the real number does
             continue
-        return _Trial(small, layout, mode, regather_inputs, criterion)
+        return _Trial(small, layout, mode, criterion)
     raise NoCopyError("no small number of ranks divides its heads as the real number does")
 
 
 def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
     """Small worlds of the mode of a mesh, best first: sides of as many ranks as are few and divide the real number."""
     mode = TENSOR_MODES[mode_of(mesh)]
-    edge = max(leaf.size for leaf in mesh.layout.leaves if leaf.name in ("tensor", "tensor.row", "tensor.i"))
+    edge = parts_of(mesh)
     few = sorted((d for d in range(2, MOST_SIDES[mode.sides] + 1) if edge % d == 0), reverse=True)
     for side in few or [edge]:
         config = TensorConfig(size=side**mode.sides, mode=mode_of(mesh))
@@ -261,12 +288,6 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 
 def _place(small: SmallCopy, found: Difference) -> str:
     """Where a copy differs, and what is legal there."""
-
-    if bypassed := [name for name in found.bypassed if name in small.roles]:
-        return (
-            f"the forward of {_named(small, bypassed)} is called directly, which skips what a swap does where it "
-            f"begins; legal: call the module itself, block(x)"
-        )
     where = f"at {_named(small, found.where)}: " if found.where else ""
     return (
         f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "

@@ -5,6 +5,7 @@ Note: a plan maps patterns to roles.  Every module with parameters needs a role,
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ RENAMED_ROLES = {"first": "colwise", "second": "rowwise"}
 NOT_BUILT_ROLES = ("per_head", "latent", "expert")
 
 
+SHARES = re.compile(r"[1-9]\d*(\+[1-9]\d*)+")
+"""A form of `colwise`: the proportion of the blocks of rows in one weight, such as 4+1+1; each block is cut."""
+
+
 @dataclass(frozen=True)
 class Role:
     """What a module is, to a strategy. `tie`: the module whose weight this one shares."""
@@ -42,6 +47,13 @@ class Role:
     name: str
     detail: str = ""
     tie: str = ""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The proportion of the blocks of rows that are cut one by one, where the form states it."""
+        if self.detail == "gate_up":
+            return 1, 1
+        return tuple(map(int, self.detail.split("+"))) if SHARES.fullmatch(self.detail) else (1,)
 
     @classmethod
     def parse(cls, text: str, pattern: str = "") -> Role:
@@ -58,8 +70,10 @@ class Role:
             raise ValueError(f"{where}the role {name} is not built yet; legal: {', '.join(ROLES)}")
         if name not in ROLES:
             raise ValueError(f"{where}there is no role {name!r}; legal: {', '.join(ROLES)}")
-        if detail and detail not in DETAILS.get(name, ()):
+        is_shares = name == "colwise" and SHARES.fullmatch(detail)
+        if detail and detail not in DETAILS.get(name, ()) and not is_shares:
             legal = ", ".join(f"{name}:{word}" for word in DETAILS.get(name, ())) or name
+            legal += ", or a proportion such as colwise:4+1+1" if name == "colwise" else ""
             raise ValueError(f"{where}{name} has no form {detail!r}; legal: {legal}")
         return cls(name, detail, tie)
 
@@ -113,7 +127,7 @@ def assign_roles(plan: Mapping[str, str], modules: Iterable[str], owners: Iterab
     faults = [
         f"no pattern fits {name}, which has parameters"
         for name in owners
-        if name not in roles and not name.startswith(adapters)
+        if name and name not in roles and not name.startswith(adapters)
     ]
     faults += [
         f"pattern {pattern!r} fits no module"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def small_copy(
             raise NoCopyError("it has buffers on meta")
         memo[id(buffer)] = _copied(buffer if narrow is None else narrow.part(buffer))
     try:
-        made = copy.deepcopy(model, memo)
+        made = deep_copy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise NoCopyError(f"it cannot be copied: {type(error).__name__}: {error}") from error
     for name in dropped:
@@ -107,6 +108,29 @@ def small_copy(
         narrow.tell(made)
     words, padding = _resize(made, left)
     return SmallCopy(made.eval(), dict(left), words, padding)
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy, in which functions that a module keeps, and their closures, refer to the modules of the copy."""
+    memo = {} if memo is None else memo
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = tuple(_of_copy(cell, memo) for cell in value.__closure__)
+                again = FunctionType(
+                    value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+                )
+                again.__kwdefaults__ = value.__kwdefaults__
+                module.__dict__[name] = again
+    return made
+
+
+def _of_copy(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        return CellType(memo[id(cell.cell_contents)])
+    except (KeyError, ValueError):  # not of the model; empty
+        return cell
 
 
 def table_roles(model: nn.Module) -> dict[str, Role]:
@@ -138,9 +162,12 @@ def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tup
 def _alike(model: nn.Module, roles: Mapping[str, Role]) -> tuple[str, ...]:
     """Prefixes, with a dot, of blocks beyond the first ones that are like them in class, shapes and roles."""
     dropped: list[str] = []
+    within: tuple[str, ...] = ()
     for path, owner in model.named_modules():
-        if not isinstance(owner, nn.ModuleList | nn.Sequential) or path.startswith(tuple(dropped)):
+        if not isinstance(owner, nn.ModuleList | nn.Sequential) or path.startswith(within):
             continue
+        if path and any(any(True for _ in child.children()) for child in owner.children()):
+            within = (*within, f"{path}.")  # lists within blocks are parts of them, such as heads
         seen: dict[Any, int] = {}
         for name, child in owner.named_children():
             full = f"{path}.{name}." if path else f"{name}."

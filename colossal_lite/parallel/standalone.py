@@ -64,7 +64,7 @@ def parallelize(
     mesh: Mesh,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     *,
-    sequence_parallel: bool = True,
+    sequence_parallel: bool | Literal["auto"] = "auto",
     regather_inputs: bool = True,
     kernels: Literal["auto", "torch", "triton"] = "auto",
 ) -> Layers:

@@ -6,10 +6,13 @@ and nothing else.  So only modules that are no more than that may be replaced.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 LINEAR_ROLES = ("colwise", "rowwise", "lm_head")
 HOOKS = {
@@ -46,8 +49,45 @@ def linear_faults(module: nn.Module) -> Iterator[str]:
     if is_transposed(module) and type(module).__module__.startswith("transformers."):
         if "forward" in module.__dict__:
             yield "its forward was replaced"
-    elif not has_forward_of(module, nn.Linear):
+    elif not has_forward_of(module, nn.Linear) and not acts_as_linear(module):
         yield "its forward is not that of nn.Linear, nor its class Hugging Face's Conv1D"
+
+
+def acts_as_linear(module: nn.Module) -> bool:
+    """Whether a class with a forward of its own gives x W^T + b, or x W + b as Conv1D: seen on a copy of few features,
+    in training and in evaluation."""
+    plain = {"weight", "bias"} if getattr(module, "bias", None) is not None else {"weight"}
+    weight = getattr(module, "weight", None)
+    if (
+        {n for n, _ in module.named_parameters()} != plain
+        or not isinstance(weight, Tensor)
+        or weight.dim() != 2
+    ):
+        return False
+    if (
+        "forward" in module.__dict__
+        or any(True for _ in module.buffers())
+        or any(True for _ in module.children())
+    ):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = (3, 2) if not is_transposed(module) else (2, 3)
+    sizes = dict(zip(weight.shape, (outputs, inputs), strict=True))
+    memo: dict[int, Any] = {id(weight): nn.Parameter(torch.randn(outputs, inputs, generator=generator))}
+    if "bias" in plain:
+        memo[id(module.bias)] = nn.Parameter(torch.randn(3, generator=generator))
+    small: Any = copy.deepcopy(module, memo)
+    for name, value in vars(small).items():
+        if type(value) is int and value in sizes and name[0] != "_":
+            setattr(small, name, sizes[value])
+    x = torch.randn(2, 4, 2, generator=generator)
+    right = F.linear(
+        x, small.weight.t() if is_transposed(small) else small.weight, getattr(small, "bias", None)
+    )
+    try:
+        return all(torch.allclose(small.train(trains)(x), right) for trains in (True, False))
+    except Exception:  # of a user's code, whatever it is
+        return False
 
 
 def embedding_faults(module: Any) -> Iterator[str]:

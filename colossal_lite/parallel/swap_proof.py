@@ -10,7 +10,6 @@ rank of the real world comes to the same verdict.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +27,7 @@ from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import Wide as Wide
+from colossal_lite.parallel.small_copy import deep_copy
 from colossal_lite.parallel.tensor_modes import ModeResult
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -48,16 +48,13 @@ class Difference:
 
     what: str
     where: tuple[str, ...] = ()
-    bypassed: tuple[str, ...] = ()
-    """Modules that ran without being called as modules, so that no hook of theirs did."""
 
 
 @dataclass
 class _Calls:
-    """Which modules of one model are being called, and which have been."""
+    """Which modules of one model are being called."""
 
     stack: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
 
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -67,7 +64,6 @@ class _Calls:
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             self.stack.append(name)
-            self.seen.add(name)
 
         return hook
 
@@ -77,6 +73,22 @@ class _Calls:
     @property
     def place(self) -> str:
         return self.stack[-1] if self.stack else ""
+
+
+class Plainly(Wide):
+    """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
+
+    DROPOUTS = (
+        F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ def prove(
     gradients. Raises NotRunError if it does not run by itself.
     """
     calls = _Calls()
-    plain = copy.deepcopy(model)
+    plain = deep_copy(model).train()
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -105,45 +117,44 @@ def prove(
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
             ) from error
-        bypassed = _bypassed(plain, calls)
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
         watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(copy.deepcopy(model), mesh, batch, replace, calls, criterion)
+            _Rank(deep_copy(model).train(), mesh, batch, replace, calls, criterion)
             for mesh, calls in zip(meshes, watched, strict=True)
         ]
         try:
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
         except Exception as error:  # as above
             where = next((each.place for each in watched if each.place), "")
-            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else (), bypassed)
+            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else ())
     every = [each for each in found if each is not None]
     if not every:
         return None
     first = every[0]
     places = dict.fromkeys(place for each in every for place in each.where)
-    return Difference(first.what, tuple(places), bypassed)
+    return Difference(first.what, tuple(places))
 
 
-def _bypassed(model: nn.Module, calls: _Calls) -> tuple[str, ...]:
-    """Modules never called, of which a module within was."""
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if name and name not in calls.seen and type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        and any(f"{name}.{inner}" in calls.seen for inner, _ in module.named_modules() if inner)
-    )  # fmt: skip
+def run_plainly(model: nn.Module, batch: Batch) -> None:
+    """Run a small copy forward, for the hooks that are on it. Raises NotRunError if it does not run."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Plainly():
+        try:
+            model(*batch.args, **batch.kwargs)
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
 
 
 def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> _Run:
-    with torch.enable_grad(), Wide():
+    with torch.enable_grad(), Plainly():
         if criterion is not None:
             asked = criterion.asked(batch)
             loss, _ = criterion.of(model(*asked.args, **asked.kwargs), batch.labels)
         else:
             logits = logits_of(model(*batch.args, **batch.kwargs))
-            loss = F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), reduction="sum")
+            labels = _last(batch.labels, logits)
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     loss.backward()
     return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
@@ -153,11 +164,11 @@ def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
     not run on the first."""
     with torch.random.fork_rng(devices=[]):
         try:
-            truth = _plain_run(copy.deepcopy(model), batch)
+            truth = _plain_run(deep_copy(model), batch)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         try:
-            found = _plain_run(copy.deepcopy(model), other)
+            found = _plain_run(deep_copy(model), other)
         except Exception as error:  # as above
             return f"{type(error).__name__}: {_line(error)}"
     if not abs(found.loss - truth.loss) <= TOLERANCE * abs(truth.loss):
@@ -193,13 +204,13 @@ class _Rank:
         fill_placeholders(self.model, originals, specs, self.mesh)
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
-        with torch.enable_grad(), Wide():
+        with torch.enable_grad(), Plainly():
             if self.criterion is not None:
                 asked = self.criterion.asked(part)
                 total, _ = self.criterion.of(self.model(*asked.args, **asked.kwargs), part.labels)
             else:
                 logits = logits_of(self.model(*part.args, **part.kwargs))
-                total, _ = strategy.cross_entropy(TORCH, logits, part.labels)
+                total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
         total.backward()
         told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
         loss = float(self.mesh.world.all_reduce(told.clone()))
@@ -229,6 +240,11 @@ class _Rank:
         return Difference(
             f"its loss is right, but the gradient of {name} is not (norm {sizes})", tuple(owners)
         )
+
+
+def _last(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels of the tokens that have logits: a forward without targets may give those of the last ones only."""
+    return labels[:, labels.shape[1] - logits.shape[1] :] if logits.dim() == 3 else labels
 
 
 def _zeros(spec: ShardSpec) -> Tensor:

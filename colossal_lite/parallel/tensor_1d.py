@@ -20,9 +20,10 @@ logits are the least number there is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +59,8 @@ from colossal_lite.parallel.tensor_1d_layers import (
     gather_from_sequence_region,
     reduce_scatter_to_sequence_region,
 )
-from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
+from colossal_lite.parallel.whole_sizes import Part, without_parts
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -108,12 +110,22 @@ class TensorParallel1D(Swap):
 
     mode: Tensor1D = field(kw_only=True)
     _shared: set[str] = field(default_factory=set)
+    _regions: set[str] = field(default_factory=set)
+    """Modules at whose beginning the sequence is gathered: within them gradients are terms."""
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     has_adapters = True
 
     @property
     def head_parts(self) -> int:
         return self.mode.size
+
+    @property
+    def tells_heads(self) -> bool:
+        return not self.mode.whole_sizes
+
+    @property
+    def at_root(self) -> Placements:
+        return ((AXIS, Partial),) if self.mode_at("").sequence_parallel else ()
 
     def mode_at(self, name: str) -> Tensor1D:
         """The mode for a module: with `embedding:whole` activations are cut within blocks only."""
@@ -131,10 +143,11 @@ class TensorParallel1D(Swap):
         if role.name not in ("colwise", "rowwise") or role.detail in ("qkv", "kv"):
             return []
         features = module.weight.shape[int((role.name == "colwise") == is_transposed(module))]
-        parts = 2 if role.detail == "gate_up" else 1
-        if features % (parts * self.mode.size):
+        shares = role.shares
+        if odd := [n for n in shares if features * n % (sum(shares) * self.mode.size)]:
             kind = "outputs" if role.name == "colwise" else "inputs"
-            return [f"{name}: tensor={self.mode.size} does not divide its {features // parts} {kind}"]
+            size = features * odd[0] // sum(shares)
+            return [f"{name}: tensor={self.mode.size} does not divide its {size} {kind}"]
         return []
 
     def prepare(self) -> None:
@@ -147,11 +160,15 @@ class TensorParallel1D(Swap):
                 outermost = wrapper_of.get(name, name)
                 by_parent.setdefault(outermost.rpartition(".")[0], []).append(name)
         for parent, sisters in by_parent.items():
-            if len(sisters) > 1 or sisters[0] in wrapper_of:
-                self._shared.update(sisters)
-                door = parent if len(sisters) > 1 else wrapper_of[sisters[0]]
-                hook = _on_stream(partial(gather_from_sequence_region, mode=self.mode_at(door)))
-                self.module.get_submodule(door).register_forward_pre_hook(hook, with_kwargs=True)
+            if self._is_door(parent) and (self.mode.whole_sizes or len(sisters) > 1):
+                door = parent
+            elif sisters[0] in wrapper_of:
+                door = wrapper_of[sisters[0]]
+            else:
+                continue
+            self._shared.update(sisters)
+            self._regions.add(door)
+            self._open(self.module.get_submodule(door), self.mode_at(door))
         if self.mode_at("") == self.mode:
             return
         blocks = [name for name, role in self.roles.items() if role.name == "block"]
@@ -159,12 +176,24 @@ class TensorParallel1D(Swap):
             raise ValueError("plan: embedding:whole needs modules with the role block")
         comm = self.mode.comm
         first, last = self.module.get_submodule(blocks[0]), self.module.get_submodule(blocks[-1])
-        first.register_forward_pre_hook(
-            _on_stream(lambda x: autograd_collectives.split(x, comm, 1)), with_kwargs=True
+        _around(first, before=lambda x: autograd_collectives.split(x, comm, 1))
+        _around(last, behind=partial(_first_of, change=lambda x: autograd_collectives.join(x, comm, 1)))
+
+    def _is_door(self, parent: str) -> bool:
+        """Whether the sequence may be gathered where this module begins: it is an attention or MLP that is called."""
+        is_block = not parent or self.roles.get(parent, Role("")).name == "block"
+        return not is_block and not isinstance(
+            self.module.get_submodule(parent), nn.ModuleDict | nn.ModuleList
         )
-        last.register_forward_hook(
-            lambda m, a, out: _first_of(out, lambda x: autograd_collectives.join(x, comm, 1))
-        )
+
+    def _open(self, door: nn.Module, mode: Tensor1D) -> None:
+        """Gather the sequence where the module begins."""
+
+        def enter(x: Tensor) -> Tensor:
+            whole = gather_from_sequence_region(x, mode)
+            return Part.of(whole, mode.comm, None) if mode.whole_sizes else whole
+
+        _around(door, before=enter, behind=without_parts if mode.whole_sizes else None)
 
     def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         mode = self.mode_at(name)
@@ -196,9 +225,9 @@ class TensorParallel1D(Swap):
                 return Head(mode, weight, bias, padded=min(stored, max(0, (mode.coord + 1) * stored - rows)))
             case "position" if mode.sequence_parallel:
                 return PositionEmbedding(mode, self.parameter(module.weight, gradient=per_token))
-        for parameter in module.parameters(recurse=False):
-            # of the tokens, or the heads, that a rank sees
-            self.parameter(parameter, gradient=per_token if role.name in ("norm", "replicate") else ())
+        sees_part = role.name in ("norm", "replicate", "block") and mode.sequence_parallel  # of the tokens
+        sees_part = sees_part or not self._regions.isdisjoint(ancestors(name))  # of the heads
+        self.replicated(module, gradient=((AXIS, Partial),) if sees_part else ())
         return kept
 
     # ---- adapters ----
@@ -291,6 +320,13 @@ class TensorParallel1D(Swap):
             weight = self._cut(module.weight, oriented(dim, plain("in", inputs), transposed), factor)
             bias = self._cut(module.bias, (dim,), factor)
         options: dict[str, Any] = dict(input_is_whole=name in self._shared, transposed=transposed)
+        if mode.whole_sizes:
+            if factor is None:
+                raise ValueError(
+                    f"{name}: {heads.key if heads else 0} key heads that {mode.size} ranks share; legal where code "
+                    f"sees whole sizes: tensor up to their number"
+                )
+            options["blocks"] = tuple(math.prod(each.size for each in block) for block in dim)
         if role.detail in ("qkv", "kv") and heads is not None and heads.key < mode.size:
             shared, q_rows = shared_head(rows, role, heads, mode.size, mode.coord)
             return SharedKeysLinear(shared, mode, weight, bias, q_rows=q_rows, **options)
@@ -314,15 +350,27 @@ def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> t
     return shared, heads.query // parts * width if is_fused else 0
 
 
-def _on_stream(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A pre-hook that changes a module's first argument, or the one Hugging Face calls `hidden_states`."""
+def _around(
+    module: nn.Module, before: Callable[[Tensor], Tensor] | None = None, behind: Callable[[Any], Any] | None = None
+) -> None:  # fmt: skip
+    """Change what a module's forward takes first (by name, the first tensor of numbers [B, T, D]) and what it gives.
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+    Its `forward` is replaced, as some models call that itself, which runs no hooks.
+    """
+    forward = module.forward
 
-    return hook
+    @wraps(forward)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if before is not None and args:
+            args = (before(args[0]), *args[1:])
+        elif before is not None:
+            named = ((n, x) for n, x in kwargs.items() if isinstance(x, Tensor) and x.dim() == 3)
+            stream = next(name for name, x in named if x.is_floating_point())
+            kwargs = kwargs | {stream: before(kwargs[stream])}
+        outputs = forward(*args, **kwargs)
+        return outputs if behind is None else behind(outputs)
+
+    module.forward = changed
 
 
 def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -332,12 +380,12 @@ def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # ---- the functions of `tensor_modes.ModeFile` ----
 
 
-def swap_layers(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool, regather_inputs: bool
-) -> ModeResult:
+def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form) -> ModeResult:
     """Swap the layers of `module` for this rank's parts, in place."""
     vocabulary = head_weight(module, roles).shape[0]
-    strategy = Tensor1D(mesh.axis("tensor"), vocabulary, sequence_parallel, regather_inputs)
+    strategy = Tensor1D(
+        mesh.axis("tensor"), vocabulary, form.sequence_parallel, form.regather_inputs, form.whole_sizes
+    )
     swap = TensorParallel1D(module, mesh.layout, roles, mode=strategy)
     return strategy, swap.run(), swap.local_rows, swap.share_at
 
@@ -347,5 +395,5 @@ def planned_payload(
     gated: bool, centred: bool,
 ) -> tuple[LedgerRow, ...]:  # fmt: skip
     """`micro_batch_payload` of a mesh that need not exist."""
-    mode = Tensor1D(mesh.axis("tensor"), 0, tensor.sequence_parallel, tensor.regather_inputs)
+    mode = Tensor1D(mesh.axis("tensor"), 0, bool(tensor.sequence_parallel), tensor.regather_inputs)
     return micro_batch_payload(facts, mode, batch=batch, sequence=sequence, itemsize=itemsize, bias=bias)

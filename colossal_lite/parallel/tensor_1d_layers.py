@@ -20,6 +20,7 @@ from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Ops
 from colossal_lite.parallel.swap_checks import has_forward_of
+from colossal_lite.parallel.whole_sizes import Cut, Part, features_of_part, local
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import (
     WeightGradStore,
@@ -40,6 +41,7 @@ class Tensor1D:
     vocabulary: int = 0
     sequence_parallel: bool = True
     regather_inputs: bool = True
+    whole_sizes: bool = False
     overlap: bool = True
     name = "1d"
 
@@ -62,7 +64,7 @@ class Tensor1D:
 
     @property
     def cut_behind(self) -> tuple[int, int] | None:
-        return self.coord, self.size
+        return (0, 1) if self.whole_sizes else (self.coord, self.size)
 
     def local_part(self, batch: Batch) -> Batch:
         return batch
@@ -83,13 +85,15 @@ class ColwiseLinear(nn.Module):
 
     `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
+    `blocks`: of the whole output, each of which is cut; with it code sees y with the sizes of the whole.
     """
 
     def __init__(
         self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, input_is_whole: bool = False,
-        transposed: bool = False,
+        transposed: bool = False, blocks: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__()
+        self.blocks = blocks
         self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
         self.weight, self.bias = weight, bias
@@ -97,9 +101,14 @@ class ColwiseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.used_parameters()
         if self.input_is_whole:
-            return linear(x, weight, bias, self.weight_grad_store)
-        out: Tensor = _ColwiseLinear.apply(x, weight, bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]
-        return out
+            y = linear(local(x), weight, bias, self.weight_grad_store)
+        else:
+            y = _ColwiseLinear.apply(x, weight, bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]
+        if not self.blocks:
+            return y
+        size, mode = sum(self.blocks), self.mode
+        cut = Cut(x.dim() - 1, size, (size,), mode.coord, mode.size)
+        return Part.of(y, mode.comm, cut.on(cut.dim, size, self.blocks))
 
     def used_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight [D_out, D_in] and bias [D_out] of the product."""
@@ -158,6 +167,8 @@ class RowwiseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
+        if self.mode.whole_sizes:
+            x = features_of_part(x)
         if self.gives_terms:
             return linear(x, weight, None, self.weight_grad_store)
         out: Tensor = _RowwiseLinear.apply(x, weight, self.bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]

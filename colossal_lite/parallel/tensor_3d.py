@@ -51,7 +51,7 @@ from colossal_lite.parallel.tensor_grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.tensor_modes import ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
@@ -215,9 +215,7 @@ class TensorParallel3D(TensorParallelGrid):
 # ---- the functions of `tensor_modes.ModeFile` ----
 
 
-def swap_layers(
-    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _sequence_parallel: bool, _regather_inputs: bool
-) -> ModeResult:
+def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form: Form) -> ModeResult:
     """Swap the layers of `module` for this rank's parts, in place."""
     vocabulary, width = head_weight(module, roles).shape
     mode = Tensor3D.on(mesh, vocabulary)

@@ -33,6 +33,7 @@ from colossal_lite.parallel.grid_norms import NormKind, key_of, norm_kind, on_wh
 from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
+    ancestors,
     oriented,
     output_rows,
     padded,
@@ -241,13 +242,12 @@ class TensorParallelGrid(Swap):
             ]
             if bad:
                 faults.append(f"{name}: its weight {list(weight.shape)} does not divide: {', '.join(bad)}")
-        if role.name in ("norm", "replicate") and any(True for _ in module.children()):
+        if role.name == "norm" and any(True for _ in module.children()):
             faults.append(f"{name}: a {role.name} that holds modules of its own cannot be cut in 2D or 3D")
-        if role.name == "replicate":
-            faults.append(
-                f"{name}: the role replicate has no meaning in 2D or 3D, where no activation is whole"
-            )
         return faults
+
+    def _is_in_attention(self, name: str) -> bool:
+        return any(self.roles.get(a, Role("")).name == "attention" for a in ancestors(name))
 
     def _divisions(self, role: Role, module: Any, weight: Tensor) -> Iterable[tuple[str, int, int]]:
         """(what, size, parts) of everything that is cut without padding, and is not heads."""
@@ -257,7 +257,7 @@ class TensorParallelGrid(Swap):
                 outputs, inputs = weight.shape[::-1] if is_transposed(module) else weight.shape
                 yield "inputs", inputs, math.prod(comm.size for comm in lie.inputs)
                 if role.name in ("colwise", "rowwise") and role.detail not in ("qkv", "kv"):
-                    yield "outputs", outputs, lie.outputs.size * (2 if role.detail == "gate_up" else 1)
+                    yield "outputs", outputs * math.gcd(*role.shares), lie.outputs.size * sum(role.shares)
             case "norm" | "position":
                 yield "features", weight.shape[-1], self.stream.size
 
@@ -275,6 +275,10 @@ class TensorParallelGrid(Swap):
                 return self.position(module, self.parameter(module.weight, dims, features, self.stream_terms))
             case "norm":
                 return self._norm(module, features)
+            case "replicate":
+                self.replicated(module, (*terms_of(self.stream), *self.stream_terms))
+                if not self._is_in_attention(name) and not any(True for _ in module.children()):
+                    on_whole_features(module, self.stream)
         kept: nn.Module = module
         return kept
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor, nn
@@ -19,6 +20,17 @@ from colossal_lite.kernels import Ops, Rows
 from colossal_lite.parallel.roles import Role
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import Share
+
+
+@dataclass(frozen=True)
+class Form:
+    """How 1d swaps layers; the other modes have no choice."""
+
+    sequence_parallel: bool = True
+    """Between the layers each rank has a part of the sequence."""
+    regather_inputs: bool = True
+    whole_sizes: bool = False
+    """The code of an attention or MLP sees the sizes of the whole (whole_sizes.py), not those of a rank's part."""
 
 
 class TensorStrategy(Protocol):
@@ -59,11 +71,8 @@ counters its dropout sees, and which share of the stream its auxiliary loss sees
 class ModeFile(Protocol):
     """The functions that the file of a mode has."""
 
-    def swap_layers(
-        self, module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], sequence_parallel: bool,
-        regather_inputs: bool,
-    ) -> ModeResult:  # fmt: skip
-        """Replace the layers of `module` by this rank's parts, in place. A mode may ignore the last two settings."""
+    def swap_layers(self, module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form) -> ModeResult:
+        """Replace the layers of `module` by this rank's parts, in place. A mode may ignore the form."""
 
     def planned_payload(
         self, mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int,

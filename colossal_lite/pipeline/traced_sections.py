@@ -99,8 +99,7 @@ def traced(model: nn.Module) -> TracedSections:
     bare = on_meta_copy(model)
     shapes = {name: bare.get_submodule(name) for name in trace.parts[0].modules}
     sections = TracedSections(model, trace, shapes)
-    if proven is not None:
-        _prove(proven, sections)
+    _prove(proven, sections)
     return sections
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,10 +83,9 @@ class UnitTrace:
     """Units that change in place what comes in."""
 
 
-def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
+def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
     """The units of a model of blocks, in the order in which one forward on ids calls them, and the copy that was run:
-    with values if it is small. None for a model whose copies do not run (a function in it that holds modules of the
-    original), which is run itself.
+    with values if it is small.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
     blocks, and for one of which more than one tensor passes from block to block.
@@ -103,19 +102,17 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module | None]:
     except NoCopyError:
         made = on_meta_copy(model)
     try:
-        return _watched(made, blocks, Wide()), made
+        return _watched(made, blocks), made
     except UnitsError:
         raise
-    except Exception as error:  # of the model's own code
+    except (
+        Exception
+    ) as error:  # of the model's own code, such as a function in it that holds modules of the original
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    try:
-        return _watched(model, blocks, nullcontext()), None
-    except UnitsError:
-        raise
-    except Exception as error:  # as above, or it has no values
         raise UnitsError(
-            f"parallel.pipeline: {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; legal: a "
-            f"method pipeline_sections() (docs/pipeline.md), or pipeline=1"
+            f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; "
+            f"legal: modules found by self, not held by a function; a method pipeline_sections() "
+            f"(docs/pipeline.md); or pipeline=1"
         ) from error
 
 
@@ -138,13 +135,13 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
-def _watched(model: nn.Module, blocks: Sequence[str], within: AbstractContextManager[Any]) -> UnitTrace:
+def _watched(model: nn.Module, blocks: Sequence[str]) -> UnitTrace:
     """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
     watch, ids = _Watch(model, tuple(blocks)), few_ids(model)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, within, watch:
+        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
             model(ids)
     finally:
         for module, mode in modes.items():

@@ -107,7 +107,10 @@ def remove_activation_checkpoint(module: nn.Module) -> None:
     """Give every block its own forward back, and the config its `use_cache`."""
     for block in blocks_of(module).values():
         if isinstance(changed := block.__dict__.get("forward"), CheckpointedBlock):
-            del block.forward
+            if getattr(changed.forward, "__func__", None) is type(block).forward:
+                del block.forward
+            else:
+                block.forward = changed.forward
             if changed.cached is not None:
                 changed.cached.use_cache = True
 

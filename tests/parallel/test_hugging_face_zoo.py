@@ -6,10 +6,16 @@ A covering part of the table is in the suite; the whole is `-m campaign`, and `p
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 
-from tests.shared.zoo import CLASSES, MODES, outcome
+from colossal_lite.config.parallel_schema import TensorConfig
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld
+from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.parallel.parallelize import parallelize
+from colossal_lite.sharding.mesh_layout import MeshLayout
+from tests.shared.zoo import CLASSES, FAMILIES, MODES, model, outcome
 
 BOUND = 1e-12
 REFUSED = {
@@ -45,6 +51,32 @@ def check(name: str, mode: str) -> None:
 @pytest.mark.parametrize(("name", "mode"), IN_THE_SUITE)
 def test_a_class_with_layers_of_its_own_trains_as_one_process_or_is_refused(name: str, mode: str) -> None:
     check(name, mode)
+
+
+OF_FAMILIES = ["1d on 2", "1d on 2, whole sequences", "1d on 4", "2d on 4"]
+NOT_IN_2D = {"Phi-3", "OLMo-2", "Bloom", "Falcon, one key head"}
+"""Families whose attention reads sizes of the whole, or is left whole, for which 2d has no form."""
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Bloom", "GPT-NeoX", "BERT"])
+def test_roles_of_a_family_are_read_from_a_run_and_proven(name: str) -> None:
+    layout = MeshLayout.build(tensor=TensorConfig(size=4).axis())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = parallelize(model(name), Mesh.emulated(layout, EmulatedWorld(1.0))[0])
+    assert made.form.sequence_parallel and list(made.plan.values()).count("rowwise") == 2
+
+
+@pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", OF_FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_in_tensor_modes(name: str, mode: str) -> None:
+    found = outcome(name, MODES[mode])
+    if mode == "2d on 4" and name in NOT_IN_2D:
+        assert isinstance(found, str) and found.startswith(("plan: ", "parallelize: ")), found
+    else:
+        assert isinstance(found, float) and found < BOUND, found
 
 
 @pytest.mark.campaign

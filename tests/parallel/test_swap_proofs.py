@@ -73,6 +73,8 @@ EXACT = [
     ("replicated, per token", "1d, whole"),
     ("replicated, across tokens", "1d, whole"),
     ("block.forward()", "1d"),
+    ("attention.forward()", "1d"),
+    ("attention.forward()", "1d, whole"),
     ("pairs of tokens", "1d, whole"),
 ]
 
@@ -147,10 +149,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "embedding across tokens": (("1d", "2d"), rf"is not that of one process.*{CUT}"),
     "replicated, across tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
     "pairs of tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
-    "attention.forward()": (
-        ("1d", "1d, whole"),
-        r"the forward of blocks\.0\.attention\.inner \(SeparateHeads, role attention\).* is called directly",
-    ),
 }
 
 
@@ -333,7 +331,7 @@ def test_a_wide_model_is_proven_on_a_narrow_copy() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap(model, found[1], MODES["1d"])
-    wrong = found[1] | {"model.layers.*.self_attn.[kv]_proj": "replicate"}
+    wrong = found[1] | {"model.layers.*.self_attn.q_proj": "colwise:gate_up"}
     with pytest.raises(ValueError, match="is not that of one process"):
         swap(big_llama(), wrong, MODES["1d"])
 

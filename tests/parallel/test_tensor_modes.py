@@ -19,11 +19,12 @@ LINE = """    "toy": TensorMode("toy: as 1d, activations whole", "tensor_toy", c
 FILE = '''"""Cuts layers as 1d does, and keeps activations whole."""
 
 from colossal_lite.parallel import tensor_1d
+from colossal_lite.parallel.tensor_modes import Form
 
 
-def swap_layers(module, mesh, roles, sequence_parallel, regather_inputs):
+def swap_layers(module, mesh, roles, form):
     print("toy layers")
-    return tensor_1d.swap_layers(module, mesh, roles, False, False)
+    return tensor_1d.swap_layers(module, mesh, roles, Form(False, False))
 
 
 def planned_payload(mesh, facts, tensor, *, gated, centred, **sizes):

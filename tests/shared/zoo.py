@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=16, use_cache=False, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-# Class -> settings beside the sizes.
+# Name -> prefix of the config's class, and settings beside the sizes.
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("Gemma", dict(head_dim=4)),
     "Gemma, unpadded": ("Gemma", dict(head_dim=4, pad_token_id=None)),
@@ -34,6 +34,31 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, padded": ("Llama", dict(pad_token_id=0)),
     "Llama": ("Llama", dict()),
 }
+_STILL: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama, tied": ("Llama", dict(tie_word_embeddings=True)),
+    "Llama, biased": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "Mistral, windowed": ("Mistral", dict(sliding_window=4)),
+    "Qwen2": ("Qwen2", dict()),
+    "Qwen3": ("Qwen3", dict(head_dim=4)),
+    "Gemma-3": ("Gemma3Text", dict(head_dim=4)),
+    "Phi": ("Phi", dict()),
+    "Phi-3": ("Phi3", dict(pad_token_id=0)),
+    "OLMo-2": ("Olmo2", dict()),
+    "StableLM": ("StableLm", dict()),
+    "Starcoder2": ("Starcoder2", dict(residual_dropout=0.0, embedding_dropout=0.0)),
+    "GPT-NeoX": ("GPTNeoX", dict()),
+    "OPT": ("OPT", dict(ffn_dim=32, word_embed_proj_dim=16, dropout=0.0)),
+    "Bloom": ("Bloom", dict(n_layer=2, n_head=4, hidden_dropout=0.0)),
+    "Falcon": ("Falcon", dict(num_kv_heads=2, new_decoder_architecture=True)),
+    "Falcon, one key head": ("Falcon", dict(multi_query=True)),
+    "Granite": ("Granite", dict()),
+    "SmolLM3": ("SmolLM3", dict(pad_token_id=0)),
+    "GLM": ("Glm", dict(head_dim=4, pad_token_id=0)),
+    "BERT": ("Bert", _STILL),
+    "RoBERTa": ("Roberta", _STILL | dict(max_position_embeddings=20)),
+}
+"""Families whose roles plan="auto" reads from a run."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +98,15 @@ def model(name: str) -> nn.Module:
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # transformers looks for a package of that name
     import transformers
 
-    prefix, settings = CLASSES[name]
+    prefix, settings = (CLASSES | FAMILIES)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**SIZES | settings)
-    made: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).double()
+    kind = (
+        transformers.AutoModelForMaskedLM
+        if "Bert" in prefix or prefix == "Roberta"
+        else transformers.AutoModelForCausalLM
+    )
+    made: nn.Module = kind.from_config(config).double()
     with torch.no_grad():
         for parameter in made.parameters():  # ones and zeros hide what a norm does with its weight
             parameter.add_(0.1 * torch.randn(parameter.shape))
