@@ -4,9 +4,10 @@ Note: which rank speaks.
 An error that ends a script comes to `sys.excepthook`.  `launch` and `options` put ours there, in each process that a
 user started.
 What was asked for and cannot be (ConfigError, LaunchError, a ValueError that this package raises) is told without a
-traceback, and the exit code is 2; ranks that do not meet (CommError) are told without one too.  Of any other error the frames of the user's files are shown, and where it was
-raised.  A rank that fails since another did is quiet; without torchrun, whose last lines name it, it prints a line.
-All of a traceback is in the log of a rank that has a `Run`, or shown by Python's development mode.
+traceback, and the exit code is 2.  Ranks that do not meet (CommError) are told without one too.  Of any other error the
+frames of the user's files are shown, and where it was raised.  A rank that fails since another did is quiet.  Without
+torchrun, whose last lines name it, it prints a line.  All of a traceback is in the log of a rank that has a `Run`, or
+shown by Python's development mode.
 """
 
 from __future__ import annotations
