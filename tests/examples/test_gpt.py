@@ -128,7 +128,7 @@ def test_torchrun_on_two_ranks_gives_the_numbers_of_one(
     assert {row["sent_bytes"] for row in one} == {0} and all(row["sent_bytes"] > 0 for row in two)
     facts = [json.loads((tmp_path / name / "run.json").read_text())["facts"] for name in ("one", "two")]
     assert facts[0]["corpus"] == facts[1]["corpus"] and len(facts[0]["corpus"]["sha256"]) == 64
-    assert facts[0]["parameters"] == facts[1]["parameters"]
+    assert facts[0]["matrix_weights"] == facts[1]["matrix_weights"] > 0
 
 
 def test_text_becomes_tokens_that_train_and_read_as_text(
@@ -303,6 +303,10 @@ def test_model_flops_are_those_of_the_matrix_products(example: Callable[[str], M
     config = GPTConfig(vocabulary=vocabulary, layers=1, heads=2, width=width, sequence=tokens)
     forward = 2 * (12 * width * width + vocabulary * width) + 2 * 2 * tokens * width
     assert example("describe").flops_per_token(config) == 3 * forward
+    for shape in (config, GPTConfig.llama("1B", layers=2, vocabulary=64), GPTConfig(layers=1, vocabulary=64)):
+        with torch.device("meta"):
+            linears = [m for m in GPT(shape).modules() if isinstance(m, torch.nn.Linear)]
+        assert example("describe").matrix_weights(shape) == sum(m.weight.numel() for m in linears)
 
 
 def test_every_option_is_passed_on_by_torchrun(example: Callable[[str], ModuleType]) -> None:
