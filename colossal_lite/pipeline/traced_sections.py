@@ -217,7 +217,10 @@ class _Zeros(nn.Module):
             if not isinstance(value, Tensor):
                 return value
             dtype = self.like.dtype if value.is_floating_point() else value.dtype
-            return self.like.new_zeros((), dtype=dtype).expand(value.shape)
+            shape, width = value.shape, self.like.shape[-1]
+            if isinstance(self.shaped[0], nn.Embedding) and shape[-1] % width == 0:
+                shape = (*shape[:-1], width)  # grids cut features
+            return self.like.new_zeros((), dtype=dtype).expand(shape)
 
         with torch.no_grad(), torch.device("meta"):
             given = self.shaped[0](*tree_map(on_meta, args), **tree_map(on_meta, kwargs))

@@ -191,7 +191,9 @@ def test_a_manifest_of_before_loads_with_one_warning_and_no_false_change(mesh: s
     found = run_world(load_of_before, ranks, BASE | config, str(FOLDER / mesh))
     for rank, (said, changes, old) in enumerate(found):
         assert set(old) == set(RENAMED)
-        assert changes == ["harmless: parallel.tensor.sequence_parallel was True, is 'auto'"]  # another default
+        assert changes == [
+            "harmless: parallel.tensor.sequence_parallel was True, is 'auto'"
+        ]  # another default
         lines = [line for line in said if "older names" in line]
         assert len(lines) == (rank == 0)
         assert all(name in line for line in lines for name in RENAMED)

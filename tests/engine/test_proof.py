@@ -21,6 +21,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.engine import proof
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.launcher.command import main
+from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.sharding.shard_spec import ShardSpec
 from tests.shared.own_models import HEADS, PLAN, WIDTH, WORDS, Attention, Model
 from tests.shared.pool import RankEnv, run_world
@@ -141,7 +142,7 @@ def planted(env: RankEnv, name: str) -> proof.Proof:
 
     with patch.object(proof, "initialize", tampered):
         if name == "a gradient not summed":  # which initialize itself would refuse
-            unseen = patch("colossal_lite.parallel.parallelize.check_plan")
+            unseen = patch("colossal_lite.parallel.parallelize.check_plan", return_value=Form())
             with unseen, patch.object(ShardSpec, "sync_axes", not_summed):
                 return proven(env, fault.build, config)
         return proven(env, fault.build, config)

@@ -295,8 +295,6 @@ def refused(env: RankEnv, what: str) -> None:
         plan["last"] = "expert"
     if what == "two heads":
         plan["mixing.*.wide"] = "lm_head"
-    if what == "unknown to auto":
-        plan = "auto"
     model = Plain()
     if what == "attention without heads":
         del model.mixing[0].heads_of.num_heads
@@ -313,7 +311,6 @@ REFUSALS = {
     "no such role": "no role 'layernorm'; legal: colwise, rowwise",
     "reserved role": "expert is not built yet",
     "two heads": "exactly one module must be the lm_head",
-    "unknown to auto": "plan='auto'.*give a dict",
     "attention without heads": "does not state its heads",
     "heads": "tensor=3 does not divide 4 heads; legal: 1, 2, 4",
     "facts": "4 heads do not divide into 3 parts",
