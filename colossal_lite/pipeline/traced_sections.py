@@ -219,7 +219,7 @@ class _Zeros(nn.Module):
             dtype = self.like.dtype if value.is_floating_point() else value.dtype
             shape, width = value.shape, self.like.shape[-1]
             if isinstance(self.shaped[0], nn.Embedding) and shape[-1] % width == 0:
-                shape = (*shape[:-1], width)  # grids cut features
+                shape = torch.Size((*shape[:-1], width))  # grids cut features
             return self.like.new_zeros((), dtype=dtype).expand(shape)
 
         with torch.no_grad(), torch.device("meta"):
