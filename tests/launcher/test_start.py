@@ -538,7 +538,7 @@ def test_processes_stop_together_and_the_reason_outlives_the_rank_that_served_th
     code, _, errors = ended[culprit]
     assert code == 1 and "ValueError: bad news" in errors and "CommError" not in errors
     code, _, errors = ended[1 - culprit]
-    assert code == 1 and f"CommError: rank {culprit} stopped: ValueError: bad news" in errors
+    assert code == 1 and f"rank {1 - culprit} ends, as rank {culprit} stopped: ValueError: bad news" in errors
 
 
 def torchrun(script: Path, *args: str) -> subprocess.Popen[str]:
