@@ -141,12 +141,13 @@ class MemoryDict(TypedDict, total=False):
     beyond host_budget; without that nothing of theirs goes to disk."""
     link_bandwidth: int | str | None
     """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: Literal["device", "host", "auto"] | dict[str, int | float]
+    update_on: Literal["device", "host", "auto"] | dict[str, int | float | Sequence[int]]
     """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and
     back, and the device's op gives the bits that it gives to state that stays there. host: with the CPU's op,
     and gradients go down and weights up in its place. dict(every=k): of every k chunks one on the device, and
-    the others on the host; dict(host=share): so many on the host. Both sides then work at once. auto: the mix
-    that is fastest by `rates`."""
+    the others on the host; dict(host=share): so many on the host; dict(host=[0, 2]): the chunks with these
+    numbers. Both sides then work at once. auto: the mix that is fastest by `rates`, which takes the place of
+    "auto" in the resolved configuration."""
     rates: RatesDict
     """What the machine does in a second, for update_on="auto"."""
     link_latency_s: float

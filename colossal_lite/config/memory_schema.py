@@ -57,22 +57,28 @@ class HostFraction(Section):
     """Of the optimizer's states, the masters included where they are apart from the weights."""
 
 
-def _is_share(value: Any) -> Any:
-    """A mix of updates on host and device: one of its two shares, in range."""
+def _is_mix(value: Any) -> Any:
+    """A mix of updates on host and device: one of its two shares, in range, or the numbers of chunks."""
     if isinstance(value, str):
         return value
-    every, host = value.get("every"), value.get("host")
-    if len(value) != 1 or (every is not None and (int(every) != every or every < 2)):
+    every, host = value.get("every", 2), value.get("host", 0)
+    if len(value) != 1 or isinstance(every, tuple) or int(every) != every or every < 2:
         raise ValueError("is no share of the chunks")
-    if host is not None and not 0 <= host <= 1:
+    if isinstance(host, tuple):
+        if len({*host}) != len(host) or any(number < 0 for number in host):
+            raise ValueError("names a chunk twice, or none")
+    elif not 0 <= host <= 1:
         raise ValueError("is no share of the chunks")
     return value
 
 
 UpdateOn = Annotated[
-    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float],
-    AfterValidator(_is_share),
-    Legal("'device', 'host', 'auto', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float | tuple[int, ...]],
+    AfterValidator(_is_mix),
+    Legal(
+        "'device', 'host', 'auto', dict(every=an int >= 2), dict(host=a number >= 0 and <= 1), or dict(host=a list of "
+        "chunk numbers)"
+    ),
 ]
 
 
@@ -125,7 +131,8 @@ class MemoryConfig(Section):
     """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and back, and the
     device's op gives the bits that it gives to state that stays there. host: with the CPU's op, and gradients go down
     and weights up in its place. dict(every=k): of every k chunks one on the device, and the others on the host;
-    dict(host=share): so many on the host. Both sides then work at once. auto: the mix that is fastest by `rates`."""
+    dict(host=share): so many on the host; dict(host=[0, 2]): the chunks with these numbers. Both sides then work at
+    once. auto: the mix that is fastest by `rates`, which takes the place of "auto" in the resolved configuration."""
     rates: RatesConfig = RatesConfig()
     """What the machine does in a second, for update_on="auto"."""
     link_latency_s: NotNegative = 0.0
@@ -134,13 +141,15 @@ class MemoryConfig(Section):
     """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
 
     @property
-    def host_share(self) -> Fraction:
-        """Of the chunks whose records rest off the device: those that are updated on the host."""
+    def on_host(self) -> Fraction | tuple[int, ...]:
+        """Of the chunks whose records rest off the device: the share that is updated on the host, or the numbers of
+        those that are."""
         if isinstance(self.update_on, str):
             return Fraction(self.update_on == "host")
-        if "every" in self.update_on:
-            return 1 - 1 / Fraction(self.update_on["every"])
-        return Fraction(self.update_on["host"]).limit_denominator(10_000)
+        kind, value = next(iter(self.update_on.items()))
+        if isinstance(value, tuple):
+            return value
+        return 1 - 1 / Fraction(value) if kind == "every" else Fraction(value).limit_denominator(10_000)
 
     @property
     def emulates(self) -> tuple[str, ...]:
