@@ -87,7 +87,9 @@ def staged_plan(
     )  # fmt: skip
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, updates = _pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
+    memory, updates = _pipeline_memory(
+        made[stages.coord], chunks, config, local, costs, pieces, stages, slots
+    )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
