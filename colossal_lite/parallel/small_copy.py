@@ -129,20 +129,23 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_rebound(each, memo) for each in value)
     if isinstance(value, dict):
-        value.update({key: _rebound(each, memo) for key, each in value.items()})
+        again = {key: new for key, each in value.items() if (new := _rebound(each, memo)) is not each}
+        if again:  # one in a closure is still the original's
+            value = copy.copy(value)
+            value.update(again)
     if not isinstance(value, FunctionType) or not (
         value.__closure__ or value.__defaults__ or value.__kwdefaults__
     ):
         return value
     cells = tuple(CellType() for _ in value.__closure__ or ())
-    again = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
-    memo[id(value)] = again
-    again.__defaults__ = _rebound(value.__defaults__, memo)
-    again.__kwdefaults__ = _rebound(dict(value.__kwdefaults__ or {}), memo) or None
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+    memo[id(value)] = made
+    made.__defaults__ = _rebound(value.__defaults__, memo)
+    made.__kwdefaults__ = _rebound(dict(value.__kwdefaults__ or {}), memo) or None
     for cell, own in zip(cells, value.__closure__ or (), strict=True):
         if not _is_empty(own):
             cell.cell_contents = _rebound(own.cell_contents, memo)
-    return again
+    return made
 
 
 def _is_empty(cell: CellType) -> bool:

@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "block.forward(x)": (CallsForward, ("CallsForward", "is read outside its block", "block(x)")),
     "a weight of a block, read outside": (ReadsWithin, ("blocks.0.out.bias is read outside its block",)),
     "an object that is not copied holds modules": (
-        lambda: Held(lambda f: SimpleNamespace(run=f)), ("cannot be copied", "of the original, by an object that is not copied"),
+        lambda: Held(lambda f: SimpleNamespace(run=f)), ("cannot be copied", "by an object that is not copied"),
     ),
     "a hook around the blocks": (hooked, ("hook on inner (Walk)", "hooks on the blocks")),
     "no blocks": (lambda: nn.Linear(2, 2), ("does not say what its units are", "nn.ModuleList")),
