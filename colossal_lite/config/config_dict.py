@@ -140,12 +140,13 @@ class MemoryDict(TypedDict, total=False):
     host_budget there; without it they never use the disk."""
     link_bandwidth: int | str | None
     """Bytes a second each way between device and host, emulated on a CPU; None: no emulation."""
-    update_on: Literal["device", "host", "auto"] | dict[str, int | float]
+    update_on: Literal["device", "host", "auto"] | dict[str, int | float | Sequence[int]]
     """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied
     there and back; the bits are those of state that stays on the device. host: the CPU updates it, so
     gradients are copied down and weights up. dict(every=k): of every k chunks one on the device, the others
-    on the host. dict(host=share): this share of the chunks on the host. Both sides then work at once. auto:
-    the fastest mix by `rates`."""
+    on the host. dict(host=share): this share of the chunks on the host. dict(host=[0, 2]): the chunks with
+    these numbers. Both sides then work at once. auto: the fastest mix by `rates`; the resolved configuration
+    has that mix."""
     rates: RatesDict
     """Rates of the machine, for update_on="auto"."""
     link_latency_s: float

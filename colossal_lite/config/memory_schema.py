@@ -57,22 +57,28 @@ class HostFraction(Section):
     """Share of the optimizer's states, and of masters that are separate from the weights."""
 
 
-def _is_share(value: Any) -> Any:
-    """Checks one of the two shares of a mix of updates on host and device."""
+def _is_mix(value: Any) -> Any:
+    """Checks a mix of updates on host and device: one of its two shares, or the numbers of chunks."""
     if isinstance(value, str):
         return value
-    every, host = value.get("every"), value.get("host")
-    if len(value) != 1 or (every is not None and (int(every) != every or every < 2)):
+    every, host = value.get("every", 2), value.get("host", 0)
+    if len(value) != 1 or isinstance(every, tuple) or int(every) != every or every < 2:
         raise ValueError("is no share of the chunks")
-    if host is not None and not 0 <= host <= 1:
+    if isinstance(host, tuple):
+        if len({*host}) != len(host) or any(number < 0 for number in host):
+            raise ValueError("names a chunk twice, or none")
+    elif not 0 <= host <= 1:
         raise ValueError("is no share of the chunks")
     return value
 
 
 UpdateOn = Annotated[
-    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float],
-    AfterValidator(_is_share),
-    Legal("'device', 'host', 'auto', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float | tuple[int, ...]],
+    AfterValidator(_is_mix),
+    Legal(
+        "'device', 'host', 'auto', dict(every=an int >= 2), dict(host=a number >= 0 and <= 1), or dict(host=a list of "
+        "chunk numbers)"
+    ),
 ]
 
 
@@ -123,7 +129,8 @@ class MemoryConfig(Section):
     """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied there and
     back; the bits are those of state that stays on the device. host: the CPU updates it, so gradients are copied down
     and weights up. dict(every=k): of every k chunks one on the device, the others on the host. dict(host=share): this
-    share of the chunks on the host. Both sides then work at once. auto: the fastest mix by `rates`."""
+    share of the chunks on the host. dict(host=[0, 2]): the chunks with these numbers. Both sides then work at once.
+    auto: the fastest mix by `rates`; the resolved configuration has that mix."""
     rates: RatesConfig = RatesConfig()
     """Rates of the machine, for update_on="auto"."""
     link_latency_s: NotNegative = 0.0
@@ -132,13 +139,14 @@ class MemoryConfig(Section):
     """Bytes a second from and to the disk together, emulated on a CPU; None: no emulation."""
 
     @property
-    def host_share(self) -> Fraction:
-        """Share of the offloaded chunks that the host updates."""
+    def on_host(self) -> Fraction | tuple[int, ...]:
+        """Share of the offloaded chunks that the host updates, or the numbers of these chunks."""
         if isinstance(self.update_on, str):
             return Fraction(self.update_on == "host")
-        if "every" in self.update_on:
-            return 1 - 1 / Fraction(self.update_on["every"])
-        return Fraction(self.update_on["host"]).limit_denominator(10_000)
+        kind, value = next(iter(self.update_on.items()))
+        if isinstance(value, tuple):
+            return value
+        return 1 - 1 / Fraction(value) if kind == "every" else Fraction(value).limit_denominator(10_000)
 
     @property
     def emulates(self) -> tuple[str, ...]:
