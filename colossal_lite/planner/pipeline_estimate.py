@@ -163,7 +163,7 @@ def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
 ) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
-    """The rows of any plan, with what lives at the fullest moment of the list, and `slots` of messages; and where
+    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
     updates run, in words."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
