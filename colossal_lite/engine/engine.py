@@ -95,7 +95,7 @@ class Engine:
     ) -> None:  # fmt: skip
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
-        self.model, self.context, self.mesh = built.model, context, mesh
+        self.model, self.context, self.mesh, self.config = built.model, context, mesh, parts.config
         self.is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
@@ -105,7 +105,7 @@ class Engine:
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         self._memory_budget, self._updates = parts.memory_budget, parts.updates
         self._metering = parts.metering
-        self._forecast_batch = forecast_batch
+        forecast_batch = self._forecast_batch = forecast_batch and partial(forecast_batch, found=parts.config)
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)

@@ -88,6 +88,8 @@ class EngineParts:
     """None where all state is on the device for good."""
     metering: Metering
     updates: Updates
+    config: Config
+    """That of the context, with the mix of updates that was found."""
 
     def before_backward(self) -> None:
         """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
@@ -126,14 +128,15 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     hooks = StageHooks(chunks, parameters, by_micro_batch=sharding_of(config).by_micro_batch)
     weights = weights_of(model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen)
     weight_grads = _weight_grads_of(model, config)
-    optimizer = _optimizer_of(built, context, factory, parameters)
+    optimizer, resolved = _optimizer_of(built, context, factory, parameters)
     if isinstance(weights, ParameterGather) and optimizer.tiers:
         weights.up = optimizer.tiers.up
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
     metering = Metering()
     updates = Updates(chunks, optimizer, weights, hooks, metering, mesh, config)
     return EngineParts(
-        built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates
+        built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates,
+        resolved,
     )  # fmt: skip
 
 
@@ -147,12 +150,13 @@ def _weight_grads_of(model: nn.Module, config: Config) -> WeightGradStore:
 
 def _optimizer_of(
     built: Built, context: Context, factory: Factory | None, parameters: Mapping[str, nn.Parameter]
-) -> ChunkOptimizer | OwnOptimizer:
-    """The optimizer of the config, or the user's own, made by `factory`. Collective; raises as `chunk_optimizer`."""
+) -> tuple[ChunkOptimizer | OwnOptimizer, Config]:
+    """The optimizer of the config, or the user's own, made by `factory`; and the config with the mix of updates that it
+    has found. Collective; raises as `chunk_optimizer`."""
     config = context.config
     if factory is not None:
         scheduled = config.lr_scheduler.type != "constant"
-        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled)
+        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled), config
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     ops = built.parallelized.ops
     return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)

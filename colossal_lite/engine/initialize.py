@@ -371,13 +371,13 @@ def _forecast_batch(
         return module
 
     def forecast_batch(
-        samples: int, tokens: int, *, changes: Sequence[str] = (), trains: bool = True
+        samples: int, tokens: int, *, found: Config, changes: Sequence[str] = (), trains: bool = True
     ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
         mesh = context.mesh
         try:
-            config = Config.load(context.config, changes)
+            config = Config.load(context.config, changes).derived("memory", update_on=found.memory.update_on)
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,

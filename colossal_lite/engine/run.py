@@ -113,7 +113,7 @@ class Run:
         self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         self._tell_settings(steps)
-        config = {row.path: row.value for row in self.context.config.resolved()}
+        config = {row.path: row.value for row in self.engine.config.resolved()}
         self._log.describe({**self._extra, "steps": steps, "config": config})
         return self._batches(self._loader, steps)
 

@@ -87,6 +87,9 @@ def staged_plan(
     )  # fmt: skip
     rows = mesh.ledger.rows()
     assert shape.costs is not None
+    memory, updates = _pipeline_memory(
+        made[stages.coord], chunks, config, local, costs, pieces, stages, slots
+    )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
@@ -94,8 +97,7 @@ def staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
-        + exchange_rows(mesh, unread),
+        memory=memory + exchange_rows(mesh, unread),
         traffic=rows,
         batch=(
             *batch_terms(config, batch, dry.sequence, mesh, pieces),
@@ -105,6 +107,7 @@ def staged_plan(
         device_bytes=device_bytes,
         schedule=_told(pipeline, shape, stages, timeline),
         timeline=timeline,
+        updates=updates,
         libraries_bytes=libraries_bytes(config),
     )
 
@@ -159,8 +162,9 @@ def _record_pipeline(
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[MemoryTerm, ...]:  # fmt: skip
-    """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
+) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
+    """The rows of any plan, with what lives at the fullest moment of the list, and `slots` of messages; and where
+    updates run, in words."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -169,7 +173,7 @@ def _pipeline_memory(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
     )
     worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
-    rows, _ = memory_rows(
+    rows, _, updates = memory_rows(
         config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst
     )
     largest = 0
@@ -177,7 +181,8 @@ def _pipeline_memory(
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
             source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
-    return (*rows, MemoryTerm("messages", slots * largest, "slots of what comes from other stages"))
+    messages = MemoryTerm("messages", slots * largest, "slots of what comes from other stages")
+    return (*rows, messages), updates
 
 
 def _whole_bytes(chunk: Chunk) -> int:

@@ -76,7 +76,7 @@ def plan(
     frozen = build_frozen(packed, config, mesh, META)
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
-    memory, placed = memory_rows(config, chunks, gathers, whole, cost, frozen)
+    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
     memory += exchange_rows(mesh)
@@ -92,6 +92,7 @@ def plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(placed) if placed else "",
+        updates=updates,
         libraries_bytes=libraries_bytes(config),
     )
 

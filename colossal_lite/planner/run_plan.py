@@ -74,6 +74,8 @@ class RunPlan:
     """Of the pipeline's schedule, by the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
+    updates: str = ""
+    """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
     libraries_bytes: int = LIBRARIES_BYTES
     """That a process on a CPU loads beside torch's import."""
 
@@ -136,7 +138,7 @@ class RunPlan:
                     for row in self.traffic
                 ),
                 *self.schedule.splitlines(),
-                *(f"  {line}" for line in self.memory_budget.splitlines()),
+                *(f"  {line}" for line in (*self.memory_budget.splitlines(), *self.updates.splitlines())),
             ]
         )
 
@@ -192,7 +194,7 @@ def table(made: RunPlan) -> Any:
     memory.append(("peak", size(made.peak_bytes), made.verdict))
     memory.append(("on a CPU", size(made.process_bytes), "with libraries and allocator, less torch's import"))
     traffic = [(r.operation, r.axis, f"{r.calls:,}", size(r.payload_bytes)) for r in made.traffic]
-    memory_budget = [Text(f"\n{made.memory_budget}")] if made.memory_budget else []
+    below = [Text(f"\n{text}") for text in (made.memory_budget, made.updates) if text]
     return Group(
         Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
         Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
@@ -202,7 +204,7 @@ def table(made: RunPlan) -> Any:
             "\npayload of a step, of this rank", ("operation", "axis", "calls", "bytes"),
             traffic or [("none", "", "0", "0 B")], (2, 3),
         ),
-        *memory_budget,
+        *below,
     )  # fmt: skip
 
 

@@ -88,8 +88,10 @@ def record_agreement(
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
     frozen: tuple[WeightChunk, ...] = (),
-) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None]:  # fmt: skip
-    """The memory of a rank, row by row, and under a budget the placement of its state."""
+) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+    """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
+    words."""
+    choice = UpdateChoice(config.memory, TORCH, META)
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),
@@ -97,7 +99,7 @@ def memory_rows(
         {},
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
-        choice=UpdateChoice(config.memory, TORCH, META),
+        choice=choice,
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (
@@ -114,7 +116,8 @@ def memory_rows(
         origins = {row.kind: row.origin for row in rows} | ORIGINS
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
-    return tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations")), placed
+    shown = tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
+    return shown, placed, choice.lanes
 
 
 def _name(dtype: torch.dtype) -> str:
