@@ -41,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GPU_TESTS = "tests/gpu/test_kernels_gpu.py"
 INTERPRETED, QUICK = "tests/interpreted/test_ops.py", ("[rms_norm 128]", "[sgd 1 ")
+HIDDEN = ("CUDA_VISIBLE_DEVICES=", "TRITON_INTERPRET=1")
+"""A dry run is one of the CPU wherever it runs."""
 ROW_S = 120.0
 """The longest that one row of parts 1 and 2 may take; then its process is ended, and the next row has a new one."""
 MARK = "ROW "
@@ -86,11 +88,11 @@ class Part:
         written.replace(self.out / f"part{self.number}.json")  # whole, whenever the machine ends
 
     @contextmanager
-    def process(self, command: Sequence[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    def process(self, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         """A process of its own group, ended with all below it. What it says goes to the log or is read."""
         with (self.out / f"part{self.number}.log").open("a") as log:
             started = subprocess.Popen(
-                command, cwd=ROOT, env=in_root() | environment, text=True, start_new_session=True,
+                [*in_root(*HIDDEN * self.tiny), *command], cwd=ROOT, text=True, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         try:
@@ -119,18 +121,18 @@ def short(value: Any) -> str:
 
 def in_processes(
     part: Part, names: Sequence[str], jobs: int, command: Callable[[Sequence[str]], Sequence[str]],
-    read: Callable[[str], Row | None], **environment: str,
+    read: Callable[[str], Row | None],
 ) -> None:  # fmt: skip
     """Rows `names`, shared out over `jobs` processes at once. `read`: the row that a line of theirs tells, if any."""
     with ThreadPoolExecutor(jobs) as pool:
         shares = [list(names[job::jobs]) for job in range(jobs)]
-        for each in [pool.submit(in_turn, part, share, command, read, environment) for share in shares]:
+        for each in [pool.submit(in_turn, part, share, command, read) for share in shares]:
             each.result()
 
 
 def in_turn(
     part: Part, names: list[str], command: Callable[[Sequence[str]], Sequence[str]],
-    read: Callable[[str], Row | None], environment: dict[str, str],
+    read: Callable[[str], Row | None],
 ) -> None:  # fmt: skip
     """One process after another: a row that ends its process, or that takes too long, is a row that says so."""
     while names:
@@ -139,7 +141,7 @@ def in_turn(
                 part.add(Row(name, "left out", "no time left"))
             return
         limit_s = min(ROW_S, part.left_s)
-        with part.process(command(names), **environment) as running:
+        with part.process(command(names)) as running:
             late = threading.Timer(limit_s, kill, [running])
             late.start()
             assert running.stdout is not None
@@ -178,23 +180,22 @@ def smoke(part: Part) -> None:
     def read(text: str) -> Row | None:
         return Row(**json.loads(text.removeprefix(MARK))) if text.startswith(MARK) else None
 
-    interpreted = {"TRITON_INTERPRET": "1"} if part.tiny else {}
     jobs = 1 if part.tiny else 4
-    in_processes(part, names, jobs, lambda names: [*command, *names], read, **interpreted)
+    in_processes(part, names, jobs, lambda names: [*command, *names], read)
 
 
-def in_root() -> dict[str, str]:
-    place = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return {**os.environ, "PYTHONPATH": place, "PYTHONUNBUFFERED": "1", "PYTEST_ADDOPTS": ""}
+def in_root(*more: str) -> list[str]:
+    """The command `env` with what every process of a day is given: our sources before what this one imports."""
+    path = os.pathsep.join(map(os.path.abspath, (str(ROOT), *sys.path[1:])))
+    return ["env", f"PYTHONPATH={path}", "PYTHONUNBUFFERED=1", "PYTEST_ADDOPTS=", *more]
 
 
 def kernel_tests(part: Part) -> None:
     """Tests of kernels, compiled by as many processes at once as there are cores for."""
     pytest = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
-    interpreted = {"TRITON_INTERPRET": "1"} if part.tiny else {}
     listed = subprocess.run(
-        [*pytest, "--collect-only", "-q", INTERPRETED if part.tiny else GPU_TESTS], cwd=ROOT,
-        env=in_root() | interpreted, capture_output=True, text=True,
+        [*in_root(*HIDDEN * part.tiny), *pytest, "--collect-only", "-q", INTERPRETED if part.tiny else GPU_TESTS],
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     names = [text for text in listed.stdout.splitlines() if "::" in text]
     names = [name for name in names if not part.tiny or any(quick in name for quick in QUICK)]
@@ -203,7 +204,7 @@ def kernel_tests(part: Part) -> None:
         last = (listed.stdout + listed.stderr).strip().splitlines()
         return part.add(Row("kernel tests", "failed", last[-1] if last else "pytest said nothing"))
     jobs = 1 if part.tiny else max(1, min(12, (os.cpu_count() or 1) - 2))
-    in_processes(part, names, jobs, lambda some: [*pytest, "-v", "--tb=short", *some], verdict, **interpreted)
+    in_processes(part, names, jobs, lambda some: [*pytest, "-v", "--tb=short", *some], verdict)
 
 
 def verdict(text: str) -> Row | None:
@@ -298,8 +299,6 @@ def main() -> int:
     if not torch.cuda.is_available() and not arguments.dry_run:
         print("gpu_day: no CUDA device is visible; legal here: --dry-run", file=sys.stderr)
         return 2
-    if arguments.dry_run:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     parts = []
