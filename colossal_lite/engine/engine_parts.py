@@ -42,7 +42,7 @@ from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
 
 @dataclass(frozen=True)
 class Built:
-    """A model as `initialize` has built it: this rank's part, and the layout of the whole."""
+    """A model as `initialize` has built it: this rank's modules, and the layout of the whole."""
 
     model: nn.Module
     names: GlobalNames
@@ -58,7 +58,7 @@ class Built:
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
     records: TaskRecords
-    """State in host memory."""
+    """Records of state in host memory."""
     outlives: bool
     """Whether another engine may resume from the records."""
 
@@ -82,10 +82,10 @@ class EngineParts:
     hooks: StageHooks
     weights: ForwardGates
     weight_grads: WeightGradStore
-    """Deferred weight gradients; in use only where the schedule computes them apart."""
+    """Deferred weight gradients, used only if the schedule computes them separately."""
     optimizer: ChunkOptimizer | OwnOptimizer
     memory_budget: MemoryBudget | None
-    """None where all state is on the device for good."""
+    """None if all state stays on the device."""
     metering: Metering
     updates: Updates
     config: Config
@@ -100,12 +100,12 @@ class EngineParts:
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Weights are there, and a dropout that is drawn outside the recomputation of a block is an error."""
+        """Context of a backward: weights are gathered. A dropout outside a block's recomputation raises an error."""
         with self.weights.backward(), self.built.streams.functional(None):
             yield
 
     def detach(self) -> None:
-        """Take from the model what only the steps of this engine need; its gates stay."""
+        """Remove the hooks that only the steps of this engine need; its gates stay on the model."""
         model = self.built.model
         self.hooks.remove()
         remove_activation_checkpoint(model)
@@ -114,7 +114,7 @@ class EngineParts:
         unbind_dropout(model)
 
     def measured(self) -> AbstractContextManager[None]:
-        """Measure the device memory in use, if a budget still has to choose a placement."""
+        """Context: measures the device memory in use, if a budget still has to choose a placement."""
         return nullcontext() if self.memory_budget is None else self.memory_budget.measured()
 
 
