@@ -88,7 +88,9 @@ class ZeroDict(TypedDict, total=False):
     gradients are also summed over the copies. A sequence axis is sharded over in any case. None: one copy,
     over all."""
     prefetch: int
-    """Stage 3: blocks whose weights are gathered ahead of the one that computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the one that computes. In a pipeline these are
+    stages, whose weights stay gathered from one micro-batch to the next while no other stage of the rank
+    computes."""
 
 
 class HostFractionDict(TypedDict, total=False):

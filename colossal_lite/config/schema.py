@@ -286,7 +286,8 @@ class ZeroConfig(Section):
     """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data; gradients are
     also summed over the copies. A sequence axis is sharded over in any case. None: one copy, over all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Stage 3: blocks whose weights are gathered ahead of the one that computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the one that computes. In a pipeline these are stages, whose
+    weights stay gathered from one micro-batch to the next while no other stage of the rank computes."""
 
     def is_hybrid(self, data: int) -> bool:
         """Whether `data` ranks keep more than one copy of what is sharded."""

@@ -19,7 +19,8 @@ from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.pipeline.model_units import traced_units
@@ -33,14 +34,16 @@ from colossal_lite.planner.step_estimate import (
     exchange_rows,
     memory_rows,
     record_agreement,
+    record_gather,
     samples_of,
 )
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
-from colossal_lite.schedule.gather_plan import Trace, gather_plan
+from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
 from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
 from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
-from colossal_lite.zero.build_chunks import build_chunks, sharding_of
+from colossal_lite.schedule.stage_gathers import gather_slots
+from colossal_lite.zero.build_chunks import build_chunks, build_frozen, sharding_of
 
 BY_THE_CLOCK = (
     "partition 'profiled': a run is cut by the clock, perhaps otherwise; this is the cut by the formula"
@@ -68,7 +71,8 @@ def staged_plan(
         whole.trainable, mine, whole.specs, config, mesh, META,
         lambda spec: stages.is_first_holder(stages_of(spec)),
     )  # fmt: skip
-    shape = shape_of(config, stages, packed, count)
+    frozen = build_frozen(mine, config, mesh, META)
+    shape = shape_of(config, mesh.layout, stages, packed, count)
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
@@ -79,7 +83,9 @@ def staged_plan(
             _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
         )
     mesh.ledger.clear()
-    _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
+    _record_pipeline(
+        made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
+    )  # fmt: skip
     local = Whole(
         {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
         {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
@@ -94,7 +100,9 @@ def staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=_pipeline_memory(made[stages.coord], chunks, config, local, costs, pieces, stages, slots)
+        memory=_pipeline_memory(
+            made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
+        )
         + exchange_rows(mesh, unread),
         traffic=rows,
         batch=(
@@ -124,8 +132,9 @@ def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...
 
 
 def _record_pipeline(
-    actions: Sequence[Action], chunks: tuple[Chunk, ...], packed: Sequence[ChunkSpec], config: Config, mesh: Mesh,
-    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...],
+    packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, whole: Whole,
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
     """What the list of one rank communicates, and a step beside it."""
     if mesh.size("data") > 1:
@@ -133,6 +142,7 @@ def _record_pipeline(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
         )
     of = {chunk.spec.id: chunk for chunk in chunks}
+    weights: dict[int | None, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
     axis = mesh.axis("pipeline").axis
     for action in actions:
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
@@ -140,6 +150,8 @@ def _record_pipeline(
             chunk = of[action.chunk or 0]
             for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
                 mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
+        elif action.kind is ActionKind.UNSHARD:
+            record_gather(weights[action.chunk], near=action.resource == FROM_NEAR)
         elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
@@ -153,12 +165,12 @@ def _record_pipeline(
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
     for chunk in chunks:
         chunk.conclude()
-    record_agreement(chunks, packed, sharding_of(config), mesh, whole)
+    record_agreement(chunks, [*filter(trains, packed)], sharding_of(config), mesh, whole)
 
 
 def _pipeline_memory(
-    actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
-    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
+    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
 ) -> tuple[MemoryTerm, ...]:  # fmt: skip
     """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
@@ -169,8 +181,12 @@ def _pipeline_memory(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
     )
     worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
+    weights = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
+    numels = {index: chunk.spec.numel for index, chunk in weights.items()}
+    parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
+    gathered = gather_slots(actions, numels, parts)
     rows, _ = memory_rows(
-        config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst
+        config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
     )
     largest = 0
     for action in actions:
