@@ -5,16 +5,16 @@ Note: a save.
 2. Every rank streams the slices that it owns into its own files, reads them back and fsyncs them.
 3. Rank 0 joins the ranks' rows into the manifest, fsyncs it and the directory, and renames the directory to
    `step-NNNNNNNN`.  It fsyncs the parent, and only then deletes checkpoints beyond `keep`.
-So a directory of that name is complete at any moment, whichever process is killed.  A valid checkpoint is never
+So a directory of that name is always complete, whichever process is killed.  A valid checkpoint is never
 overwritten.  Ranks agree through keys of the context's store, not through collectives.  So a save can run in a thread
-beside training, and a rank that saves alone gets an error that names the missing ranks.
+beside training.  A rank that saves alone gets an error that names the missing ranks.
 
-A load reads the newest complete checkpoint.  Each slice is read entirely, checked, and copied into the tensors of the
-rank, or read into them directly if it fits.  A fault names the file and the tensor, and all ranks try the checkpoint
+A load reads the newest complete checkpoint.  Each slice is read, checked, and copied into the tensors of the rank.  A
+slice that fits is read into them directly.  A fault names the file and the tensor, and all ranks try the checkpoint
 before it.  A disk that does not answer is a permanent fault: a late read could overwrite tensors of another load.
 
-Cost: extra memory of nine slices (16 MiB each) when loading, none for slices read in place; three when a synchronous
-save runs, and a copy of the rank's tensors for an asynchronous one.
+Cost: a load allocates nine slices of 16 MiB, none for slices read in place.  A synchronous save allocates three.  An
+asynchronous save copies the rank's tensors.
 Files are safetensors, readable by its own library; nothing is pickled, nothing outside the directory is opened.
 """
 
@@ -68,12 +68,12 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 SLICE_BYTES = 16 * 2**20
 FILE_BYTES = 2**30
 GRACE_S = 5.0
-"""how much longer a save in a thread is waited for: what it waits for itself is told of first"""
+"""after `timeout_s`, so that an error of the thread itself is raised first"""
 
 
 class Saving:
-    """A save that has begun. `wait()` returns the checkpoint's directory, or raises CheckpointError: a LateError if,
-    by its `pulse`, it has been at one thing for longer than `timeout_s`."""
+    """A save that has begun. `wait()` returns the checkpoint's directory, or raises CheckpointError. It raises
+    LateError if, by its `pulse`, one operation of the save has taken longer than `timeout_s`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Saving:
             self._path = self._work()
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # in a thread nobody would hear of it; wait() tells it
+        except Exception as error:  # a thread's exception would be lost; wait() raises it
             self._error = CheckpointError(f"save: {type(error).__name__}: {error}")
             self._error.__cause__ = error
 
@@ -114,7 +114,7 @@ class Saving:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """Why there is no checkpoint. A save that was late may have ended well since."""
+        """The error of a save that failed. A save that was late may have completed since."""
         return self._error if self.is_done else self._late
 
     def wait(self) -> Path:
@@ -154,22 +154,22 @@ class Checkpointer:
         self._calls = 0
         self._last: Saving | None = None
         self.is_mixed = False
-        """a load has failed halfway: what it was to fill is part old, part new"""
+        """a load failed halfway: the tensors that it filled are part old, part new"""
         self._claims, self._line = FolderClaims(), LineOfDescent()
         self.failures = 0
-        """saves that have failed, one after the other"""
+        """consecutive saves that failed"""
         self.failure: CheckpointError | None = None
-        """the last of them"""
+        """the last of these failures"""
         self.last_saved: tuple[int, Path] | None = None
         """step and directory of the last whole save since a load"""
         self._late: LateError | None = None
-        """a read of a load has not ended, and may yet write into what that was to fill"""
+        """a read of a load has not ended, and may still write into the tensors of that load"""
 
     def save(
         self, directory: Path, held: Sequence[HeldTensor], facts: RunFacts, *, asynchronous: bool
     ) -> Saving:
-        """Write a checkpoint. Collective. In a thread (from a copy of what this rank owns) if `asynchronous`: errors
-        then come from `wait()`, or as a warning of the next call."""
+        """Write a checkpoint. Collective. If `asynchronous`, a thread writes a copy of the tensors that this rank owns.
+        Its errors come from `wait()`, or as a warning of the next call."""
         self.settle()
         meeting, pulse = self._meet("save"), Heartbeat()
         parts = [one.part() for one in held]
@@ -213,8 +213,7 @@ class Checkpointer:
         return saving
 
     def settle(self) -> None:
-        """Wait for the save in flight, and count how it has ended; a failure that was not raised yet becomes a
-        warning."""
+        """Wait for the save in flight and count its outcome. A failure that was not raised yet becomes a warning."""
         last, self._last = self._last, None
         if last is None:
             return
@@ -229,8 +228,8 @@ class Checkpointer:
             self.failures, self.failure = self.failures + 1, last.failure
 
     def close(self, *, waits: bool = True) -> None:
-        """Wait for the save in flight, and give the folders back. Without `waits` neither: the process ends, and the
-        next run takes them over, with what is left in them."""
+        """Wait for the save in flight, and release the folders. Without `waits` it does neither: the process ends, and
+        the next run takes the folders over, with all leftovers in them."""
         if not waits:
             return
         self.settle()
@@ -247,9 +246,9 @@ class Checkpointer:
     ) -> Loaded | None:
         """Fill `held` from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
-        None if there is none at all and `missing_ok`. Raises CheckpointError if none is whole, or if the one that is
-        does not fit; in the latter case nothing has changed.  After a LateError on this rank every later load raises it
-        again: another process has to go on.
+        None if there is none at all and `missing_ok`. Raises CheckpointError if none is whole. Raises it too if the
+        whole one does not fit; then nothing has changed.  After a LateError on this rank every later load raises it
+        again: start another process.
         """
         if self._late is not None:
             raise self._late
@@ -293,7 +292,7 @@ class Checkpointer:
             skipped = skipped + faults
 
     def _own(self, directory: Path) -> str:
-        """Own the folder that a run goes on in; who else does. A folder that cannot be written to has no owner."""
+        """Own the folder that a run resumes from; returns who else owns it. A read-only folder has no owner."""
         if directory.exists() and not directory.is_dir():
             return f"{directory} is no folder"
         is_one = (directory / MANIFEST).exists() or STEP.fullmatch(directory.name) is not None
@@ -312,7 +311,7 @@ class Checkpointer:
             return [], [f"{error.filename}: {error.strerror}"]
 
     def _choose(self, directory: Path, paths: list[Path], skipped: list[str]) -> dict[str, Any]:
-        """The next path whose files look right, taken off `paths`; what was passed over joins `skipped`."""
+        """The next path whose files look right, taken off `paths`. Reasons for passed-over paths join `skipped`."""
         while paths:
             path = paths.pop(0)
             try:
@@ -333,7 +332,7 @@ class Checkpointer:
         crc32: int,
         complete: bool,
     ) -> tuple[Manifest, tuple[Change, ...]]:
-        """The same manifest on every rank, and that it fits; or the same CheckpointError on every rank."""
+        """The same manifest on every rank, checked to fit; or the same CheckpointError on every rank."""
         faults: list[str] = []
         manifest = None
         try:
@@ -364,8 +363,8 @@ class Checkpointer:
     def _fill(
         self, path: Path, held: Sequence[HeldTensor], plan: Sequence[Read], manifest: Manifest
     ) -> str | None:
-        """Read slices into what is held; the first fault, after which what is held is a mix. Raises LateError: the
-        others are told why when this rank's context closes."""
+        """Read slices into the held tensors. Returns the first fault, after which these tensors are a mix. Raises
+        LateError; other ranks receive the reason when this rank's context closes."""
         places = [_place(read, held, self._layout) for read in plan]
         slices = stream(path, plan, manifest, places=places, timeout_s=self._timeout_s)
         try:
@@ -395,7 +394,7 @@ class Checkpointer:
 
 
 def _starts_at_0(directory: Path) -> str:
-    """What a run is told that finds nothing to go on from; a name like this one may be a slip of the pen."""
+    """The notice of a run that found no checkpoint. It names a similar folder, in case of a typing error."""
     around = directory.parent.iterdir() if directory.parent.is_dir() else ()
     names = [path.name for path in around if path.is_dir() and path != directory]
     near = difflib.get_close_matches(directory.name, names, n=1)
@@ -404,7 +403,7 @@ def _starts_at_0(directory: Path) -> str:
 
 
 def _is_stored(name: str, manifest: Manifest) -> bool:
-    """Whether a checkpoint should hold this tensor: an imported one has weights alone, and moments start at zero."""
+    """Whether a checkpoint should hold this tensor. An imported one has weights alone; moments start at zero."""
     return not manifest.is_imported or name.startswith("model/")
 
 
@@ -417,7 +416,7 @@ def _scatter(read: Read, data: Tensor, held: Sequence[HeldTensor], layout: MeshL
 
 
 def _place(read: Read, held: Sequence[HeldTensor], layout: MeshLayout) -> Tensor | None:
-    """Where a slice may be read to without a copy: what is held holds it whole, once, as it is stored."""
+    """The tensor that a slice can be read into without a copy: it holds the slice whole, once, in its stored dtype."""
     if len(read.into) != 1:
         return None
     ((index, fragment),) = read.into

@@ -1,10 +1,10 @@
 """Reads and writes the files of a checkpoint in threads, checks every slice, and limits every wait.
 
 Note: on the disk.
-A checkpoint is a directory of safetensors files and a manifest of all tensors and their slices, with a checksum of
-each.  A slice is read entirely and its checksum compared, several slices ahead of the caller.  A written slice is read
-back while the next is written.  Nothing is pickled, no link is followed, nothing outside the directory is opened.  A
-disk that does not answer in time raises LateError.  Then the files stay open for the thread inside the read.
+A checkpoint is a directory of safetensors files and a manifest of all tensors and their slices, with checksums.  A
+slice is read whole and its checksum compared, several slices ahead of the caller.  A written slice is read back while
+the next is written.  Nothing is pickled, no link is followed, nothing outside the directory is opened.  A disk that
+does not answer in time raises LateError.  Then the files stay open for the thread inside the read.
 Cost: memory of nine slices when reading, none for slices read in place; two when writing.
 """
 
@@ -41,13 +41,13 @@ from colossal_lite.memory.disk_file import Workers
 from colossal_lite.sharding.boxes import extent
 
 THREADS = 4
-"""that read and check slices: some wait for the disk while others sum"""
+"""that read and check slices: some wait for the disk while others compute checksums"""
 AHEAD = 8
-"""slices that are being read, or are read, before the one that is copied: no thread waits for a slow one"""
+"""slices read or being read before the caller needs them, so that no thread waits for a slow one"""
 DISK_S = 600.0
-"""how long a disk may take for one slice where no configuration says it (`timeout_s`)"""
+"""how long a disk may take for one slice where the caller gives no `timeout_s`"""
 GRACE_S = 5.0
-"""how long the end of what nobody wants any more is waited for"""
+"""how long `stream` waits for reads whose results are no longer needed"""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 
 class LateError(CheckpointError):
-    """A disk does not answer: a thread may stay inside a read or a write for ever, or return at any time."""
+    """A disk does not answer. Its thread may stay inside a read or a write for ever, or return at any time."""
 
 
 def listed(directory: Path) -> list[Path]:
-    """Checkpoints in a directory, the one saved last first, whether whole or not. Empty if there is no directory.
+    """Checkpoints in a directory, whole or not, the one saved last first. Empty if there is no directory.
 
     Those without a readable manifest come before all others, and those without a serial in order of their step."""
     found = []
@@ -86,14 +86,14 @@ def _serial(path: Path) -> int | None:
 
 
 def next_serial(directory: Path) -> int:
-    """That of the next save into this directory."""
+    """The serial of the next save into this directory."""
     return 1 + max((_serial(path) or 0 for path in listed(directory)), default=0)
 
 
 def inspect(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there, of the right size, with the right headers.
 
-    Raises CheckpointError naming the file, and a tensor in it, or a folder named as a step that it does not hold.
+    Raises CheckpointError that names the file and a tensor in it. Raises it too for a folder named as another step.
     Tensor data is not read.
     """
     manifest = read_manifest(path)
@@ -112,13 +112,13 @@ def inspect(path: Path) -> Manifest:
 
 
 def _refuse_other_name(path: Path, step: int) -> None:
-    """Raises CheckpointError for a folder named as a step's that is a link, or that holds another step."""
+    """Raises CheckpointError for a link that is named as a step's folder, or a folder that holds another step."""
     if (match := STEP.fullmatch(path.name)) is None:
         return
     if path.is_symlink():
         raise CheckpointError(
-            f"{path}: is a link to {escaped(os.readlink(path))}, and what a run goes on from lies in its own folder; "
-            f"legal: a copy in its place, or load() of where it leads"
+            f"{path}: is a link to {escaped(os.readlink(path))}, and a run resumes only from a folder of its own; "
+            f"legal: a copy in its place, or load() of the link's target"
         )
     if int(match[1]) != step:
         raise CheckpointError(
@@ -136,7 +136,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Read every byte of a checkpoint: what is wrong, one line a fault. Nothing if it is whole."""
+    """Read every byte of a checkpoint and yield one line a fault. Yields nothing if it is whole."""
     try:
         manifest = inspect(path)
     except CheckpointError as error:
@@ -184,7 +184,7 @@ def _some(rows: Sequence[tuple[str, Stored, Slice]]) -> str:
 
 
 def _opened(path: Path, holds: str) -> Any:
-    """A file of a checkpoint for reading: a regular one, never what a link leads to."""
+    """A file of a checkpoint opened for reading. It must be a regular file; links are not followed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -219,12 +219,11 @@ def stream(
     path: Path, plan: Sequence[Read], manifest: Manifest, *,
     places: Sequence[Tensor | None] = (), timeout_s: float = DISK_S,
 ) -> Generator[tuple[Read, Tensor | str], None, None]:  # fmt: skip
-    """Each slice as a tensor of its box's shape, or what is wrong with it. Raises LateError if one has not been read
-    in `timeout_s`.
+    """Each slice as a tensor of its box's shape, or its fault as text. Raises LateError if one has not been read in
+    `timeout_s`.
 
-    Slices are read and checked in threads, `AHEAD` at most, while the caller uses the one before, whose memory is
-    then used again; `places[i]`, where it is given, is where slice i is read to instead: contiguous, in host memory,
-    its dtype.
+    Threads read and check at most `AHEAD` slices while the caller uses the one before. Its memory is then reused.
+    Where `places[i]` is given, slice i is read into it instead: contiguous, in host memory, of the slice's dtype.
     """
     if not plan:
         return
@@ -276,7 +275,7 @@ def stream(
 
 
 def _within(timeout_s: float, future: Future[T], what: str) -> T:
-    """What a thread has read. Raises what it has raised, or LateError."""
+    """The result of a thread's read. Raises the thread's exception, or LateError."""
     if not wait([future], timeout=timeout_s).done:
         raise LateError(f"{what} was not read in {timeout_s:g} s (timeout_s): the disk does not answer")
     return future.result(timeout=0)
@@ -292,8 +291,8 @@ def write_file(
 ) -> list[int]:
     """Write one safetensors file from tensors in order of `rows`, and fsync it; the checksum of each.
 
-    A thread reads each slice back while the next one is written. Raises CheckpointError if it is another then, or not
-    there in `timeout_s`.
+    A thread reads each slice back while the next one is written. Raises CheckpointError if a slice reads back
+    differently, or not within `timeout_s`.
     """
     head = header(list(rows))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -303,7 +302,7 @@ def write_file(
     def check(view: memoryview, row: tuple[str, Stored, Slice]) -> int:
         crc32, start = zlib.crc32(view), len(head) + row[2].start
         count = os.preadv(file.fileno(), [memoryview(back)[: len(view)]], start)
-        # The disk begins on it now, not at fsync.
+        # The disk begins to write it now, not at fsync.
         os.posix_fadvise(file.fileno(), start, len(view), os.POSIX_FADV_DONTNEED)
         if count != len(view) or not back.startswith(view):
             raise CheckpointError(

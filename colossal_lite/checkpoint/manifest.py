@@ -1,11 +1,11 @@
 """Encodes, decodes and checks the manifest of a checkpoint, plans reads and writes, and compares configurations.
 
 Note: the manifest.
-`manifest.json` is one line of JSON, `{"crc32": ..., "content": ...}`, with the checksum of the content's bytes in
-front: any changed byte is found.  The content lists every tensor by its global name with dtype, global shape and
-slices.  A slice is a box of the tensor, a file, an interval of bytes of that file's data, and a checksum.  A file's
-safetensors header follows from its slices.  So a file is correct if its header equals that one byte for byte, and each
-slice has its checksum.  The manifest holds no code and no path outside its directory.
+`manifest.json` is one line of JSON, `{"crc32": ..., "content": ...}`.  The checksum is that of the content's bytes, so
+any changed byte is found.  The content lists every tensor by its global name with dtype, global shape and slices.  A
+slice is a box of the tensor, a file, an interval of its bytes, and a checksum.  A file's safetensors header follows
+from its slices.  So a file is correct if its header equals that one byte for byte, and each slice has its checksum.
+The manifest holds no code and no path outside its directory.
 Cost: about 150 bytes a slice, checked in full before a tensor is read.
 """
 
@@ -31,7 +31,7 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 
 MANIFEST = "manifest.json"
 LIMIT_BYTES = 1 << 30
-"""of a manifest; one of 4,096 ranks has a tenth of this"""
+"""of a manifest; a manifest of 4,096 ranks has a tenth of this"""
 PAIRS_A_BOX = 256
 """comparisons of slices, for each slice of a tensor"""
 ITEM_BYTES = {
@@ -44,8 +44,8 @@ _SERIAL = re.compile(rb'\{"format":1,"serial":([0-9]{1,15}),')
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the text names the directory, the file and the tensor. What a
-    terminal would obey in these names is escaped."""
+    """A checkpoint could not be written or read. The text names the directory, the file and the tensor; control
+    characters in these names are escaped."""
 
     def __init__(self, text: str) -> None:
         super().__init__(escaped(text))
@@ -83,11 +83,11 @@ class Stored:
 
 
 class _Facts(_Part):
-    """What a checkpoint says beside its tensors."""
+    """Facts that a checkpoint states beside its tensors."""
 
     format: Literal[1] = 1
     serial: Size = 0
-    """saves into its folder up to this one, 0: unknown; the newest is the one saved last, whatever its step"""
+    """number of this save into its folder, 0: unknown; the newest has the highest, whatever its step"""
     parent: str | None = Field(default=None, max_length=40)
     """the checkpoint that the run had loaded or saved before it"""
     step: Size
@@ -103,7 +103,7 @@ class _Facts(_Part):
     updates: dict[str, Size] = {}
     """optimizer steps that each parameter has taken"""
     loss_scale: tuple[Annotated[float, Field(gt=0)], Size] | None = None
-    """of fp16, where it follows overflows: the scale, and the finite steps since it last changed"""
+    """fp16 with a dynamic scale: the scale, and the finite steps since it last changed"""
     extra: dict[str, Any] = {}
     """facts of the run that is being trained"""
     unit_seconds: tuple[tuple[Seconds, Seconds, Seconds], ...] | None = None
@@ -111,7 +111,7 @@ class _Facts(_Part):
 
 
 class Manifest(_Facts):
-    """Everything that a checkpoint says."""
+    """The content of a manifest: all tensors, and the facts of the run."""
 
     tensors: dict[str, Stored] = Field(min_length=1)
 
@@ -125,7 +125,7 @@ class Manifest(_Facts):
 
     @property
     def is_imported(self) -> bool:
-        """It comes from no run: it has weights, and no configuration."""
+        """Whether it comes from no run: it has weights, and no configuration."""
         return not self.config
 
     @property
@@ -148,7 +148,7 @@ def serial_of(data: bytes) -> int | None:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`, checked in itself. Raises CheckpointError naming `where` and what is wrong."""
+    """The manifest in `data`, checked in itself. Raises CheckpointError with `where` and the fault."""
     match = _ENVELOPE.fullmatch(data)
     if match is None:
         raise CheckpointError(f"{where}: is not a checkpoint manifest, or is cut short")
@@ -209,7 +209,7 @@ def _entry_name(name: str, stored: Stored, part: Slice) -> str:
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
-    """Contents that a manifest of ours never has, whatever its checksum says."""
+    """Yields faults of contents whose checksum is right: this package never writes them."""
     for name, stored in manifest.tensors.items():
         for part in stored.slices:
             inside = len(part.box) == len(stored.shape) and all(
@@ -247,7 +247,7 @@ def _overlaps(boxes: Sequence[Box]) -> bool:
 
 
 def _sweep(boxes: Sequence[Box], dim: int) -> bool:
-    """`_overlaps`, by comparing each box with those that begin within it in one dimension."""
+    """`_overlaps`, comparing each box only with those that begin within it in one dimension."""
     order = sorted(boxes, key=lambda box: box[dim])
     pairs_left = PAIRS_A_BOX * len(boxes)
     for index, box in enumerate(order):
@@ -263,7 +263,7 @@ def _sweep(boxes: Sequence[Box], dim: int) -> bool:
 
 
 def _most_at_once(boxes: Sequence[Box], dim: int) -> int:
-    """The most boxes over one place of a dimension."""
+    """The most boxes over one index of a dimension."""
     ends = sorted(end for box in boxes for end in ((box[dim][0], 1), (box[dim][1], -1)))
     return max(itertools.accumulate(step for _, step in ends))
 
@@ -273,7 +273,7 @@ def _most_at_once(boxes: Sequence[Box], dim: int) -> int:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """What one rank holds of one tensor: elements [start, stop) of its flattened local tensor (None: to the end).
+    """The elements [start, stop) that one rank holds of its flattened local tensor (stop None: to the end).
 
     `flat_axes`: leaf axes whose ranks hold other intervals of the same local tensor. `is_copy`: a rank of another
     pipeline stage writes it.
@@ -310,8 +310,8 @@ class Read:
 def writes(
     parts: Sequence[TensorSlice], layout: MeshLayout, rank: int, *, slice_bytes: int, file_bytes: int
 ) -> dict[str, list[Write]]:
-    """What a rank writes, by file: slices of at most `slice_bytes` in files of at most `file_bytes`."""
-    # What lies on a stage lies on no other, so a rank's place on the pipeline says nothing of who writes.
+    """The slices that a rank writes, by file: at most `slice_bytes` a slice and `file_bytes` a file."""
+    # Stages hold different tensors, so the writer does not depend on a rank's pipeline coordinate.
     coords = {axis: 0 if axis == "pipeline" else coord for axis, coord in layout.coords(rank).items()}
     files = dict[str, list[Write]]()
     name, at = "", file_bytes
@@ -332,7 +332,7 @@ def writes(
 
 
 def reads(parts: Sequence[TensorSlice], manifest: Manifest, layout: MeshLayout, rank: int) -> list[Read]:
-    """The slices that meet what a rank holds, in order of file and place. The parts fit (`misfits`)."""
+    """The slices that a rank needs, ordered by file and offset. The parts must fit (`misfits`)."""
     coords, found = layout.coords(rank), list[Read]()
     wanted = [(i, p, list(held(p.spec, layout, coords, p.start, p.stop))) for i, p in enumerate(parts)]
     for index, part, fragments in wanted:
@@ -349,7 +349,7 @@ def reads(parts: Sequence[TensorSlice], manifest: Manifest, layout: MeshLayout, 
 
 
 def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool) -> list[str]:
-    """Why a checkpoint cannot fill these parts; `complete`: they are all that the world holds."""
+    """Why a checkpoint cannot fill these parts. `complete`: they are all tensors of the world."""
     mine = {part.name: part for part in parts}
     faults = [
         f"missing: {name} {part.spec.shape}" for name, part in mine.items() if name not in manifest.tensors
@@ -380,7 +380,7 @@ def _converts(saved: str, wanted: str) -> bool:
 
 Meaning = Literal["harmless", "numeric", "impossible"]
 
-# First match wins. A setting that no row names changes the numbers of the steps to come.
+# First match wins. A setting in no row counts as numeric: it changes the following steps.
 MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("parallel.*", "harmless"),
     ("zero.*", "harmless"),
@@ -401,8 +401,8 @@ ABSENT = "absent"
 class Change:
     """One setting that differs between a checkpoint and the run that loads it.
 
-    harmless: the same numbers up to the order of sums; numeric: the steps to come differ from those of an
-    uninterrupted run; impossible: the state does not fit.
+    harmless: the same numbers up to the order of sums.  numeric: later steps differ from those of an uninterrupted
+    run.  impossible: the state does not fit.
     """
 
     path: str
@@ -415,9 +415,9 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs between two resolved configurations (path -> value), the gravest first; nothing from none.
+    """The settings that differ between two resolved configurations (path -> value), the gravest first.
 
-    A setting that is newer than the checkpoint had its default."""
+    Empty if `saved` is empty. A setting that is newer than the checkpoint had its default."""
     if not saved:
         return ()
     defaults = Config().values()

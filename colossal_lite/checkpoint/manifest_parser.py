@@ -1,8 +1,8 @@
-"""Parses the JSON of a manifest member by member, so that memory is a few times its bytes, whatever it holds.
+"""Parses the JSON of a manifest member by member, so that memory is a few times its bytes for any input.
 
-Note: a hostile text of a few bytes an item would take 60 bytes an item and more as Python objects, and 250 in a parser
-of whole texts.  So tensors and slices are read one by one, each of a bounded length, and what has another shape is
-refused before it is built.  The other members are bounded in length, items and depth.
+Note: a hostile item of a few bytes takes over 60 bytes as a Python object, and 250 in a parser of whole texts.  So
+tensors and slices are parsed one by one, each of a bounded length.  An item of another shape is refused before it is
+built.  The other members are bounded in length, items and depth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse(
     slice_of: Callable[[bytes], S],
     tensor_of: Callable[[bytes, list[S]], T],
 ) -> tuple[bytes, dict[str, int], dict[str, T]]:
-    """Of the object in data[start:end]: its members but two as JSON, `updates` and `tensors`. Raises ValueError."""
+    """Parse data[start:end], an object: its members as JSON, except `updates` and `tensors`. Raises ValueError."""
     text = _Text(data, start, end)
     facts: list[bytes] = []
     updates: dict[str, int] = {}
@@ -61,7 +61,7 @@ def parse(
 
 
 class _Text:
-    """A place in the bytes of a JSON object. Every method moves it, or raises ValueError."""
+    """A position in the bytes of a JSON object. Every method advances it, or raises ValueError."""
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
@@ -76,7 +76,7 @@ class _Text:
         return found
 
     def members(self, read: Callable[[str], None]) -> None:
-        """Call `read` for each member of an object, when the place is at its value."""
+        """Call `read` for each member of an object, with the position at its value."""
         if self.data[self.at : self.at + 1] != b"{":
             raise ValueError("not what JSON allows there: an object is expected")
         self.at += 1
@@ -95,7 +95,7 @@ class _Text:
             self.take(_NEXT, "object")
 
     def value(self, name: str) -> bytes:
-        """Any value, as its bytes."""
+        """The bytes of any value."""
         start, depth, items = self.at, 0, 0
         stop = min(self.end, start + LIMIT_FACTS)
         if self.data[start : start + 1] not in (b"[", b"{"):

@@ -1,12 +1,12 @@
 """Gives a folder of checkpoints one owner: `owner.json` names the run that saves there.
 
 Note: who is alive.
-A run that resumes from a folder, or saves into it, creates `owner.json`, which only one process can (O_EXCL).  It
-holds the run's id, host and process; a thread touches it every `BEAT_S`.  The next run looks at it.  On the same host
-the process lives or not, whatever the clock says.  On another host the file is touched within `STALE_S` or not; no two
-clocks are compared.  A living owner is refused by name.  A dead one is taken over, under a lock of the folder, so that
-one of several successors wins.  A run checks before each save that the folder is still its own.
-Where the file system has no locks, two runs that take over at the same moment may both begin; one of them is refused
+A run that resumes from a folder, or saves into it, creates `owner.json`, which only one process can (O_EXCL).  The file
+holds the run's id, host and process.  A thread touches it every `BEAT_S`.  The next run reads it.  On the same host it
+checks the process, whatever the clock says.  On another host it checks that the file is touched within `STALE_S`; no
+two clocks are compared.  A living owner is refused by name.  A dead owner is replaced under a lock of the folder, so
+that one of several successors wins.  Before each save a run checks that it still owns the folder.
+Where the file system has no locks, two runs that take over at the same moment may both begin.  One of them is refused
 at its first save.
 """
 
@@ -29,9 +29,9 @@ from typing import Any
 OWNER = "owner.json"
 BEAT_S = 5.0
 STALE_S = 30.0
-"""how long the file of a living owner on another host stays untouched at most"""
+"""how long a living owner on another host may leave its file untouched"""
 EMPTY_S = 2.0
-"""how long a file may have no content: its owner has created it and not written it yet"""
+"""how long a file may be empty: its owner created it and has not written it yet"""
 LOOK_S = 0.2
 LIMIT_BYTES = 1 << 16
 KEPT_IDS = 64
@@ -43,16 +43,16 @@ class FolderOwnedError(ValueError):
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of `owner.json`, and of the file its inode and the time it was touched."""
+    """The content of `owner.json`, with the file's inode and modification time."""
 
     run: str
     host: str
     machine: str
-    """of the boot and the name space in which the process has its number"""
+    """the boot and the process namespace that `pid` belongs to"""
     pid: int
     started: str
     before: tuple[str, ...]
-    """runs that it has taken over, whose leftovers may be there still"""
+    """runs that it has taken over, whose leftovers may still be there"""
     seen: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
@@ -64,12 +64,12 @@ class Owner:
 
 
 def this_process(run: str) -> Owner:
-    """A run of this process."""
+    """An owner record for a run of this process."""
     return Owner(run, socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()), ())
 
 
 class FolderClaims:
-    """The folders that one run owns, on the one rank that writes for all."""
+    """The folders that one run owns. The rank that writes for all ranks holds it."""
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(4)
@@ -78,7 +78,7 @@ class FolderClaims:
         self._thread: threading.Thread | None = None
 
     def claim(self, directory: Path) -> str:
-        """Own this folder, which is made; "" or, if another run is alive there, who. Raises OSError."""
+        """Create and own this folder. Returns "", or who owns it if another run is alive there. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / OWNER
         while True:
@@ -110,7 +110,7 @@ class FolderClaims:
         return (self.run, *(owner.before if owner else ()))
 
     def close(self) -> None:
-        """Give all folders back."""
+        """Release all folders."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(BEAT_S)
@@ -151,7 +151,7 @@ def _create(path: Path, owner: Owner) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """What the file says, None if there is none. One without content, or with another, is nobody's."""
+    """The owner in the file; None if there is no file. An empty or foreign file gives an owner without a run."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _is_alive(path: Path, owner: Owner) -> bool:
 
 
 def _take_over(path: Path, dead: Owner, mine: Owner) -> Owner | None:
-    """Put this run in the place of a dead one; None if another was first."""
+    """Replace a dead owner by this run; None if another run was first."""
     with _lock(path.parent):
         found = _read(path)
         if found is None or (found.run, found.seen) != (dead.run, dead.seen):
@@ -199,7 +199,7 @@ def _take_over(path: Path, dead: Owner, mine: Owner) -> Owner | None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of a folder, where its file system has one."""
+    """Hold the lock of a folder, if its file system has locks."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -210,16 +210,16 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _machine() -> str:
-    """The boot and the name space in which process numbers of this process are told apart."""
+    """The boot and the process namespace in which a process number is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no /proc: by the name alone
+    except OSError:  # no /proc: use the host name alone
         return socket.gethostname()
 
 
 def _started(pid: int) -> str:
-    """When this process was started, in ticks since the boot; "" if there is none, or it has ended."""
+    """When the process with this number started, in ticks since the boot; "" if there is none, or it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

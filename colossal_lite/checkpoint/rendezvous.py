@@ -1,4 +1,4 @@
-"""Exchanges words between the ranks of one save or load, and reports which ranks are late."""
+"""Exchanges messages between the ranks of one save or load, and reports which ranks are late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED_S = 10.0
 
 @dataclass(frozen=True)
 class SaveRendezvous:
-    """Words between ranks for one save or load: each key is said once by each rank that says it."""
+    """Messages between the ranks of one save or load. A rank sends each key at most once."""
 
     store: KeyValueStore
     key: str
@@ -27,9 +27,9 @@ class SaveRendezvous:
     world_size: int
     timeout_s: float
     heard: Callable[[], str]
-    """Which rank has stopped or died, and why; empty if none is known to have."""
+    """Which rank has stopped or died, and why; empty if no failure is known."""
     standing: Callable[[Sequence[int]], str] = lambda ranks: ""
-    """What these ranks are doing, or where they were last heard."""
+    """What these ranks are doing, or where they last reported."""
 
     def say(self, word: str, value: Any = None) -> None:
         self.store.set(f"{self.key}/{word}/{self.rank}", json.dumps(value))
@@ -38,7 +38,7 @@ class SaveRendezvous:
         return self.hear_each(word, (rank,))[0]
 
     def forget(self, word: str) -> None:
-        """Free the store of what all ranks said."""
+        """Delete the messages of all ranks from the store."""
         for rank in range(self.world_size):
             self.store.delete_key(f"{self.key}/{word}/{rank}")
 
@@ -46,7 +46,7 @@ class SaveRendezvous:
         return self.hear_each(word, range(self.world_size))
 
     def hear_each(self, word: str, ranks: Sequence[int]) -> list[Any]:
-        """What these ranks said. Raises CheckpointError with those that did not, after `timeout_s`."""
+        """The messages of these ranks. After `timeout_s` raises CheckpointError with the ranks that sent none."""
         end, pause_s = time.monotonic() + self.timeout_s, 0.0005
         keys = {rank: f"{self.key}/{word}/{rank}" for rank in ranks}
         missing = list(keys)
@@ -72,7 +72,7 @@ class SaveRendezvous:
 
 
 class Heartbeat:
-    """What a save is at, and since when: written by its thread, read by whoever waits for that."""
+    """The current operation of a save and its start time. The save's thread writes it; waiting callers read it."""
 
     def __init__(self) -> None:
         self.at("its beginning")
@@ -82,7 +82,7 @@ class Heartbeat:
 
 
 def shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
-    """What `read` returns, once a network file system shows `path` to this rank too."""
+    """The result of `read`, once a network file system shows `path` to this rank too."""
     end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
     while not path.exists():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Describes what a save takes and a load fills: tensors of a rank, facts of a run, the result of a load."""
+"""Describes the tensors and facts that a save takes and a load fills, and the result of a load."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 class HeldTensor:
     """A tensor of this rank to save or to fill: elements [start, start + numel) of the flattened local tensor of
     `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO). `is_copy`: a rank of another
-    pipeline stage saves it. `fetch` gives the elements where `tensor` has none of them (it is on the meta device), for
-    a while, to be changed if it is given True."""
+    pipeline stage saves it. `fetch` lends the elements where `tensor` is on the meta device. Elements fetched with True
+    may be changed."""
 
     name: str
     spec: ShardSpec

@@ -1,6 +1,6 @@
 """Lists, verifies and converts checkpoints to and from Hugging Face, for `colossal-lite ckpt`, in one process.
 
-Note: `to_hf` and `from_hf` hold the weights in host memory once, the optimizer's state never.  They check every byte of
+Note: `to_hf` and `from_hf` hold the weights in host memory once, and no optimizer state.  They check every byte of
 the folder that they convert.  A model that cannot be converted raises before anything is written.
 """
 
@@ -28,7 +28,7 @@ EXPORTED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint of a folder; `fault` is what is wrong with its structure, if anything."""
+    """One checkpoint of a folder. `fault` describes an error in its structure, if there is one."""
 
     path: Path
     manifest: Manifest | None
@@ -53,7 +53,7 @@ def ls(folder: Path) -> Iterator[Listed]:
 
 
 def last_unit_seconds(folder: Path) -> tuple[tuple[float, float, float], ...] | None:
-    """By what the newest readable checkpoint in a folder says that its pipeline was cut; None if nothing says so."""
+    """Seconds of F, I and W of each unit, from the newest readable checkpoint of a folder; None if it has none."""
     found = ls(folder) if folder.is_dir() and listed(folder) else iter(())
     return next((each.manifest.unit_seconds for each in found if each.manifest), None)
 
@@ -115,7 +115,7 @@ def _config_of(path: Path, manifest: Manifest) -> GPTConfig | dict[str, Any]:
 
 
 def import_(folder: Path, target: Path) -> Path:
-    """A checkpoint of step 0 in `target` from a Hugging Face folder: `engine.load` starts from it with new moments."""
+    """Write a checkpoint of step 0 to `target` from a Hugging Face folder. `engine.load` starts new moments from it."""
     theirs, found = read_hf(folder)
     config = config_from_hf(theirs)
     state = from_hf(config, found)

@@ -32,23 +32,23 @@ from colossal_lite.memory.transfers import to_host
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 ATTEMPTS = 2
-"""how often a save is tried before it is given up"""
+"""how often a save is tried before it fails"""
 _HIDDEN = ".tmp-"
 
 
 @dataclass
 class LineOfDescent:
-    """The checkpoints of which this run has checked every byte, as it wrote or loaded them, the last one last."""
+    """The checkpoints whose every byte this run has checked, by writing or loading them, oldest first."""
 
     checked: dict[Path, None] = field(default_factory=dict)
 
     def whole(self, path: Path) -> None:
-        """The state of the run is that of `path`."""
+        """Record that the state of the run is that of `path`."""
         self.checked.pop(path, None)
         self.checked[path] = None
 
     def parent(self, directory: Path) -> str | None:
-        """The name of the last one, with its folder's name if that is another."""
+        """The name of the last checkpoint, with its folder if that is another one."""
         last = next(reversed(self.checked), None)
         if last is None:
             return None
@@ -57,7 +57,7 @@ class LineOfDescent:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One save on one rank, from first to last word."""
+    """One save on one rank, from its first message to its last."""
 
     meeting: SaveRendezvous
     directory: Path
@@ -102,8 +102,7 @@ class SaveJob:
         return end
 
     def _begin(self) -> dict[str, Any]:
-        """Rank 0: own the folder, remove what this run and dead owners before it left, make an empty hidden
-        directory."""
+        """Rank 0: own the folder, remove leftovers of this run and of dead owners, make an empty hidden directory."""
         name = f"{_HIDDEN}step-{self.facts.step:08}-{self._mark()}"
         try:
             if refused := self.claims.claim(self.directory):
@@ -121,11 +120,11 @@ class SaveJob:
         return {"name": name, "faults": [], "step": self.facts.step, "samples": self.facts.samples}
 
     def _mark(self) -> str:
-        """The end of a hidden name: of this run, and new."""
+        """The suffix of a hidden name: of this run, and new."""
         return f"{self.claims.run}-{secrets.token_hex(4)}"
 
     def _write(self, path: Path, begin: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's files; its rows of the manifest, or what went wrong."""
+        """Write this rank's files. Returns its rows of the manifest, or the fault."""
         rank, mine = self.meeting.rank, {"step": self.facts.step, "samples": self.facts.samples}
         theirs = {key: begin[key] for key in mine}
         if mine != theirs:
@@ -219,13 +218,13 @@ class SaveJob:
         return name
 
     def _prune(self) -> None:
-        """Delete what is older than the newest `keep` checkpoints of which this run has checked every byte."""
+        """Delete checkpoints older than the newest `keep` whose every byte this run has checked."""
         whole = 0
         for path in listed(self.directory):
             if whole >= self.keep:
                 gone = self.directory / f"{_HIDDEN}old-{path.name}-{self._mark()}"
                 try:
-                    os.rename(path, gone)  # never half there under its own name
+                    os.rename(path, gone)  # a half-deleted checkpoint must not keep its name
                     shutil.rmtree(gone)
                 except OSError as error:
                     warnings.warn(f"{path}: could not be deleted: {error.strerror}", stacklevel=2)

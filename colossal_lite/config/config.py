@@ -1,10 +1,11 @@
 """Loads the configuration: a dict, a file or a `Config`, plus command-line options, as one frozen value.
 
 Note: how a configuration is read.
-Source and command line become one nested dict.  Short forms are expanded (`tensor=4`), Colossal-AI's keys and old names
-translated, and options laid over it.  It is validated once, so that all errors are reported together, each with its
-path.  Rules that need a world or a model are checked when these are known (`check_world`, `check_model`).
-`check_built` rejects what is not built yet.  A `Config` records where each value comes from; `resolved` lists them.
+Source and command line become one nested dict.  Short forms are expanded (`tensor=4`).  Colossal-AI's keys and old
+names are translated, and options replace values of the source.  The dict is validated once, so all errors are reported
+together, each with its path.  Rules that need a world or a model are checked when these are known (`check_world`,
+`check_model`).  `check_built` rejects settings without an implementation.  A `Config` records the origin of each value;
+`resolved` lists them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Origin = Literal["default", "user", "file", "command line", "derived", "translat
 
 
 class Setting(NamedTuple):
-    """One resolved setting. `value` is made of what JSON has."""
+    """One resolved setting. `value` consists of JSON types."""
 
     path: str
     value: object
@@ -50,14 +51,14 @@ class Setting(NamedTuple):
 
 
 class Config(Settings):
-    """Everything that `launch` and `initialize` need to know. Made by `Config.load`."""
+    """All settings that `launch` and `initialize` read. `Config.load` makes it."""
 
     _given: dict[str, Any] | None = PrivateAttr(default=None)
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())
 
     def __eq__(self, other: object) -> bool:
-        """Equal settings, wherever they come from."""
+        """Equal settings, of any origin."""
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
@@ -67,8 +68,8 @@ class Config(Settings):
     def load(cls, source: Mapping[str, Any] | str | Path | Config, overrides: Sequence[str] = ()) -> Config:
         """The configuration in `source`, with `overrides` (`--parallel.tensor.size 2`) over it.
 
-        A source is a dict, a Config, or a .json, .toml or .py file: there the dict `config`, or with
-        `file.py:name` another dict or a function that returns one.  Raises ConfigError with all problems.
+        A source is a dict, a Config, or a .json, .toml or .py file.  Of a .py file the dict `config` is read.
+        `file.py:name` reads another dict, or calls a function that returns one.  Raises ConfigError with all problems.
         """
         if isinstance(source, Config):
             given = source.model_dump(exclude_unset=True) if source._given is None else source._given
@@ -94,9 +95,9 @@ class Config(Settings):
 
     @classmethod
     def _validated(cls, raw: dict[str, Any]) -> tuple[Config, list[Problem]]:
-        """The config and its problems. What is invalid is left out, so that the rest is judged as well."""
+        """The config and its problems. Invalid settings are left out, so that the rest is checked as well."""
         problems: list[Problem] = []
-        spoilt: set[str] = set()  # sections without some of their settings: their other rules say nothing
+        spoilt: set[str] = set()  # sections that lack an invalid setting: their other rules are not checked
         rest, _ = plain(raw)
         while True:
             try:
@@ -137,7 +138,7 @@ class Config(Settings):
         return self._notices
 
     def values(self) -> dict[str, Any]:
-        """Every value by its path: what a checkpoint states, and ranks compare."""
+        """Every value by its path, as checkpoints store it and ranks compare it."""
         return {row.path: row.value for row in self.resolved()}
 
     def warnings(self) -> tuple[str, ...]:
@@ -156,8 +157,8 @@ class Config(Settings):
         return tuple(lines.values())
 
     def check_world(self, world_size: int, facts: ModelFacts | None = None) -> Config:
-        """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world. What the error
-        offers is legal for a model of these `facts`, if they are known."""
+        """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world. If the `facts`
+        of a model are known, the error offers only sizes that are legal for it."""
         asked = world_size, self._origins
         refuse(
             [*world_problems(self.parallel, *asked, facts), *shard_problems(self.parallel, self.zero, *asked)]
@@ -165,10 +166,13 @@ class Config(Settings):
         if self.parallel.data != "auto":
             return self
         rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size
-        config = self.model_copy(
-            update={"parallel": self.parallel.model_copy(update={"data": world_size // rest})}
-        )
-        config._origins = {**self._origins, "parallel.data": "derived"}
+        return self.derived("parallel", data=world_size // rest)
+
+    def derived(self, section: str, **values: object) -> Config:
+        """This configuration with settings of a section that the program has found."""
+        part = getattr(self, section).model_copy(update=values)
+        config = self.model_copy(update={section: part})
+        config._origins = {**self._origins, **{f"{section}.{name}": "derived" for name in values}}
         return config
 
     def check_model(self, facts: ModelFacts) -> None:
@@ -176,7 +180,7 @@ class Config(Settings):
         refuse(model_problems(self.parallel, facts))
 
     def check_built(self) -> None:
-        """Raises ConfigError for every setting whose part does not exist yet."""
+        """Raises ConfigError for every setting that is not implemented yet."""
         refuse(unbuilt_problems(self))
 
     def layout(self) -> MeshLayout:
@@ -210,8 +214,7 @@ class Config(Settings):
                     rows = self._rows(item, f"{path}.{index}.")
                     yield from (row for row in rows if row.value is not None)
             else:
-                plain_value = list(value) if isinstance(value, tuple) else value
-                yield Setting(path, plain_value, self._origins.get(path, "default"))
+                yield Setting(path, _plain(value), self._origins.get(path, "default"))
 
     @classmethod
     def schema(cls) -> dict[str, Any]:  # type: ignore[override]  # takes the place of pydantic's deprecated method
@@ -228,8 +231,8 @@ class Config(Settings):
 
     @classmethod
     def help(cls, program: str = "colossal-lite") -> str:
-        """What `overrides` may hold: every option with its type, meaning and default."""
-        import tyro  # 0.1 s that only this text costs
+        """Lists every option that `overrides` may hold, with its type, meaning and default."""
+        import tyro  # 0.1 s, needed for this text only
 
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
@@ -238,8 +241,15 @@ class Config(Settings):
         return text.getvalue()
 
 
+def _plain(value: Any) -> Any:
+    """The same, of what JSON has."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _prune(raw: dict[str, Any], path: str) -> bool:
-    """Remove an invalid setting, of a list of sections the whole list; False if it is gone already."""
+    """Remove an invalid setting, or the whole list of an invalid section. False if it is removed already."""
     holder: Any = raw
     for name in path.split("."):
         inside = holder.get(name, ABSENT)

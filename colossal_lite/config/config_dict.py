@@ -17,16 +17,16 @@ class PipelineDict(TypedDict, total=False):
     schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: int | None
-    """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
+    """Parts of one batch in flight; None: 4 for each rank, or as many as there are samples."""
     stages_per_rank: int
-    """Stages on each rank; left out, the least that the schedule is defined for."""
+    """Stages on each rank; default: the least that the schedule allows."""
     partition: Literal["balanced", "profiled", "uniform"] | Sequence[int]
-    """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal
-    counts, or the counts of all size x stages_per_rank stages."""
+    """Units on each stage. balanced: by a cost formula. profiled: by the measured cost of one micro-batch.
+    uniform: equal counts. Or the counts of all size x stages_per_rank stages."""
     activation_cap: int | None
-    """Most activations, of one stage and micro-batch each, that a rank may hold: `auto` searches within it,
-    any other schedule that holds more is refused. None: what the schedule holds; for auto, size x
-    stages_per_rank, as 1f1b does."""
+    """Most activations that a rank may hold, each of one stage and micro-batch. `auto` searches within it;
+    any other schedule that holds more is refused. None: no cap; for auto, size x stages_per_rank, as 1f1b
+    holds."""
 
 
 class TensorDict(TypedDict, total=False):
@@ -37,10 +37,10 @@ class TensorDict(TypedDict, total=False):
     mode: Literal["1d", "2d", "2.5d", "3d"]
     """1d (1909.08053); 2d: size = q*q (2104.05343); 2.5d: q*q*depth (2105.14500); 3d: l*l*l (2105.14450)."""
     sequence_parallel: bool | Literal["auto"]
-    """1d: norms, dropout and residuals are cut along the sequence (2205.05198); auto: where the model is
+    """1d: norms, dropout and residuals are sharded along the sequence (2205.05198); auto: if the model is
     proven so."""
     regather_inputs: bool
-    """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole
+    """with sequence_parallel: backward gathers the inputs of sharded linears again; False keeps them whole
     instead."""
     depth: int
     """2.5d: layers of q*q ranks that share the batch."""
@@ -59,10 +59,10 @@ class SequenceDict(TypedDict, total=False):
 
 
 class ParallelDict(TypedDict, total=False):
-    """How the world is cut: data x pipeline x sequence x tensor ranks."""
+    """How ranks divide the work: data x pipeline x sequence x tensor."""
 
     data: int | Literal["auto"]
-    """Copies of the model that see different samples; auto: what the other axes leave of the world."""
+    """Copies of the model that see different samples; auto: the world divided by the other axes."""
     pipeline: PipelineDict | int
     tensor: TensorDict | int
     sequence: SequenceDict | int
@@ -72,41 +72,40 @@ class ZeroDict(TypedDict, total=False):
     """What data parallelism shards (1910.02054). Every stage gives the same numbers."""
 
     stage: int
-    """Sharded over the data axis, and a sequence axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
-    weights."""
+    """Shards over the data axis, and a sequence axis. 0: nothing; 1: optimizer state; 2: also gradients; 3:
+    also weights."""
     sum_order: Literal["fast", "ordered"]
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
     reduce_every: Literal["step", "micro_batch"]
-    """Stage 2, in steps of several micro-batches: reduce gradients once a step (memory of stage 1) or after
-    each micro-batch (more traffic)."""
+    """Stage 2 with several micro-batches a step. step: reduce gradients once a step (memory of stage 1).
+    micro_batch: reduce after each (more traffic)."""
     reshard_after_forward: bool | int
     """Stage 3: drop gathered weights after forward and gather them again in backward. A number: keep them
-    sharded over so many neighbours on the data axis until backward, a divisor of the ranks of a copy, and
-    gather from these."""
+    sharded over so many neighbours on the data axis until backward, and gather from these. It divides the
+    ranks of a copy."""
     shard_size: int | None
-    """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data;
-    gradients are also summed over the copies. A sequence axis is sharded over in any case. None: one copy,
-    over all."""
+    """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data.
+    Gradients are also summed over the copies. A sequence axis always shards. None: one copy, sharded over
+    all."""
     prefetch: int
-    """Stage 3: blocks whose weights are gathered ahead of the one that computes. In a pipeline these are
-    stages, whose weights stay gathered from one micro-batch to the next while no other stage of the rank
-    computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the block that computes. In a pipeline: visits of a
+    stage."""
 
 
 class HostFractionDict(TypedDict, total=False):
-    """Shares of model state that rest on the host under placement='static'."""
+    """Shares of model state that are stored on the host under placement='static'."""
 
     weights: float
-    """Of the weights, which can rest there at zero.stage=3."""
+    """Share of the weights; needs zero.stage=3."""
     gradients: float
-    """Of the gradients, which can rest there where they are reduced by micro-batch and kept in shards
-    (zero.stage 2 and 3), or on one rank."""
+    """Share of the gradients. It needs gradients that are reduced by micro-batch and kept in shards
+    (zero.stage 2 and 3), or one rank."""
     optimizer: float
-    """Of the optimizer's states, the masters included where they are apart from the weights."""
+    """Share of the optimizer's states, and of masters that are separate from the weights."""
 
 
 class RatesDict(TypedDict, total=False):
-    """Rates of a machine for one rank, for update_on="auto": all of the first four, or none, and they are measured."""
+    """Rates of a machine for one rank, for update_on="auto". Give all of the first four, or none to measure them."""
 
     host_update: float | None
     """Elements a second that are updated on the host."""
@@ -117,44 +116,44 @@ class RatesDict(TypedDict, total=False):
     down: int | str | None
     """Bytes a second from device to host."""
     host_memory: int | str | None
-    """Bytes a second that the host reads and writes, for updates and copies together; None: it does not limit
-    them."""
+    """Bytes a second that the host reads and writes, for updates and copies together; None: no limit."""
     call_s: float
-    """Seconds that the update of a chunk costs on the host beside its elements."""
+    """Seconds of overhead for the host update of each chunk."""
 
 
 class MemoryDict(TypedDict, total=False):
     """Tiers of memory: device, host, disk."""
 
     placement: Literal["device", "host", "disk", "static", "auto"]
-    """Where model state rests: all on the device; optimizer state on the host, or on disk; static: shares of
-    it on the host (host_fraction); auto: on the device what device_budget allows, weights (at zero.stage=3),
-    gradients and optimizer state on the host where it does not. Of optimizer state that host and auto keep
-    off the device, what host_budget does not allow rests on disk, if there is a disk_dir."""
+    """Tier that stores model state. device: all on the device. host, disk: optimizer state there. static: the
+    shares of host_fraction on the host. auto: the device within device_budget, then the host. auto moves
+    gradients and optimizer state, and weights at zero.stage=3. If disk_dir is set, optimizer state beyond
+    host_budget is stored on disk."""
     host_fraction: HostFractionDict
-    """placement='static': what rests on the host."""
+    """placement='static': shares stored on the host."""
     device_budget: int | str | None
-    """Bytes on each device, activations included; None: what the device has."""
+    """Bytes on each device, activations included; None: all of the device's memory."""
     host_budget: int | str | None
-    """Bytes of host memory for each rank; None: no limit. What an engine leaves in a store when it is closed
-    is among them."""
+    """Bytes of host memory for each rank; None: no limit. State that a closed engine leaves in a store counts
+    too."""
     disk_dir: str | None
-    """Directory of the disk tier: for placement='disk', and for what 'host' and 'auto' keep off the device
-    beyond host_budget; without that nothing of theirs goes to disk."""
+    """Directory of the disk tier. placement='disk' needs it. 'host' and 'auto' write optimizer state beyond
+    host_budget there; without it they never use the disk."""
     link_bandwidth: int | str | None
-    """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
-    update_on: Literal["device", "host", "auto"] | dict[str, int | float]
-    """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and
-    back, and the device's op gives the bits that it gives to state that stays there. host: with the CPU's op,
-    and gradients go down and weights up in its place. dict(every=k): of every k chunks one on the device, and
-    the others on the host; dict(host=share): so many on the host. Both sides then work at once. auto: the mix
-    that is fastest by `rates`."""
+    """Bytes a second each way between device and host, emulated on a CPU; None: no emulation."""
+    update_on: Literal["device", "host", "auto"] | dict[str, int | float | Sequence[int]]
+    """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied
+    there and back; the bits are those of state that stays on the device. host: the CPU updates it, so
+    gradients are copied down and weights up. dict(every=k): of every k chunks one on the device, the others
+    on the host. dict(host=share): this share of the chunks on the host. dict(host=[0, 2]): the chunks with
+    these numbers. Both sides then work at once. auto: the fastest mix by `rates`; the resolved configuration
+    has that mix."""
     rates: RatesDict
-    """What the machine does in a second, for update_on="auto"."""
+    """Rates of the machine, for update_on="auto"."""
     link_latency_s: float
-    """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
+    """Seconds of latency of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: int | str | None
-    """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
+    """Bytes a second from and to the disk together, emulated on a CPU; None: no emulation."""
 
 
 class PrecisionDict(TypedDict, total=False):
@@ -163,11 +162,12 @@ class PrecisionDict(TypedDict, total=False):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"]
     """Format of weights and activations in forward and backward."""
     master: Literal["auto", "fp32", "split", "none"]
-    """Weights that the optimizer updates: an fp32 copy; split (the same bits, 17 of them beside each bf16
-    weight); none (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
+    """Weights that the optimizer updates. fp32: a copy. split: the same bits, 17 of them beside each bf16
+    weight. none: no copy, update in `dtype`. auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
     gradient: Literal["auto", "bf16"]
-    """How gradients are kept and summed over the ranks: auto, fp32 or better; bf16, under dtype bf16 only: 2
-    bytes a parameter in the place of 4, for steps of one micro-batch (precision.py says what is exact)."""
+    """Format in which gradients are kept and summed over ranks. auto: fp32 or better. bf16: 2 bytes a
+    parameter instead of 4, under dtype bf16 and steps of one micro-batch only (precision.py says what is
+    exact)."""
     loss_scale: Literal["dynamic"] | float
     """fp16 only: factor on the loss before backward; dynamic starts at 2**16 and follows overflows."""
 
@@ -213,16 +213,16 @@ class OptimizerDict(TypedDict, total=False):
     nesterov: bool
     """Nesterov momentum in sgd and muon."""
     moments: Literal["auto", "bf16"]
-    """How adamw and adam keep both averages: auto, as wide as gradients are summed; bf16, lossy: 4 bytes a
-    parameter in the place of 8, rounded up or down by counted random numbers. Of a checkpoint, wide ones are
-    then rounded to nearest when they are loaded."""
+    """Format of both averages of adamw and adam. auto: as wide as gradients are summed. bf16, lossy: 4 bytes
+    a parameter instead of 8, rounded stochastically by counted random numbers. A load rounds wide averages of
+    a checkpoint to nearest."""
     update_when: Literal["step", "backward"]
-    """step: when all gradients are summed; backward: of each chunk as soon as its own are, so that gradients
-    have a few slots and no place of their own. For steps of one micro-batch without clipping; a gradient that
-    is not finite ends the run, as weights have it by then."""
+    """step: update when all gradients are summed. backward: update each chunk as soon as its gradients are
+    summed, so that gradients need only a few slots. backward needs steps of one micro-batch and no clipping.
+    A gradient that is not finite then ends the run, because weights already have it."""
     max_skipped_steps: int | None
-    """Steps in a row whose loss or gradient is not finite, or that have no token: each is skipped with a
-    warning, and the last raises an error. None: no limit."""
+    """Consecutive steps that may be skipped because loss or gradient is not finite, or no token counts. Each
+    gives a warning, and the last raises an error. None: no limit."""
     groups: Sequence[ParamGroupDict]
     """Parameters that have settings of their own."""
 
@@ -247,18 +247,18 @@ class LRSchedulerDict(TypedDict, total=False):
 
 
 class CheckpointDict(TypedDict, total=False):
-    """What `engine.save` leaves on disk."""
+    """How `engine.save` writes and keeps checkpoints."""
 
     keep: int
     """Complete checkpoints kept; older ones are deleted."""
     asynchronous: bool
     """Write while training goes on."""
     max_failures: int
-    """Saves that may fail one after the other: as many end the run, with exit code 4."""
+    """Consecutive saves that may fail; this many end the run, with exit code 4."""
 
 
 class ConfigDict(TypedDict, total=False):
-    """Every setting of a configuration; what is left out has its default."""
+    """Every setting of a configuration. A setting that is left out has its default."""
 
     parallel: ParallelDict
     zero: ZeroDict
@@ -269,17 +269,17 @@ class ConfigDict(TypedDict, total=False):
     clip_grad_norm: float | None
     """Largest norm of all gradients together; None: no clipping."""
     gradient_accumulation: int
-    """Parts, run one after the other, that the batch of one optimizer step is cut into."""
+    """Sequential parts of the batch of one optimizer step."""
     activation_checkpoint: Literal["none", "selective", "full"]
-    """Activations dropped in forward and computed again in backward."""
+    """Activations that are dropped in forward and computed again in backward."""
     kernels: Literal["auto", "torch", "triton"]
-    """Fused kernels; auto: Triton where it runs, else torch; triton: nothing else, or an error."""
+    """Fused kernels. auto: Triton where it runs, else torch. triton: Triton only, or an error."""
     compile: Literal["none", "block"]
     """torch.compile of each block."""
     checkpoint: CheckpointDict
     backend: Literal["auto", "gloo", "nccl"]
-    """Transport of collectives; auto: nccl between CUDA devices; on CPUs shared memory between the ranks of
-    one host and gloo between hosts. gloo: CPUs, and gloo alone."""
+    """Transport of collectives. auto: nccl between CUDA devices; on CPUs shared memory within a host and gloo
+    between hosts. gloo: CPUs, and gloo alone."""
     timeout_s: float
     """Seconds that a collective may wait."""
     seed: int

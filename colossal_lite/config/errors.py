@@ -29,7 +29,7 @@ WIDTH = 120  # characters of a value that a message shows
 
 
 class Absent(enum.Enum):
-    """The value of a setting that must be given and is not."""
+    """The value of a required setting that is not given."""
 
     ABSENT = "not given"
 
@@ -42,7 +42,7 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: where, what stands there, the rule it breaks, what is legal, and the nearest legal name."""
+    """One fault: path, value, the rule it breaks, legal values, and the nearest legal name."""
 
     path: str
     value: object
@@ -189,7 +189,7 @@ def locate(
 
 
 def _field_of_rule(details: ErrorDetails, place: tuple[type[BaseModel], str, FieldInfo | None]) -> str | None:
-    """A rule over a whole section names its setting first: "chunks=3: ..."."""
+    """The setting that a rule over a whole section names first, as in "chunks=3: ..."."""
     match = re.match(r"(\w+)(=\S+)?: ", str(details["ctx"]["error"]))
     return match[1] if match and match[1] in place[0].model_fields else None
 
@@ -227,13 +227,13 @@ def _problem(
 
 
 def _nearest_value(value: str, names: tuple[str, ...]) -> str | None:
-    """By meaning, such as fp32 for float32, else by spelling."""
+    """The nearest legal value: by meaning, such as fp32 for float32, else by spelling."""
     same = SAME_VALUES.get(value.lower().removeprefix("torch."))
     return same if same in names else nearest(value, names) if names else None
 
 
 def _as_section(section: type[BaseModel], path: str, value: object) -> str | None:
-    """A bare value as the setting of the section that people mean by it: `zero=dict(stage=3)`."""
+    """A bare value as the setting that it means within the section: `zero=dict(stage=3)`."""
     name = next(iter(section.model_fields), "")
     try:
         section.model_validate({name: value})
@@ -243,7 +243,7 @@ def _as_section(section: type[BaseModel], path: str, value: object) -> str | Non
 
 
 def unknown_key(root: type[BaseModel], path: str, model: type[BaseModel], value: object) -> Problem:
-    """The problem of a key that its section does not have; the nearest may stand in another section."""
+    """The problem of a key that its section does not have. The nearest name may belong to another section."""
     section, _, name = path.rpartition(".")
     if told := answer(name, value):
         return Problem(path, value, "is a key of another framework", told)

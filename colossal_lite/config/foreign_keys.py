@@ -1,8 +1,8 @@
 """Answers keys of Hugging Face's TrainingArguments, of Accelerate and of DeepSpeed with the setting to write.
 
-Note: nothing is translated.  Those keys come with defaults of their own, and their batch sizes count differently, so a
-run would silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
-`Config.load` takes as it is, or a sentence.
+Note: nothing is translated.  Those keys have defaults of their own, and their batch sizes count differently, so a run
+would silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
+`Config.load` accepts, or a sentence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 Answer = Mapping[str, Any] | str
 
 UNKNOWN = "..."
-"""In place of a value that their framework fills in itself: "auto"."""
+"""Stands for a value that their framework computes itself: "auto"."""
 DTYPES = {
     "float32": "fp32", "float": "fp32", "single": "fp32", "32": "fp32", "no": "fp32",
     "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
@@ -22,7 +22,7 @@ DTYPES = {
 }  # fmt: skip
 PLACES = {"cpu": "host", "nvme": "disk", "cuda": "device", "gpu": "device", "none": "device"}
 SAME_VALUES: Mapping[str, str] = DTYPES | PLACES
-"""What others call our values."""
+"""Their names of our values."""
 BATCH = "context.dataloader(dataset, global_batch=...): samples of an optimizer step, over all ranks"
 STEPS = "steps of the loop: cl.fit(..., steps=...), or run.batches(..., steps=...)"
 RUN = "cl.Run(directory, engine, save_every=..., log=[...])"
@@ -31,7 +31,7 @@ BUILT_IN = "nothing: it is done in any case"
 
 
 def _at(path: str, *, then: str = "") -> Callable[[Any], Answer]:
-    """The same value at a path of ours; `then` where the value says no."""
+    """The same value at a path of ours; `then` if the value is a no."""
     return lambda value: then if then and not value else nested({path: value})
 
 
@@ -97,7 +97,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "WarmupCosineLR": {"type": "cosine", "warmup_steps": 100, "total_steps": 1000},
     "OneCycle": {"type": "one_cycle", "total_steps": 1000},
 }
-"""Their schedules as ours; the numbers of steps are examples."""
+"""Our equivalents of their schedules; the numbers of steps are examples."""
 
 
 def _schedule(value: Any) -> Answer:
@@ -112,7 +112,7 @@ def _warmup(value: Any) -> Answer:
 
 
 def _fsdp(value: Any) -> Answer:
-    """Hugging Face's words, Accelerate's numbers and FSDP's names for what is sharded."""
+    """Hugging Face's words, Accelerate's numbers and FSDP's names of what to shard."""
     text = str(value).lower()
     stage = 2 if "grad_op" in text or text == "2" else 0 if "no_shard" in text or text == "3" else 3
     found: dict[str, Any] = {"zero.stage": stage}
@@ -163,7 +163,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "dataloader_drop_last": "context.dataloader(..., drop_last=...)",
     "data_seed": _at("seed"),
     "label_smoothing_factor": "cl.initialize(..., criterion=...)",
-    # what is saved and told
+    # saving and logging
     "output_dir": RUN,
     "save_steps": RUN,
     "save_strategy": RUN,
@@ -223,7 +223,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
 
 
 def answer(name: str, value: object) -> str | None:
-    """What to write in place of the key `name` of another framework, with its value; None if nobody has such a key."""
+    """The setting to write in place of the key `name` of another framework; None if no known framework has the key."""
     if (found := FOREIGN.get(name)) is None:
         return None
     if isinstance(found, str):
@@ -243,7 +243,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(settings: Mapping[str, Any]) -> str:
-    """Settings as they stand in a config: `zero=dict(stage=3), precision='bf16'`."""
+    """Settings in the notation of a config: `zero=dict(stage=3), precision='bf16'`."""
     return ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
 
 

@@ -69,7 +69,7 @@ PLACEMENTS = {"cpu": "host", "cuda": "device", "auto": "auto"}
 
 @dataclass
 class Translation:
-    """A configuration in our words, the paths set in it, notices, and what could not be translated."""
+    """A configuration with our keys, the paths set in it, notices, and the keys that were not translated."""
 
     raw: dict[str, Any]
     moved: set[str] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Translation:
         return value
 
     def put(self, old: str, value: object, path: str, new: object, *, note: str = "") -> None:
-        """Set `path`, unless the new name is given as well, and say so."""
+        """Set `path` and add a notice, unless the new name is given as well."""
         if (given := get_path(self.raw, path)) is not ABSENT:
             if given == new:
                 self.drop(old, value, f"{path} says the same")

@@ -33,7 +33,7 @@ UNITS = {
 
 
 def parse_bytes(value: Any) -> Any:
-    """`"40GiB"` as a number of bytes; anything that is no such text is returned as it came."""
+    """`"40GiB"` as a number of bytes. Any other value is returned unchanged."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})", value) if isinstance(value, str) else None
     return round(float(match[1]) * UNITS[match[2]]) if match else value
 
@@ -46,38 +46,44 @@ Budget = Annotated[
 
 
 class HostFraction(Section):
-    """Shares of model state that rest on the host under placement='static'."""
+    """Shares of model state that are stored on the host under placement='static'."""
 
     weights: Ratio = 0.0
-    """Of the weights, which can rest there at zero.stage=3."""
+    """Share of the weights; needs zero.stage=3."""
     gradients: Ratio = 0.0
-    """Of the gradients, which can rest there where they are reduced by micro-batch and kept in shards (zero.stage 2 and
-    3), or on one rank."""
+    """Share of the gradients. It needs gradients that are reduced by micro-batch and kept in shards (zero.stage 2 and
+    3), or one rank."""
     optimizer: Ratio = 0.0
-    """Of the optimizer's states, the masters included where they are apart from the weights."""
+    """Share of the optimizer's states, and of masters that are separate from the weights."""
 
 
-def _is_share(value: Any) -> Any:
-    """A mix of updates on host and device: one of its two shares, in range."""
+def _is_mix(value: Any) -> Any:
+    """Checks a mix of updates on host and device: one of its two shares, or the numbers of chunks."""
     if isinstance(value, str):
         return value
-    every, host = value.get("every"), value.get("host")
-    if len(value) != 1 or (every is not None and (int(every) != every or every < 2)):
+    every, host = value.get("every", 2), value.get("host", 0)
+    if len(value) != 1 or isinstance(every, tuple) or int(every) != every or every < 2:
         raise ValueError("is no share of the chunks")
-    if host is not None and not 0 <= host <= 1:
+    if isinstance(host, tuple):
+        if len({*host}) != len(host) or any(number < 0 for number in host):
+            raise ValueError("names a chunk twice, or none")
+    elif not 0 <= host <= 1:
         raise ValueError("is no share of the chunks")
     return value
 
 
 UpdateOn = Annotated[
-    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float],
-    AfterValidator(_is_share),
-    Legal("'device', 'host', 'auto', dict(every=an int >= 2), or dict(host=a number >= 0 and <= 1)"),
+    Literal["device", "host", "auto"] | dict[Literal["every", "host"], int | float | tuple[int, ...]],
+    AfterValidator(_is_mix),
+    Legal(
+        "'device', 'host', 'auto', dict(every=an int >= 2), dict(host=a number >= 0 and <= 1), or dict(host=a list of "
+        "chunk numbers)"
+    ),
 ]
 
 
 class RatesConfig(Section):
-    """Rates of a machine for one rank, for update_on="auto": all of the first four, or none, and they are measured."""
+    """Rates of a machine for one rank, for update_on="auto". Give all of the first four, or none to measure them."""
 
     host_update: Positive | None = None
     """Elements a second that are updated on the host."""
@@ -88,9 +94,9 @@ class RatesConfig(Section):
     down: Budget | None = None
     """Bytes a second from device to host."""
     host_memory: Budget | None = None
-    """Bytes a second that the host reads and writes, for updates and copies together; None: it does not limit them."""
+    """Bytes a second that the host reads and writes, for updates and copies together; None: no limit."""
     call_s: NotNegative = 0.0
-    """Seconds that the update of a chunk costs on the host beside its elements."""
+    """Seconds of overhead for the host update of each chunk."""
 
     def errors(self) -> Iterable[SettingError]:
         needed = ("host_update", "device_update", "up", "down")
@@ -105,42 +111,42 @@ class MemoryConfig(Section):
     """Tiers of memory: device, host, disk."""
 
     placement: Literal["device", "host", "disk", "static", "auto"] = "device"
-    """Where model state rests: all on the device; optimizer state on the host, or on disk; static: shares of it on the
-    host (host_fraction); auto: on the device what device_budget allows, weights (at zero.stage=3), gradients and
-    optimizer state on the host where it does not. Of optimizer state that host and auto keep off the device, what
-    host_budget does not allow rests on disk, if there is a disk_dir."""
+    """Tier that stores model state. device: all on the device. host, disk: optimizer state there. static: the shares of
+    host_fraction on the host. auto: the device within device_budget, then the host. auto moves gradients and optimizer
+    state, and weights at zero.stage=3. If disk_dir is set, optimizer state beyond host_budget is stored on disk."""
     host_fraction: HostFraction = HostFraction()
-    """placement='static': what rests on the host."""
+    """placement='static': shares stored on the host."""
     device_budget: Budget | None = None
-    """Bytes on each device, activations included; None: what the device has."""
+    """Bytes on each device, activations included; None: all of the device's memory."""
     host_budget: Budget | None = None
-    """Bytes of host memory for each rank; None: no limit. What an engine leaves in a store when it is closed is among
-    them."""
+    """Bytes of host memory for each rank; None: no limit. State that a closed engine leaves in a store counts too."""
     disk_dir: str | None = None
-    """Directory of the disk tier: for placement='disk', and for what 'host' and 'auto' keep off the device beyond
-    host_budget; without that nothing of theirs goes to disk."""
+    """Directory of the disk tier. placement='disk' needs it. 'host' and 'auto' write optimizer state beyond host_budget
+    there; without it they never use the disk."""
     link_bandwidth: Budget | None = None
-    """Bytes a second each way between device and host, emulated on a CPU; None: as fast as it copies."""
+    """Bytes a second each way between device and host, emulated on a CPU; None: no emulation."""
     update_on: UpdateOn = "device"
-    """Where optimizer state that rests on the host or on disk is updated. device: it is copied there and back, and the
-    device's op gives the bits that it gives to state that stays there. host: with the CPU's op, and gradients go down
-    and weights up in its place. dict(every=k): of every k chunks one on the device, and the others on the host;
-    dict(host=share): so many on the host. Both sides then work at once. auto: the mix that is fastest by `rates`."""
+    """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied there and
+    back; the bits are those of state that stays on the device. host: the CPU updates it, so gradients are copied down
+    and weights up. dict(every=k): of every k chunks one on the device, the others on the host. dict(host=share): this
+    share of the chunks on the host. dict(host=[0, 2]): the chunks with these numbers. Both sides then work at once.
+    auto: the fastest mix by `rates`; the resolved configuration has that mix."""
     rates: RatesConfig = RatesConfig()
-    """What the machine does in a second, for update_on="auto"."""
+    """Rates of the machine, for update_on="auto"."""
     link_latency_s: NotNegative = 0.0
-    """Seconds before the bytes of each copy between device and host, emulated on a CPU."""
+    """Seconds of latency of each copy between device and host, emulated on a CPU."""
     disk_bandwidth: Budget | None = None
-    """Bytes a second from and to the disk together, emulated on a CPU; None: as fast as the disk is."""
+    """Bytes a second from and to the disk together, emulated on a CPU; None: no emulation."""
 
     @property
-    def host_share(self) -> Fraction:
-        """Of the chunks whose records rest off the device: those that are updated on the host."""
+    def on_host(self) -> Fraction | tuple[int, ...]:
+        """Share of the offloaded chunks that the host updates, or the numbers of these chunks."""
         if isinstance(self.update_on, str):
             return Fraction(self.update_on == "host")
-        if "every" in self.update_on:
-            return 1 - 1 / Fraction(self.update_on["every"])
-        return Fraction(self.update_on["host"]).limit_denominator(10_000)
+        kind, value = next(iter(self.update_on.items()))
+        if isinstance(value, tuple):
+            return value
+        return 1 - 1 / Fraction(value) if kind == "every" else Fraction(value).limit_denominator(10_000)
 
     @property
     def emulates(self) -> tuple[str, ...]:
@@ -150,20 +156,20 @@ class MemoryConfig(Section):
 
     @property
     def moves(self) -> bool:
-        """Whether each weight, gradient and optimizer record rests on the device or on the host as a plan says that is
-        made before the first update."""
+        """Whether a plan made before the first update chooses the tier of each weight, gradient and optimizer
+        record."""
         return self.placement == "static" or (self.placement == "auto" and self.device_budget is not None)
 
     @property
     def records_tier(self) -> str:
-        """Where optimizer records rest at first, if nothing else speaks against it."""
+        """The tier of optimizer records before a plan moves them."""
         if self.moves:
             return "host"
         return "device" if self.placement == "auto" else self.placement
 
     @property
     def spills_to_disk(self) -> bool:
-        """Whether records for which the host has no room rest on disk."""
+        """Whether records beyond the host budget are written to disk."""
         has_both = self.host_budget is not None and self.disk_dir is not None
         return has_both and self.placement in ("host", "auto") and self.records_tier == "host"
 
@@ -196,7 +202,7 @@ class MemoryConfig(Section):
                 yield UnusedSetting(name, self._why_not_on_disk)
 
     def _unread_on_the_device(self) -> Iterable[UnusedSetting]:
-        """Where no optimizer record rests elsewhere, nor anything else."""
+        """Settings without effect because all model state is on the device."""
         why = "placement='device' keeps all model state on the device"
         if self.placement == "auto":
             yield UnusedSetting("placement", why := UNDIVIDED)

@@ -35,14 +35,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TensorMode:
-    """One way to cut the layers over the tensor axis: size rule, sub-axes, the settings it reads, its file."""
+    """One way to shard layers over the tensor axis: size rule, sub-axes, the settings it reads, its file."""
 
     summary: str
     """One line for people, with its source."""
     file: str
     """Module in `colossal_lite.parallel` with the functions of `parallel.tensor_modes.ModeFile`."""
     sub_axes: tuple[str, ...] = ()
-    """Of the tensor axis, slowest first: `depth` ranks on "depth", `edge` ranks on each other. Empty: it has none."""
+    """Sub-axes of the tensor axis, slowest first: "depth" has `depth` ranks, each other `edge`. Empty: none."""
     shape: str = "any size"
     """Legal sizes, in words."""
     reads: frozenset[str] = frozenset()
@@ -72,14 +72,14 @@ TENSOR_MODES: dict[str, TensorMode] = {
 }  # fmt: skip
 """Every tensor mode by name, the default first. A new mode is a line here and a file in `parallel`."""
 FLAT = next(iter(TENSOR_MODES))
-"""The default mode, which moves no weights: what other modes are compared with."""
+"""The default mode, which moves no weights; other modes are compared with it."""
 
 if TYPE_CHECKING:
     ModeName = str
 else:
     ModeName = Literal[tuple(TENSOR_MODES)]
 
-# Setting -> why it has no effect; `{readers}`: the modes that read it, `{mode}`: the mode that does not.
+# Setting -> why it has no effect. `{readers}`: the modes that read it; `{mode}`: the mode that ignores it.
 _NOT_READ = {
     "depth": "only {readers} has a depth, and mode is {mode!r}",
     "sequence_parallel": "mode={mode!r} cuts activations in any case",
@@ -96,9 +96,9 @@ class TensorConfig(Section):
         ModeName, Field(description="; ".join(mode.summary for mode in TENSOR_MODES.values()) + ".")
     ] = FLAT
     sequence_parallel: bool | Literal["auto"] = "auto"
-    """1d: norms, dropout and residuals are cut along the sequence (2205.05198); auto: where the model is proven so."""
+    """1d: norms, dropout and residuals are sharded along the sequence (2205.05198); auto: if the model is proven so."""
     regather_inputs: bool = True
-    """with sequence_parallel: inputs of cut linears are gathered again in backward; False keeps them whole instead."""
+    """with sequence_parallel: backward gathers the inputs of sharded linears again; False keeps them whole instead."""
     depth: Count = 1
     """2.5d: layers of q*q ranks that share the batch."""
 
@@ -127,7 +127,7 @@ class TensorConfig(Section):
 
     @property
     def shape_rule(self) -> str:
-        """What the mode needs of the size, in words."""
+        """The mode's rule for the size, in words."""
         return f"mode={self.mode!r} needs {self.rule.shape.format(depth=self.depth)}"
 
     def axis(self) -> Axis:
@@ -202,5 +202,5 @@ class SequenceConfig(Section):
 
 
 def token_parts(tensor: TensorConfig, sequence: SequenceConfig) -> int:
-    """What divides the length of a sequence as ranks cut it; other lengths are padded (parallel/padding.py)."""
+    """The divisor of a sequence's length when ranks shard it; other lengths are padded (parallel/padding.py)."""
     return math.lcm(sequence.multiple, sequence.size * (tensor.size if tensor.cuts_sequence else 1))

@@ -22,18 +22,17 @@ class PipelineConfig(BaseModel):
     schedule: ScheduleName = "1f1b"
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
-    """Parts of one batch in flight; None is 4 for each rank, or as many as there are samples."""
+    """Parts of one batch in flight; None: 4 for each rank, or as many as there are samples."""
     stages_per_rank: Annotated[int, Field(ge=1)] = 1
-    """Stages on each rank; left out, the least that the schedule is defined for."""
+    """Stages on each rank; default: the least that the schedule allows."""
     partition: Literal["balanced", "profiled", "uniform"] | tuple[Annotated[int, Field(ge=1)], ...] = (
         "balanced"
     )
-    """Units on each stage: balanced by cost, by formula or as one micro-batch shows it (profiled), equal counts, or the
-    counts of all size x stages_per_rank stages."""
+    """Units on each stage. balanced: by a cost formula. profiled: by the measured cost of one micro-batch. uniform:
+    equal counts. Or the counts of all size x stages_per_rank stages."""
     activation_cap: Annotated[int, Field(ge=1)] | None = None
-    """Most activations, of one stage and micro-batch each, that a rank may hold: `auto` searches within it, any other
-    schedule that holds more is refused. None: what the schedule holds; for auto, size x
-    stages_per_rank, as 1f1b does."""
+    """Most activations that a rank may hold, each of one stage and micro-batch. `auto` searches within it; any other
+    schedule that holds more is refused. None: no cap; for auto, size x stages_per_rank, as 1f1b holds."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,9 +64,9 @@ class PipelineConfig(BaseModel):
             return max(1, min(samples, 4 * self.size)) if self.size > 1 else 1
         if samples == 0:
             raise ValueError(
-                f"micro_batches={self.micro_batches}: a data rank has no samples in a part of the batch, and needs one "
-                f"for each micro-batch; use at least {self.micro_batches} samples for each data rank and accumulated "
-                f"part, or micro_batches=None, which passes over what is empty"
+                f"micro_batches={self.micro_batches}: a part of the batch has no samples on a data rank, and each "
+                f"micro-batch needs one; use at least {self.micro_batches} samples for each data rank and accumulated "
+                f"part, or micro_batches=None, which skips empty parts"
             )
         if samples < self.micro_batches:
             raise ValueError(
@@ -77,8 +76,8 @@ class PipelineConfig(BaseModel):
         return self.micro_batches
 
     def parts_of(self, sizes: Sequence[int], accumulation_steps: int, unit: int = 1) -> int:
-        """Micro-batches of each of `accumulation_steps` parts of a batch with so many samples on each data rank, the
-        same on all of them; by default such that `unit` divides each, where it can. Raises ValueError as `parts`."""
+        """Micro-batches of each of `accumulation_steps` parts of a batch, the same on all data ranks; `sizes`: the
+        samples of each. By default `unit` divides each micro-batch, if it can. Raises ValueError as `parts`."""
         if self.size == 1:
             return 1
         if self.micro_batches is None:

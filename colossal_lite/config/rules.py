@@ -1,7 +1,7 @@
-"""Checks the configuration against a world, against a model, and against what is built.
+"""Checks the configuration against a world, against a model, and against the settings that are implemented.
 
-Note: a rule is a pure function that yields every `Problem` it finds, so `Config` reports all of them at once.
-`NOT_BUILT` lists settings that the schema has and the code does not have yet.  What builds one deletes its row.
+Note: a rule is a pure function that yields every `Problem` it finds.  So `Config` reports all of them at once.
+`NOT_BUILT` lists settings that the schema has and no code implements yet.  An implementation deletes its row.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MeshSizes(NamedTuple):
 def world_problems(
     parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None = None
 ) -> Iterator[Problem]:
-    """Whether the axes fill a world of `world_size` ranks, and whether each can be cut as its mode needs. With `facts`,
-    what is told to be legal is so for that model."""
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be sharded as its mode needs. With
+    `facts`, the legal sizes that it offers are legal for that model."""
     if world_size < 1:
         yield Problem("world_size", world_size, "is out of range", "an int >= 1")
         return
@@ -100,7 +100,7 @@ def shard_problems(
 
 
 def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_type: str) -> Iterator[Problem]:
-    """What of `memory` is not for a device of this type, where there are `data` ranks along the data axis."""
+    """Settings of `memory` that a device of this type does not support, with `data` ranks on the data axis."""
     if device_type == "cpu":
         return
     for name in memory.emulates:
@@ -129,8 +129,8 @@ def nearest_factorisations(
 ) -> list[MeshSizes]:
     """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
 
-    Sizes that a mode cannot cut are left out, and those that a model of these `facts` cannot have.  `data` follows from
-    the others and weighs if it was given.
+    Leaves out sizes that a mode, or a model of these `facts`, cannot have.  `data` follows from the others and counts
+    if it was given.
     """
     wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
 
@@ -227,7 +227,7 @@ def _listed(sizes: list[int]) -> str:
 
 
 def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    """What the tensor axis breaks. Divisors as in 1909.08053 (1d), 2104.05343 (2d), 2105.14450 (3d)."""
+    """Rules that the tensor axis breaks. Divisors as in 1909.08053 (1d), 2104.05343 (2d), 2105.14450 (3d)."""
     if tensor.size == 1:
         return
     if not tensor.fits(tensor.size):
@@ -260,7 +260,7 @@ def legal_tensor_sizes(tensor: TensorConfig, sequence: SequenceConfig, facts: Mo
 
 
 def sequence_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
-    """What the sequence axis breaks. Sequences of other lengths are padded (parallel/padding.py)."""
+    """Rules that the sequence axis breaks. Sequences of other lengths are padded (parallel/padding.py)."""
     yield from _shape_rules(sequence)
     yield from _head_rules(sequence, facts)
 
@@ -279,7 +279,7 @@ def _head_rules(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:
 
 
 def joint_problems(config: Settings) -> Iterator[Problem]:
-    """Settings that those of other sections forbid."""
+    """Settings that contradict settings of other sections."""
     if config.precision.gradient == "bf16" and (parts := _parts_of_a_step(config)):
         what = "and ".join(f"{name}={value} " for name, value in parts.items())
         rule = f"keeps the sum of one micro-batch, and {what}would round it again with each further one"
@@ -293,7 +293,7 @@ def joint_problems(config: Settings) -> Iterator[Problem]:
 
 
 def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
-    """(setting, what would be legal) of what an update within backward does without, or is not built beside."""
+    """(setting, legal values) of settings that need all gradients, which an update within backward does not have."""
     if config.clip_grad_norm is not None:
         yield "clip_grad_norm", "None"
     if config.gradient_accumulation > 1:
@@ -347,7 +347,7 @@ def unused_across_sections(config: Settings) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """A setting of which only the values in `built` work today, where `when` holds; `missing` says why."""
+    """A setting that is implemented for the values in `built` only, where `when` holds. `missing` says why."""
 
     path: str
     built: tuple[object, ...]
@@ -356,7 +356,7 @@ class NotBuilt:
 
 
 def _is_cut(config: Settings) -> bool:
-    """Whether blocks are run twice, hold less than the serial model's, or are measured."""
+    """Whether blocks run twice, are sharded, or are measured."""
     inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
     measured = config.memory.device_budget is not None
     return (
@@ -397,11 +397,11 @@ WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
         ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
     )
 )
-"""What of the built parts is not composed with a pipeline."""
+"""Settings that are implemented, but not together with a pipeline."""
 
 
 def unbuilt_problems(config: Settings) -> Iterator[Problem]:
-    """Settings whose part does not exist yet, alone or beside a pipeline."""
+    """Settings without an implementation yet, alone or with a pipeline."""
     values = config.model_dump()
     told: set[str] = set()
     for row in (*NOT_BUILT, *WITH_PIPELINE):

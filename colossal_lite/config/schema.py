@@ -1,7 +1,7 @@
 """Describes optimizer, learning rate, precision, ZeRO and checkpoints: their schemas.
 
-Note: a `Section` is a frozen pydantic model that takes no unknown key and converts nothing: "8" is no int, True is no
-int, NaN is no float.  Two methods state what types cannot.  `errors` yields settings that contradict each other.
+Note: a `Section` is a frozen pydantic model.  It takes no unknown key and converts nothing: "8" and True are no int,
+NaN is no float.  Two methods check what types cannot.  `errors` yields settings that contradict each other.
 `unused_settings` yields settings without effect in this combination.  Both return data, so all is reported at once.
 """
 
@@ -21,7 +21,7 @@ class SettingError(NamedTuple):
     rule: str
     legal: str
     reads: str = ""
-    """The section below it whose settings were judged by, if there is one: where these are invalid, nothing is said."""
+    """The section whose settings the rule reads, if it is one below. If these are invalid, the rule is not reported."""
 
 
 class UnusedSetting(NamedTuple):
@@ -33,7 +33,7 @@ class UnusedSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Legal:
-    """Annotation of a field: what a message calls legal, where the type alone does not tell."""
+    """Annotation of a field: its legal values in a message, where the type alone does not give them."""
 
     text: str
 
@@ -60,7 +60,7 @@ Betas = tuple[Beta, Beta]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
-# What each optimizer reads besides lr.
+# The settings that each optimizer reads besides lr.
 OPTIMIZER_READS: Mapping[str, frozenset[str]] = {
     "adamw": frozenset({"betas", "eps", "moments", "weight_decay"}),
     "adam": frozenset({"betas", "eps", "moments", "weight_decay"}),
@@ -69,7 +69,7 @@ OPTIMIZER_READS: Mapping[str, frozenset[str]] = {
     "lion": frozenset({"betas", "weight_decay"}),
     "muon": frozenset({"momentum", "nesterov", "weight_decay"}),
 }
-# Where a default differs from AdamW's; torch's own defaults, for Lion and LAMB those of their papers.
+# Defaults that differ from AdamW's: torch's own, for Lion and LAMB those of their papers.
 OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {},
     "adam": {"weight_decay": 0.0},
@@ -127,16 +127,16 @@ class OptimizerConfig(Section):
     nesterov: bool = False
     """Nesterov momentum in sgd and muon."""
     moments: Moments = "auto"
-    """How adamw and adam keep both averages: auto, as wide as gradients are summed; bf16, lossy: 4 bytes a parameter in
-    the place of 8, rounded up or down by counted random numbers. Of a checkpoint, wide ones are then rounded to nearest
-    when they are loaded."""
+    """Format of both averages of adamw and adam. auto: as wide as gradients are summed. bf16, lossy: 4 bytes a
+    parameter instead of 8, rounded stochastically by counted random numbers. A load rounds wide averages of a
+    checkpoint to nearest."""
     update_when: Literal["step", "backward"] = "step"
-    """step: when all gradients are summed; backward: of each chunk as soon as its own are, so that gradients have a few
-    slots and no place of their own. For steps of one micro-batch without clipping; a gradient that is not finite ends
-    the run, as weights have it by then."""
+    """step: update when all gradients are summed. backward: update each chunk as soon as its gradients are summed, so
+    that gradients need only a few slots. backward needs steps of one micro-batch and no clipping. A gradient that is
+    not finite then ends the run, because weights already have it."""
     max_skipped_steps: Count | None = 20
-    """Steps in a row whose loss or gradient is not finite, or that have no token: each is skipped with a warning, and
-    the last raises an error. None: no limit."""
+    """Consecutive steps that may be skipped because loss or gradient is not finite, or no token counts. Each gives a
+    warning, and the last raises an error. None: no limit."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameters that have settings of their own."""
 
@@ -148,14 +148,14 @@ class OptimizerConfig(Section):
         return {**OPTIMIZER_DEFAULTS.get(given.get("type", "adamw"), {}), **given}
 
     def of_group(self, group: ParamGroup) -> OptimizerConfig:
-        """What holds for the parameters of one group."""
+        """The settings of the parameters of one group."""
         own = {name: value for name, value in group if name != "match" and value is not None}
         if group.type in (None, self.type):
             return self.model_copy(update=own | {"groups": ()})
         return OptimizerConfig.model_validate({"lr": self.lr} | own)
 
     def by_prefix(self) -> Mapping[str, OptimizerConfig]:
-        """What holds for the parameters of each group, by the group's path, and, under "", for all others."""
+        """The settings of each group's parameters, by the group's path; "" holds those of all others."""
         groups = {f"groups.{index}.": self.of_group(group) for index, group in enumerate(self.groups)}
         return {"": self} | groups
 
@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
                 yield UnusedSetting(f"groups.{index}.match", "the group changes no setting")
 
 
-# What each learning-rate schedule reads.
+# The settings that each learning-rate schedule reads.
 SCHEDULE_READS: Mapping[str, frozenset[str]] = {
     "constant": frozenset(),
     "cosine": frozenset({"warmup_steps", "total_steps", "final_ratio"}),
@@ -237,11 +237,11 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     """Format of weights and activations in forward and backward."""
     master: Literal["auto", "fp32", "split", "none"] = "auto"
-    """Weights that the optimizer updates: an fp32 copy; split (the same bits, 17 of them beside each bf16 weight); none
-    (update in `dtype`); auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
+    """Weights that the optimizer updates. fp32: a copy. split: the same bits, 17 of them beside each bf16 weight. none:
+    no copy, update in `dtype`. auto: fp32 under bf16 and fp16, none under fp32 and fp64."""
     gradient: Literal["auto", "bf16"] = "auto"
-    """How gradients are kept and summed over the ranks: auto, fp32 or better; bf16, under dtype bf16 only: 2 bytes a
-    parameter in the place of 4, for steps of one micro-batch (precision.py says what is exact)."""
+    """Format in which gradients are kept and summed over ranks. auto: fp32 or better. bf16: 2 bytes a parameter instead
+    of 4, under dtype bf16 and steps of one micro-batch only (precision.py says what is exact)."""
     loss_scale: Literal["dynamic"] | Positive = "dynamic"
     """fp16 only: factor on the loss before backward; dynamic starts at 2**16 and follows overflows."""
 
@@ -272,30 +272,29 @@ class ZeroConfig(Section):
     """What data parallelism shards (1910.02054). Every stage gives the same numbers."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """Sharded over the data axis, and a sequence axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    """Shards over the data axis, and a sequence axis. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights."""
     sum_order: Literal["fast", "ordered"] = "fast"
     """fast: the backend's order of sums; ordered: rank order, the same bits at every stage and placement."""
     reduce_every: Literal["step", "micro_batch"] = "step"
-    """Stage 2, in steps of several micro-batches: reduce gradients once a step (memory of stage 1) or after each
-    micro-batch (more traffic)."""
+    """Stage 2 with several micro-batches a step. step: reduce gradients once a step (memory of stage 1). micro_batch:
+    reduce after each (more traffic)."""
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True
     """Stage 3: drop gathered weights after forward and gather them again in backward. A number: keep them sharded over
-    so many neighbours on the data axis until backward, a divisor of the ranks of a copy, and gather from these."""
+    so many neighbours on the data axis until backward, and gather from these. It divides the ranks of a copy."""
     shard_size: Count | None = None
-    """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data; gradients are
-    also summed over the copies. A sequence axis is sharded over in any case. None: one copy, over all."""
+    """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data. Gradients are
+    also summed over the copies. A sequence axis always shards. None: one copy, sharded over all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Stage 3: blocks whose weights are gathered ahead of the one that computes. In a pipeline these are stages, whose
-    weights stay gathered from one micro-batch to the next while no other stage of the rank computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the block that computes. In a pipeline: visits of a stage."""
 
     def is_hybrid(self, data: int) -> bool:
-        """Whether `data` ranks keep more than one copy of what is sharded."""
+        """Whether `data` ranks keep more than one copy of the sharded state."""
         return self.stage > 0 and self.shard_size not in (None, data)
 
     @property
     def near(self) -> int | None:
-        """Neighbours that keep the weights between them from forward to backward."""
+        """Neighbours that keep the weights sharded between them from forward to backward."""
         resharded = self.reshard_after_forward
         return None if self.stage < 3 or isinstance(resharded, bool) else resharded
 
@@ -314,11 +313,11 @@ class ZeroConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What `engine.save` leaves on disk."""
+    """How `engine.save` writes and keeps checkpoints."""
 
     keep: Count = 3
     """Complete checkpoints kept; older ones are deleted."""
     asynchronous: bool = False
     """Write while training goes on."""
     max_failures: Count = 3
-    """Saves that may fail one after the other: as many end the run, with exit code 4."""
+    """Consecutive saves that may fail; this many end the run, with exit code 4."""

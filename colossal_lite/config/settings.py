@@ -29,10 +29,10 @@ A_MONTH_S = 30 * 24 * 3600
 
 
 class ParallelConfig(Section):
-    """How the world is cut: data x pipeline x sequence x tensor ranks."""
+    """How ranks divide the work: data x pipeline x sequence x tensor."""
 
     data: Count | Literal["auto"] = "auto"
-    """Copies of the model that see different samples; auto: what the other axes leave of the world."""
+    """Copies of the model that see different samples; auto: the world divided by the other axes."""
     pipeline: PipelineConfig = PipelineConfig()
     tensor: TensorConfig = TensorConfig()
     sequence: SequenceConfig = SequenceConfig()
@@ -45,7 +45,7 @@ class ParallelConfig(Section):
 
 
 class Settings(Section):
-    """Every setting of a configuration. `config.Config` adds how one is read and where each value comes from."""
+    """Every setting of a configuration. `config.Config` adds how one is read, and the origin of each value."""
 
     parallel: ParallelConfig = ParallelConfig()
     zero: ZeroConfig = ZeroConfig()
@@ -56,17 +56,17 @@ class Settings(Section):
     clip_grad_norm: Positive | None = None
     """Largest norm of all gradients together; None: no clipping."""
     gradient_accumulation: Count = 1
-    """Parts, run one after the other, that the batch of one optimizer step is cut into."""
+    """Sequential parts of the batch of one optimizer step."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
-    """Activations dropped in forward and computed again in backward."""
+    """Activations that are dropped in forward and computed again in backward."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """Fused kernels; auto: Triton where it runs, else torch; triton: nothing else, or an error."""
+    """Fused kernels. auto: Triton where it runs, else torch. triton: Triton only, or an error."""
     compile: Literal["none", "block"] = "none"
     """torch.compile of each block."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of collectives; auto: nccl between CUDA devices; on CPUs shared memory between the ranks of one host
-    and gloo between hosts. gloo: CPUs, and gloo alone."""
+    """Transport of collectives. auto: nccl between CUDA devices; on CPUs shared memory within a host and gloo between
+    hosts. gloo: CPUs, and gloo alone."""
     timeout_s: Annotated[float, Field(gt=0, le=A_MONTH_S)] = 600.0
     """Seconds that a collective may wait."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1024

@@ -30,7 +30,7 @@ from colossal_lite.config.errors import (
 )
 from colossal_lite.config.renamed import RENAMED
 
-# A section that is given as a bare value: the setting which that value is.
+# Sections that may be given as a bare value, and the setting which that value is.
 SHORT_FORMS: Mapping[str, str] = {
     "parallel.pipeline": "size",
     "parallel.tensor": "size",
@@ -47,7 +47,7 @@ DEEPEST = 16
 
 
 def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "file"]]:
-    """The dict in a source, and what to call its origin. Raises ConfigError if there is none."""
+    """The dict in a source, and the name of its origin. Raises ConfigError if there is none."""
     if isinstance(source, Mapping):
         return source, "user"
     if not isinstance(source, (str, Path)):
@@ -79,7 +79,7 @@ def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "fil
         )
     except ConfigError:
         raise
-    except Exception as error:  # whatever the user's file raises is the user's to read, on one line
+    except Exception as error:  # any error of the user's file is reported on one line
         line = _line_of(error, path)
         raise _unreadable(
             name, f"cannot be read: {type(error).__name__}{line}: {error}", "a file that runs alone"
@@ -94,7 +94,7 @@ def _unreadable(source: object, rule: str, legal: str, near: str | None = None) 
 
 
 def _from_python(path: Path, chosen: str) -> Mapping[Any, Any]:
-    """`config` of the module, or the name chosen; Colossal-AI's files have their settings at top level."""
+    """`config` of the module, or the chosen name. Colossal-AI's files have their settings at top level."""
     names = runpy.run_path(str(path), run_name="colossal_lite_config")
     names = {name: value for name, value in names.items() if not name.startswith("_")}
     if not chosen and "config" not in names:
@@ -123,7 +123,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _line_of(error: Exception, path: Path) -> str:
-    """Where in the user's file an error arose: the last of its frames there."""
+    """The line of the user's file where an error arose: the last of its frames there."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == str(path):
@@ -136,8 +136,8 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A copy made of dicts and tuples, in which a key with dots (`optimizer.lr`) is the setting that it names; and a
-    problem for every key that is no name, and for what holds itself or is nested too deep."""
+    """A copy made of dicts and tuples, in which a key with dots (`optimizer.lr`) is the setting that it names. Adds a
+    problem for every key that is no string, for a dict that holds itself, and for one that is nested too deep."""
     problems: list[Problem] = []
 
     def copied(value: Any, path: str, within: tuple[int, ...]) -> Any:
@@ -178,7 +178,7 @@ def _without_dots(section: dict[str, Any], path: str, problems: list[Problem]) -
                 Problem(f"{path}.{key}", value, "has an empty name between dots", "section.setting")
             )
         elif not isinstance(holder, dict):
-            rule = "names a setting of what is a value here, and no section"
+            rule = "names a setting inside a value that is no section"
             problems.append(Problem(f"{path}.{key}", value, rule, "settings in one section"))
         elif last in holder:
             problems.append(Problem(f"{path}.{key}", value, "is given twice", "one of the two"))
@@ -199,7 +199,7 @@ def write_out(raw: dict[str, Any]) -> None:
 
 
 def given_paths(model: type[BaseModel], raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Paths of the settings that `raw` gives; what the schema does not know is left out."""
+    """Paths of the settings that `raw` gives. Keys that the schema does not have are left out."""
     for name, field in model.model_fields.items():
         if name not in raw:
             continue
@@ -221,7 +221,7 @@ def given_paths(model: type[BaseModel], raw: Mapping[str, Any], prefix: str = ""
 def lay_over(
     root: type[BaseModel], raw: dict[str, Any], options: Sequence[str]
 ) -> tuple[list[str], list[str], list[Problem]]:
-    """Set every option in `raw`, in place; the paths that were set, a notice for each old name, and the problems."""
+    """Set every option in `raw`, in place. Returns the paths set, a notice for each old name, and the problems."""
     paths: list[str] = []
     names: dict[str, str] = {}  # path -> the name that it was given by
     notices: list[str] = []
@@ -273,7 +273,7 @@ def _options(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _typed(field: FieldInfo, tokens: list[str]) -> object:
-    """The value that the tokens spell for this field: literals if the field takes them, else text."""
+    """The value that the tokens spell for this field: a literal if the field takes one, else text."""
     literals = tuple(_literal(token) for token in tokens)
     candidates: list[object] = [literals, tuple(tokens)]
     if len(tokens) == 1:

@@ -1,4 +1,4 @@
-"""Describes what a ZeRO stage shards: optimizer states, gradients, weights."""
+"""Describes the state that a ZeRO stage shards: optimizer states, gradients, weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from colossal_lite.config.schema import ZeroConfig
 
 @dataclass(frozen=True)
 class Sharding:
-    """The three booleans of a stage and the way of its gradients."""
+    """The state that a stage shards, and how its gradients are reduced."""
 
     state: bool = False
     gradient: bool = False
@@ -17,17 +17,17 @@ class Sharding:
     by_micro_batch: bool = False
     ordered: bool = False
     frees_gradient_on_update: bool = False
-    """A gradient is used up as soon as it is summed: none has a place beside the slots that they pass through."""
+    """A gradient is freed by its update as soon as it is summed. It has only a slot, no place of its own."""
 
     @property
     def scatters(self) -> bool:
-        """Whether sums over ranks leave a part with each."""
+        """Whether a reduction leaves a shard on each rank (reduce-scatter)."""
         return self.state or self.ordered
 
     @classmethod
     def of(cls, zero: ZeroConfig, micro_batches: int, *, frees_gradient_on_update: bool = False) -> Sharding:
-        """The plan of a config whose steps have so many micro-batches. With one, reducing by step and by micro-batch
-        move the same bytes, and the second needs less memory."""
+        """The sharding of a config whose steps have so many micro-batches. With one, both ways of reducing move the
+        same bytes, and reducing by micro-batch needs less memory."""
         ordered = zero.sum_order == "ordered"
         as_you_go = zero.stage == 3 or (
             zero.stage == 2 and (zero.reduce_every == "micro_batch" or micro_batches == 1)

@@ -53,14 +53,14 @@ BY_THE_CLOCK = (
 def staged_plan(
     dry: DryRun, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
 ) -> RunPlan:
-    """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
+    """The step of one rank of a pipeline: measures its stages one by one, and walks its list of actions."""
     config, mesh = dry.config, dry.mesh
     pipeline = config.parallel.pipeline
     count, pieces = _pieces(config, batch, mesh)
     builder = partial(GPT, model) if isinstance(model, GPTConfig) else model
     module, done, streams = dry.built(builder)
     whole_units = traced_units(on_meta(builder))
-    # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
+    # Nothing runs here, so stages that a run cuts by measured time are cut by the formula.
     stages = lay_out(
         module, facts, pipeline, mesh.coord("pipeline"), None, whole_units and whole_units.on(module)
     )
@@ -93,6 +93,9 @@ def staged_plan(
     )  # fmt: skip
     rows = mesh.ledger.rows()
     assert shape.costs is not None
+    memory, updates = _pipeline_memory(
+        made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
+    )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
@@ -100,10 +103,7 @@ def staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=_pipeline_memory(
-            made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
-        )
-        + exchange_rows(mesh, unread),
+        memory=memory + exchange_rows(mesh, unread),
         traffic=rows,
         batch=(
             *batch_terms(config, batch, dry.sequence, mesh, pieces),
@@ -113,6 +113,7 @@ def staged_plan(
         device_bytes=device_bytes,
         schedule=_told(pipeline, shape, stages, timeline),
         timeline=timeline,
+        updates=updates,
         libraries_bytes=libraries_bytes(config),
     )
 
@@ -136,7 +137,7 @@ def _record_pipeline(
     packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, whole: Whole,
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
-    """What the list of one rank communicates, and a step beside it."""
+    """Record the communication of one rank's list, and of the rest of a step."""
     if mesh.size("data") > 1:
         mesh.axis("data").all_gather(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
@@ -171,8 +172,9 @@ def _record_pipeline(
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[MemoryTerm, ...]:  # fmt: skip
-    """The rows of any plan, with what lives at the fullest moment of the list; and `slots` of messages."""
+) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
+    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
+    updates run, in words."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -185,7 +187,7 @@ def _pipeline_memory(
     numels = {index: chunk.spec.numel for index, chunk in weights.items()}
     parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
     gathered = gather_slots(actions, numels, parts)
-    rows, _ = memory_rows(
+    rows, _, updates = memory_rows(
         config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
     )
     largest = 0
@@ -193,11 +195,12 @@ def _pipeline_memory(
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
             source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
-    return (*rows, MemoryTerm("messages", slots * largest, "slots of what comes from other stages"))
+    messages = MemoryTerm("messages", slots * largest, "slots of what comes from other stages")
+    return (*rows, messages), updates
 
 
 def _whole_bytes(chunk: Chunk) -> int:
-    """Of all gradients of a chunk."""
+    """Bytes of all gradients of a chunk."""
     return chunk.spec.numel * chunk.gradient.element_size()
 
 
@@ -205,7 +208,7 @@ def _unread(
     made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
     pieces: Sequence[int], header_bytes: int, *, blocks: bool,
 ) -> int:  # fmt: skip
-    """The most that the messages of this rank take of its host's memory, if they go that way."""
+    """The most host memory that unread messages of this rank take, if they pass through shared memory."""
     of = {chunk.spec.id: chunk for chunk in chunks}
 
     def sent_bytes(action: Action) -> int:
@@ -221,7 +224,7 @@ def _unread(
 
 
 def _told(pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline) -> str:
-    """The schedule by the costs of its stages: its cut, its bubble, and what its ranks hold."""
+    """The schedule with the costs of its stages: its cut, its bubble, and the activations of its ranks."""
     live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
     return "\n".join(
         [

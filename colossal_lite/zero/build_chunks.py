@@ -5,6 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colossal_lite.config.errors import Problem, refuse
+from colossal_lite.config.errors import Problem, refuse, shown
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
@@ -177,10 +178,10 @@ def build_frozen(
 def chunk_optimizer(
     chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
     records: TaskRecords, frozen: Sequence[WeightChunk],
-) -> ChunkOptimizer:  # fmt: skip
-    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones. Where its state
-    may rest on disk it is collective, and raises ConfigError on every rank if that of one has no room or cannot be
-    written."""
+) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
+    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
+    with the mix of updates that it has found. Where its state may rest on disk it is collective, and raises ConfigError
+    on every rank if that of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
@@ -210,7 +211,11 @@ def chunk_optimizer(
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
-    return made
+    if choice.found is None:
+        return made, config
+    if mesh.rank == 0:
+        print(f"memory.update_on='auto' is {shown(choice.found)}: {choice.lanes}", file=sys.stderr)
+    return made, config.derived("memory", update_on=choice.found)
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:

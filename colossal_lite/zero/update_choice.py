@@ -8,7 +8,7 @@ on the same side.  Cost: measuring takes about a second, once an engine, where `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
 from fractions import Fraction
 from math import inf
@@ -17,12 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.config.memory_schema import MemoryConfig
+from colossal_lite.config.memory_schema import MemoryConfig, UpdateOn
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.memory.transfers import copied_to, to_host
-from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
-from colossal_lite.schedule.update_rates import FoundMix, Rates, UpdateBytes, fastest_mix
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
+from colossal_lite.schedule.update_rates import (
+    Rates,
+    UpdateBytes,
+    fastest_mix,
+    lanes_of,
+    simulated_chunks,
+    simulated_s,
+)
 
 Gather = Callable[[Any], list[Any]]
 """Returns what each rank gave, on all ranks."""
@@ -40,23 +47,58 @@ class UpdateChoice:
 
     def __init__(self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
         self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
-        self.found: FoundMix | None = None
-        """What "auto" has found; None where the config says."""
+        self.found: UpdateOn | None = None
+        """What "auto" has found, as the config says it; None where it was not asked."""
+        self.lanes = ""
+        """The mix in words, with its lanes where there are rates; empty where nothing rests off the device."""
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
-        """Collective under "auto". `ids`: as `mix_of` has them. Raises ValueError where rates are neither given nor can
-        be measured."""
-        if self._memory.update_on != "auto":
-            return mix_of(self._memory.host_share, ids)
-        given = given_rates(self._memory) or self._measured()
-        rates = Rates(*(min(row) for row in zip(*self._gather(list(astuple(given))), strict=True)))
+        """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where
+        rates are neither given nor can be measured, and for a number that no chunk has."""
+        if self._memory.records_tier == "device":
+            return ALL_ON_DEVICE
+        rates, on_host = given_rates(self._memory), self._memory.on_host
+        if self._memory.update_on == "auto":
+            rates = self._agreed(rates or self._measured())
+            on_host = self._fastest(work, rates, ids)
+            self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
+        elif not isinstance(on_host, Fraction):
+            self._refuse_unknown(on_host, ids)
+        mix = mix_of(on_host, ids)
+        share = Fraction(len(mix.on_host), max(len(ids), 1))
+        self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
+        if rates is not None:
+            count = simulated_chunks(work)
+            like = mix if count == len(ids) else mix_of(share, range(count))
+            self.lanes += (
+                f": {lanes_of(work, rates, share)}, {simulated_s(work, rates, like, count):.3g} s simulated"
+            )
+        return mix
+
+    def _agreed(self, rates: Rates) -> Rates:
+        """The smallest of all ranks. Collective."""
+        return Rates(*(min(row) for row in zip(*self._gather(list(astuple(rates))), strict=True)))
+
+    def _fastest(self, work: UpdateBytes, rates: Rates, ids: Sequence[int]) -> Fraction | tuple[int, ...]:
+        """The chunks that are updated on the host, where all ranks have the same and find the same; else the middle one
+        of their shares. Collective."""
         found = fastest_mix(work, rates)
-        rows = self._gather([[*found.host_share.as_integer_ratio()], sorted(found.chosen or ()), [*ids]])
-        shares = sorted(Fraction(*share) for share, _, _ in rows)
-        self.found = found
+        chosen = sorted(ids[place] for place in found.chosen or ())
+        rows = self._gather([[*found.host_share.as_integer_ratio()], chosen, [*ids]])
         if found.chosen is not None and all(row == rows[0] for row in rows):
-            return mix_with(sorted(found.chosen), len(ids))
-        return mix_of(shares[len(shares) // 2], ids)
+            return tuple(chosen)
+        shares = sorted(Fraction(*share) for share, _, _ in rows)
+        return shares[len(shares) // 2]
+
+    def _refuse_unknown(self, numbers: Collection[int], ids: Sequence[int]) -> None:
+        if self._gather is alone:
+            return  # a plan knows the chunks of one rank
+        known = {number for row in self._gather([*ids]) for number in row}
+        if unknown := sorted({*numbers} - known):
+            raise ValueError(
+                f"memory.update_on = {self._memory.update_on}: no chunk has the number {unknown[0]}; legal: "
+                f"{min(known, default=0)} to {max(known, default=0)}"
+            )
 
     def _measured(self) -> Rates:
         if self._device.type == "meta":

@@ -196,7 +196,7 @@ def linked_from(path: Path) -> Path:
     ("change", "said"),
     [
         (renamed, "holds step 5: it was renamed; legal: step-00000005, or a name that is no step's"),
-        (linked_from, "/elsewhere/theirs, and what a run goes on from lies in its own folder; legal: a copy"),
+        (linked_from, "/elsewhere/theirs, and a run resumes only from a folder of its own; legal: a copy"),
     ],
 )
 def test_a_step_folder_that_is_renamed_or_linked_is_told_and_the_one_before_is_taken(

@@ -667,7 +667,7 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer.lr": 1e-3, "optimizer": {"lr": 2e-3}},
         "config.optimizer.lr = 0.001: is given twice",
     ),
-    "in a value": ({"seed.of.what": 1, "seed": 7}, "names a setting of what is a value here"),
+    "in a value": ({"seed.of.what": 1, "seed": 7}, "names a setting inside a value"),
     "empty name": ({"optimizer..lr": 1}, "has an empty name between dots"),
     "dots alone": ({".": 1}, "has an empty name between dots"),
     "misspelt": ({"optimizer.lrr": 1e-3}, "optimizer.lrr"),

@@ -86,7 +86,7 @@ def made() -> str:
     for prefix, section in sections(Settings):
         doc = " ".join((section.__doc__ or "").split())
         if section is Settings:
-            doc = "Every setting of a configuration; what is left out has its default."
+            doc = "Every setting of a configuration. A setting that is left out has its default."
         fields = "\n".join(fields_of(section, prefix))
         parts.append(f'\n\nclass {name_of(section)}(TypedDict, total=False):\n    """{doc}"""\n\n{fields}\n')
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(FILE), "-"]

@@ -112,7 +112,7 @@ def misused(env: RankEnv, how: str) -> str:
         ),
         (
             "schedule",
-            "['lr_scheduler.total_steps=2 is less than the run has, 3: from step 3 on the learning rate stays at 0 of "
+            "['lr_scheduler.total_steps=2 is less than the run has, 3: from step 3 on the learning rate is 0 of "
             "its peak']",
         ),
     ],
