@@ -526,8 +526,8 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
             found["rates"] = dict(
                 host_update=1e9, device_update=1e10, up=rng.choice([10**9, 10**10]), down=10**10
             ) | maybe(rng, 0.5, host_memory=10**10, call_s=1e-5)
-    found |= maybe(rng, 0.2, link_bandwidth=10**9) | maybe(rng, 0.2, link_latency_s=1e-5)
-    return found
+    speeds = maybe(rng, 0.2, up=10**9, down=10**9) | maybe(rng, 0.2, latency_s=1e-5)
+    return found | ({"rates": speeds | found.get("rates", {})} if speeds else {})
 
 
 def _rest(rng: Random, shared: Shared) -> dict[str, Any]:
