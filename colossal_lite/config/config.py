@@ -166,10 +166,13 @@ class Config(Settings):
         if self.parallel.data != "auto":
             return self
         rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size
-        config = self.model_copy(
-            update={"parallel": self.parallel.model_copy(update={"data": world_size // rest})}
-        )
-        config._origins = {**self._origins, "parallel.data": "derived"}
+        return self.derived("parallel", data=world_size // rest)
+
+    def derived(self, section: str, **values: object) -> Config:
+        """This configuration with settings of a section that the program has found."""
+        part = getattr(self, section).model_copy(update=values)
+        config = self.model_copy(update={section: part})
+        config._origins = {**self._origins, **{f"{section}.{name}": "derived" for name in values}}
         return config
 
     def check_model(self, facts: ModelFacts) -> None:
@@ -211,8 +214,7 @@ class Config(Settings):
                     rows = self._rows(item, f"{path}.{index}.")
                     yield from (row for row in rows if row.value is not None)
             else:
-                plain_value = list(value) if isinstance(value, tuple) else value
-                yield Setting(path, plain_value, self._origins.get(path, "default"))
+                yield Setting(path, _plain(value), self._origins.get(path, "default"))
 
     @classmethod
     def schema(cls) -> dict[str, Any]:  # type: ignore[override]  # takes the place of pydantic's deprecated method
@@ -237,6 +239,13 @@ class Config(Settings):
             options = (tyro.conf.FlagConversionOff,)
             tyro.cli(cls, default=cls(), args=["--help"], prog=program, use_underscores=True, config=options)
         return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """The same, of what JSON has."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _prune(raw: dict[str, Any], path: str) -> bool:

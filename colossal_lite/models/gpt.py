@@ -1,17 +1,16 @@
 """Computes transformers of the GPT-2 and Llama families, causal or not, without any parallelism.
 
-Note: B batch, T tokens, D width, H query heads, G key heads, K head width, F feed-forward width, V
-vocabulary. Every layer keeps [B, T, D].  A block is two branches on one residual stream, each runnable alone:
+Note: B batch, T tokens, D width, H query heads, G key heads, K head width, F feed-forward width, V vocabulary.
+Every layer keeps [B, T, D].  A block is two branches on one residual stream, each runnable alone:
 
     x = x + dropout(attention(norm1(x)))
     x = x + dropout(mlp(norm2(x)))
 
-All computing apart from nn.Linear and nn.Embedding goes through `self.ops` (colossal_lite.kernels.Ops),
-torch's own functions by default.  qkv is one linear with output blocks [q | k | v], gate and up
-one with [gate | up]. Attention reads its numbers of heads from `self.heads` and `self.kv_heads`, so a
-rank with a part of the heads sets these two and nothing else.  Initial values come from torch's in-place
-normal_, zeros_ and ones_ alone.  Residual projections start at 0.02 / sqrt(2 layers) (GPT-2, "Language models
-are unsupervised multitask learners", 2.3).
+Everything except nn.Linear and nn.Embedding is computed by `self.ops` (colossal_lite.kernels.Ops), by default torch's
+own functions.  qkv is one linear with output blocks [q | k | v], gate and up one with [gate | up].  Attention reads its
+numbers of heads from `self.heads` and `self.kv_heads`.  A rank with a part of the heads sets only these two.  Initial
+values come from torch's in-place normal_, zeros_ and ones_ alone.  Residual projections start at 0.02 / sqrt(2 layers)
+(GPT-2, "Language models are unsupervised multitask learners", 2.3).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model.  Raises ValueError, with every fault, if it is not one."""
+    """Sizes and choices of a model.  Raises ValueError with every fault."""
 
     vocabulary: int = 50257
     layers: int = 12
@@ -39,9 +38,9 @@ class GPTConfig:
     sequence: int = 1024
     """Longest sequence (with learned positions, the number of rows of their table)."""
     kv_heads: int | None = None
-    """Heads of keys and values; None is as many as `heads`."""
+    """Heads of keys and values; None: as many as `heads`."""
     ffn: int | None = None
-    """Width of the feed-forward layer; None is 4 width, or 8/3 width rounded up to 64 with SwiGLU."""
+    """Width of the feed-forward layer; None: 4 width, or 8/3 width rounded up to 64 with SwiGLU."""
     position: Literal["learned", "rotary"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -51,7 +50,7 @@ class GPTConfig:
     dropout: float = 0.0
     """On the embeddings and on both branches of each block."""
     causal: bool = True
-    """Whether a token sees only those before it; False: all of its document (an encoder)."""
+    """Whether a token attends only to those before it; False: to all of its document (an encoder)."""
     rotary_base: float = 10000.0
     eps: float = 1e-5
 
@@ -278,7 +277,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = Norm(config)
-        if config.tied:  # a head without storage of its own: it takes the embedding's
+        if config.tied:  # the head has no storage of its own: it shares the embedding's
             self.head = nn.Linear(config.width, config.vocabulary, bias=False, device="meta")
             self.head.weight = self.token.weight
         else:
@@ -289,9 +288,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] of input_ids [B, T].
 
-        position_ids [T] or [B, T] default to 0 .. T - 1.  attention_mask [B, T], integers: a token sees the
-        tokens (with `causal`, those before it) that have its own number, so zeros hide padding and 1, 2, ...
-        keep packed documents apart. Without position_ids raises ValueError for more than `config.sequence` tokens.
+        position_ids [T] or [B, T] default to 0 .. T - 1.  attention_mask [B, T] holds integers.  A token attends to the
+        tokens (with `causal`, those before it) that have its own number.  So zeros hide padding, and 1, 2, ... keep
+        packed documents apart. Without position_ids raises ValueError for more than `config.sequence` tokens.
         """
         positions = self.positions(input_ids, position_ids)
         mask = Mask(self.config.causal, attention_mask)

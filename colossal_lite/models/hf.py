@@ -1,9 +1,10 @@
 """Converts GPT-2 and Llama tensors between our names and Hugging Face's, by tables.
 
-Note: a row says which of their tensors make one of ours.  Several are joined along the output dimension (q, k, v; gate,
-up); GPT-2 stores its linears transposed (Conv1D).  Both directions use the same rows, so one is the inverse of the
-other, bit for bit.  Rotary pairs feature i with i + K/2 in both, so no row is permuted.  What the other format cannot
-express (scaled rotary positions, biases on part of the linears) is rejected by name.  No process group, no download.
+Note: a row lists their tensors that make one of ours.  Several are joined along the output dimension (q, k, v; gate,
+up).  GPT-2 stores its linears transposed (Conv1D).  Both directions use the same rows, so one inverts the other bit for
+bit.  Rotary embeddings pair feature i with i + K/2 in both formats, so no row is permuted.  Features that the other
+format cannot express (scaled rotary positions, biases on part of the linears) are rejected by name.  This file uses no
+process group and no download.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class NameRule:
 
 
 def rows(config: GPTConfig) -> Iterator[NameRule]:
-    """The tensors of a model in the order of its forward. Raises ValueError for a model that neither family has."""
+    """The tensors of a model in the order of its forward. Raises ValueError for a model of neither family."""
     yield from {"gpt2": _gpt2_rows, "llama": _llama_rows}[family_of(config)](config)
 
 
 def family_of(config: GPTConfig) -> str:
-    """ "gpt2" or "llama". Raises ValueError with what a model of either would have."""
+    """ "gpt2" or "llama". For any other model raises ValueError with the settings of both families."""
     gpt2: dict[str, Any] = dict(
         position="learned", norm="layer", activation="gelu", bias=True, key_heads=config.heads, causal=True
     )
@@ -106,7 +107,7 @@ def to_hf(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's state dict from their tensors. Raises ValueError listing what is missing, unexpected or misshapen."""
+    """A GPT's state dict from their tensors. Raises ValueError that lists missing, unexpected and misshapen tensors."""
     table = list(rows(config))
     bare = config.position == "learned" and "wte.weight" in theirs  # GPT-2 without its language-model head
     if bare:
@@ -176,7 +177,7 @@ def config_to_hf(config: GPTConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
-    """Our configuration from their config.json. Raises ValueError for what our model does not have."""
+    """Our configuration from their config.json. Raises ValueError for settings that our model does not have."""
     kind = theirs.get("model_type")
     _refuse(theirs, is_causal=(True, None))
     try:

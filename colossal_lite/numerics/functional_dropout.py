@@ -1,13 +1,14 @@
 """Replaces the masks of functional dropouts by masks from counters, while a forward pass runs.
 
 Note: functional dropout.
-`F.dropout`, its variants, and `dropout_p` of attention draw from torch's own generator, so that masks would depend on
-the mesh.  A TorchFunctionMode sees these calls, by whomever they are made, and draws from the streams of random.py
-instead.  The stream is named by the module whose forward makes the call, and by the number of the call within it.  That
-module is found on the call stack, when a mask is drawn: hooks on every module would cost each call of each.
+`F.dropout`, its variants, and `dropout_p` of attention draw from torch's own generator.  Their masks would depend on
+the mesh.  A TorchFunctionMode intercepts these calls, from any caller, and draws from the streams of random.py instead.
+A stream is named by the module whose forward makes the call, and by the number of the call within it.  The module is
+found on the call stack when a mask is drawn.  Hooks on every module would slow every call.
 
-Attention with dropout is computed unfused, with its matrix of weights [.., queries, keys]: no fused kernel of torch
-takes a mask from outside.  A forward in compiled blocks is not seen; what it draws is refused (`CountedOnly`).
+Attention with dropout is computed unfused, with its matrix of weights [.., queries, keys].  No fused kernel of torch
+takes a mask.  The mode does not see a forward in compiled blocks; random numbers drawn there are refused
+(`CountedOnly`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from torch.overrides import TorchFunctionMode
 from colossal_lite.kernels import TORCH, Rows, dropped
 
 OURS = ("torch.nn", "colossal_lite")
-"""Packages whose modules draw nothing but by modules that are known."""
+"""Packages whose modules draw only through known modules."""
 DRAWING = (
     nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _CALL = nn.Module._call_impl.__code__
 _SELU_LIMIT = (
     -1.7580993408473766
-)  # -scale * alpha of selu: what alpha dropout puts in the place of an element
+)  # -scale * alpha of selu: the value that alpha dropout gives a dropped element
 
 
 def may_draw(module: nn.Module) -> bool:
@@ -47,8 +48,8 @@ class FunctionalDropout(TorchFunctionMode):
     """Draws the masks of functional dropouts, by the rows of the module that calls them."""
 
     def __init__(self, rows: Mapping[nn.Module, Callable[[], Rows]], again: nn.Module | None = None) -> None:
-        """`rows`: for each module of a model, what gives the counters of its next call. `again`: the module whose
-        forward runs again, which nobody calls then."""
+        """`rows`: for each module of a model, the function that returns the counters of its next call. `again`: the
+        module whose forward runs again in backward, without a call of the module."""
         super().__init__()
         self._rows, self._again = rows, again
 
@@ -72,8 +73,8 @@ class FunctionalDropout(TorchFunctionMode):
         if self._again is not None:
             return self._rows[self._again]
         raise ValueError(
-            "dropout: called by none of the model's modules, so that its mask has no name; legal: in the forward of a "
-            "module that is called, and activation_checkpoint in the place of a checkpoint of the model's own"
+            "dropout: no module of the model calls it, so its mask has no name; legal: a call in the forward of a "
+            "module that is called, and activation_checkpoint instead of a checkpoint of the model's own"
         )
 
 
@@ -108,7 +109,7 @@ def _channels(dims: int, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _alpha(plain: Callable[..., Tensor], of_channels: bool) -> Callable[..., Tensor]:
-    """Alpha dropout (1706.02515): dropped elements get selu's limit, and mean and variance stay."""
+    """Alpha dropout (1706.02515): dropped elements get selu's limit; mean and variance are preserved."""
 
     def drop(
         mode: FunctionalDropout, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
@@ -145,7 +146,7 @@ def _attention(
 
 
 def _within(function: Any) -> Callable[..., Any]:
-    """A function of torch whose own calls the mode sees: a copy of it that does not look for modes at its beginning."""
+    """A copy of a torch function that does not check for modes at its start, so the mode sees the calls inside it."""
     looks = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
     inner = FunctionType(function.__code__, function.__globals__ | looks, argdefs=function.__defaults__)
 
@@ -166,7 +167,7 @@ _COUNTED: dict[Any, Callable[..., Any]] = {
     F.feature_alpha_dropout: _alpha(F.feature_alpha_dropout, of_channels=True),
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _within(F.multi_head_attention_forward),
-    # What a checkpoint of the model's own draws again in backward is refused.
+    # Random numbers that a checkpoint of the model's own draws again in backward are refused.
     Tensor.backward: _within(Tensor.backward),
     torch.autograd.backward: _within(torch.autograd.backward),
 }

@@ -34,12 +34,12 @@ def learning_rate_factor(config: LRSchedulerConfig, step: int) -> float:
 
 
 def told_of_end(config: LRSchedulerConfig, steps: int) -> str:
-    """What to tell of a run of so many steps that is longer than its schedule; "" if it is not."""
+    """The notice for a run of more steps than its schedule; "" for any other."""
     if config.type == "constant" or config.total_steps is None or steps <= config.total_steps:
         return ""
     return (
         f"lr_scheduler.total_steps={config.total_steps} is less than the run has, {steps}: from step "
-        f"{config.total_steps + 1} on the learning rate stays at {config.final_ratio:g} of its peak"
+        f"{config.total_steps + 1} on the learning rate is {config.final_ratio:g} of its peak"
     )
 
 

@@ -2,11 +2,10 @@
 
 Note: a rule.
 A rule names the state tensors that it keeps beside the master weights, and updates tensors in place.  An elementwise
-rule (AdamW, Adam, SGD, Lion) updates any flat range of a chunk: a full chunk, a range around unused parameters or a
-ZeRO shard, with the same bits.  The others (LAMB, Muon) update one full parameter in its own shape. They raise where
-a rank holds only a part of one.  The gradient is unscaled: `grad_scale` (token count over the clip factor) divides it
-inside the update, which costs AdamW, SGD and Lion no pass.  `OPTIMIZERS` is the table: a rule is one class and one
-line.
+rule (AdamW, Adam, SGD, Lion) updates any flat range of a chunk, with the same bits: a full chunk, a range around unused
+parameters, a ZeRO shard.  The others (LAMB, Muon) update one full parameter in its own shape. They raise where a rank
+holds only a part of one.  The gradient is unscaled: the update divides it by `grad_scale` (token count over the clip
+factor), which costs AdamW, SGD and Lion no pass.  `OPTIMIZERS` is the table: a rule is one class and one line.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Optimizer and settings of the parameters one pattern matches; `lr` is the peak."""
+    """Optimizer and settings of the parameters that one pattern matches; `lr` is the peak."""
 
     match: str
     type: str
@@ -53,7 +52,7 @@ def groups_of(config: OptimizerConfig) -> tuple[Group, ...]:
 def assign_groups(names: Iterable[str], groups: tuple[Group, ...]) -> dict[str, int]:
     """Parameter name -> index of the first group whose pattern matches it (`*` spans dots).
 
-    Raises ValueError for a pattern of the user's that matches no parameter, naming some that exist.
+    Raises ValueError for a user's pattern that matches no parameter, and names some parameters.
     """
     assigned = {
         name: next(i for i, group in enumerate(groups) if fnmatchcase(name, group.match)) for name in names
@@ -74,8 +73,8 @@ def check_whole_tensors(
     groups: Sequence[Group],
     sharded: Collection[str] = (),
 ) -> None:
-    """Raises ValueError naming every parameter that the optimizer of its group cannot update: a part of a
-    tensor (`sharded`) under LAMB and Muon, and anything but a matrix under Muon."""
+    """Raises ValueError naming every parameter that the optimizer of its group cannot update. LAMB and Muon update no
+    part of a tensor (`sharded`), and Muon updates matrices only."""
     faults = []
     for name, shape in shapes.items():
         kind = groups[assigned[name]].type
@@ -92,18 +91,18 @@ def check_whole_tensors(
 
 
 class Rule(Protocol):
-    """An optimizer of tensors. `is_elementwise`: it updates any flat range, else only full parameters in their
+    """An optimizer of tensors. `is_elementwise`: it updates any flat range; any other updates full parameters in their
     shape."""
 
     is_elementwise: ClassVar[bool]
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """Of its states, where that is not the weight's dtype: it is then handed one parameter at a time."""
+        """The dtype of its states, if it differs from the weight's. Then it updates one parameter at a time."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the state tensors it keeps, each of the shape of what it updates."""
+        """Names of its state tensors, each of the shape of the updated tensor."""
 
     def update(
         self,
@@ -121,13 +120,15 @@ class Rule(Protocol):
         ties: Tensor | None = None,
         draws: Draws | None = None,
     ) -> None:
-        """Update `weight` and `state` in place; all are of one shape and dtype, but for states of `narrow` dtype, which
-        `draws` round, and a gradient that may be narrower unless the rule `joins`; `step` counts from 1; the gradient
-        is consumed.  `low` takes the new weights in its own dtype.  With `residual` and `ties`, which no rule gets that
-        `joins`, `weight` is the upper half of masters (kernels/split.py)."""
+        """Update `weight` and `state` in place; the gradient is consumed. `step` counts from 1.
+
+        All tensors have one shape and dtype, with two exceptions.  States of `narrow` dtype are rounded by `draws`.  A
+        gradient may be narrower unless the rule `joins`.  `low` receives the new weights in its own dtype.  With
+        `residual` and `ties`, `weight` is the upper half of masters (kernels/split.py); no rule that `joins` gets them.
+        """
 
     def joins(self, group: Group) -> bool:
-        """Whether split masters are joined for it, and its gradient is as wide as they are."""
+        """Whether the caller joins split masters for it, and widens its gradient to their dtype."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent, with momentum if `states` has its buffer; weight decay joins the
-    gradient."""
+    """Stochastic gradient descent, with momentum if `states` has its buffer. Weight decay is added to the gradient."""
 
     is_elementwise: ClassVar[bool] = True
     narrow: ClassVar[torch.dtype | None] = None
@@ -236,8 +236,8 @@ class Lion:
 
 @dataclass(frozen=True)
 class LAMB:
-    """arXiv 1904.00962, algorithm 2: Adam's direction, its length that of the weights, parameter by parameter
-    (a length of zero counts as one ratio of 1)."""
+    """arXiv 1904.00962, algorithm 2: Adam's direction, scaled to the length of the weights, parameter by parameter (a
+    length of zero gives a ratio of 1)."""
 
     is_elementwise: ClassVar[bool] = False
     narrow: ClassVar[torch.dtype | None] = None
@@ -265,7 +265,7 @@ class LAMB:
         return True
 
 
-# Of the quintic that has the steepest slope at zero (Jordan et al., "Muon", 2024): torch's own figures.
+# Coefficients of the quintic with the steepest slope at zero (Jordan et al., "Muon", 2024), as in torch.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
@@ -274,8 +274,8 @@ NEWTON_SCHULZ_STEPS = 5
 class Muon:
     """Momentum, orthogonalised (Jordan et al., "Muon", 2024; 2502.16982): torch's steps.
 
-    The iteration runs in bfloat16 where the model computes in 16 bits, as torch's always does, else in the
-    gradient's own dtype: bfloat16 would turn the last bit of a sum over ranks into its third digit.
+    The iteration runs in bfloat16 where the model computes in 16 bits, as torch's always does.  Elsewhere it runs in
+    the gradient's dtype: bfloat16 would turn the last bit of a sum over ranks into its third digit.
     """
 
     is_elementwise: ClassVar[bool] = False

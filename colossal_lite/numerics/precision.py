@@ -1,24 +1,24 @@
 """Chooses the dtypes of weights, masters, gradients and states, and scales the loss of fp16 runs.
 
 Note: the loss scale.
-fp16 gradients end at 6e-8 below and 65504 above, so backward is seeded with more than 1.  A plain loop seeds the
-*mean* loss of its N tokens with S = 2^16: the largest gradient of a logit, S / N, and all behind it lie where fp16 is
-fine.  We seed the *sum*, so the same place is S / N; the seed of a part of T label positions is S over the power of
-two at or above T.  It is a power of two where S is one, so a gradient is divided by it exactly, when it leaves fp16:
-as it is added to the chunk's float32 buffer, in the pass that adds it.  So parts and ranks may have different seeds.
-Only that addition uses the scale: sums, norms, clipping and `full_gradients` see true gradients.
+fp16 gradients end at 6e-8 below and 65504 above, so backward starts from a seed above 1.  A plain loop seeds the *mean*
+loss of its N tokens with S = 2^16.  Then the largest gradient of a logit is S / N, and all later ones are in fp16's
+range.  We seed the *sum*.  A part of T label positions has the seed S over the power of two at or above T.  If S is a
+power of two, so is the seed, and dividing by it is exact.  The division happens where a gradient leaves fp16: in the
+pass that adds it to the chunk's float32 buffer.  So parts and ranks may have different seeds.  Only that addition uses
+the scale: sums, norms, clipping and `full_gradients` see true gradients.
 An overflow makes an infinity or NaN in some chunk of some rank, and so in the one all-reduced sum of squares.  Then
-every rank skips the update and halves the scale; after 2,000 finite steps in a row the scale is doubled.
-T is the size of the labels, ignored ones included.  It is known without a wait for the device, and the same on all
+every rank skips the update and halves the scale.  After 2,000 consecutive finite steps the scale is doubled.
+T is the size of the labels, ignored ones included.  It is known without a wait for the device.  It is the same on all
 ranks of one data coordinate, whichever stage or tensor shard they hold.
 
 Note: gradients of two bytes.
-Backward of a bf16 model gives bf16 gradients, so a bf16 buffer holds one micro-batch of one rank exactly, and a run on
-one rank has the bits of float32 buffers.  The sum over ranks travels in bf16 and is rounded to bf16.  Where this
-package adds (ranks of one host, reduce-scatters elsewhere, always with `ordered`), it adds in float32 in rank order and
-rounds once.  In other `fast` sums the backend rounds.  Over the copies of hybrid sharding the sum is rounded a second
-time.  A sum of micro-batches would lose more with each of them, so it raises.  Norm, clipping and update are computed
-in float32 from the buffer, and so are the full tensors of `full_gradients`.
+Backward of a bf16 model gives bf16 gradients, so a bf16 buffer holds one micro-batch of one rank exactly.  A run on one
+rank has the bits of float32 buffers.  The sum over ranks is sent in bf16 and rounded to bf16.  Where this package adds
+(ranks of one host, reduce-scatters elsewhere, always with `ordered`), it adds in float32 in rank order and rounds once.
+In other `fast` sums the backend rounds.  Over the copies of hybrid sharding the sum is rounded a second time.  A sum of
+micro-batches would lose more with each of them, so it raises.  Norm, clipping and update are computed in float32 from
+the buffer, and so are the full tensors of `full_gradients`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: the weights the model multiplies with; `master`: what the optimizer updates, in two halves if `split`
-    (kernels/split.py); `gradient`: the buffer in which micro-batches and ranks are summed."""
+    """Dtypes of a run. `compute`: the weights that the model multiplies with. `master`: the weights that the optimizer
+    updates, in two halves if `split` (kernels/split.py). `gradient`: the buffer that sums micro-batches and ranks."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -46,7 +46,7 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> Precision:
-        """The dtypes of a config. Gradients are summed in float32 or better, unless it names their dtype."""
+        """The dtypes of a config. Gradients are summed in float32 or better, unless the config names their dtype."""
         split = config.master_dtype == "split"
         master = torch.float32 if split else DTYPES[config.master_dtype]
         gradient = wide_as(master) if config.gradient == "auto" else DTYPES[config.gradient]
@@ -54,7 +54,7 @@ class Precision:
 
     @property
     def master_copy_bits(self) -> int:
-        """Bits for each parameter of master weights beside those the model multiplies with."""
+        """Bits for each parameter of master weights beside the model's weights."""
         if self.split:
             return 17
         return 8 * self.master.itemsize if self.master != self.compute else 0
@@ -67,13 +67,13 @@ def wide_as(master: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ChunkTypes:
-    """How the numbers of a chunk are kept and sent: weights at rest (`storage`), as shards of them travel (`wire`), and
-    as the model multiplies with them (`compute`); sums of gradients; masters, in two halves if `split`.
+    """Dtypes of a chunk: weights between steps (`storage`), in a gather (`wire`) and in the model (`compute`); sums of
+    gradients; masters, in two halves if `split`.
 
     `storage` and `wire` None: as `compute`.  `scale_block`: elements of the wire that share one float32 scale; 0: none.
-    Whatever allocates, gathers or counts weights asks here, and all gathers are `WeightChunk._gather`: another wire
-    (int8 in blocks, arXiv 2306.10209 section 3) is a conversion there and a slot for what comes.  None is built: raises
-    ValueError for weights that rest or travel in another dtype than `compute`."""
+    All code that allocates, gathers or counts weights reads these, and `WeightChunk._gather` does all gathers.  Another
+    wire (int8 in blocks, arXiv 2306.10209 section 3) needs a conversion there and a receive buffer.  None is built:
+    raises ValueError for weights stored or sent in another dtype than `compute`."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -86,7 +86,9 @@ class ChunkTypes:
     def __post_init__(self) -> None:
         for name, dtype in (("storage", self.storage), ("wire", self.wire)):
             if dtype not in (None, self.compute):
-                raise ValueError(f"chunk: {name}={dtype} is not built; legal: {self.compute}, which computes")
+                raise ValueError(
+                    f"chunk: {name}={dtype} is not built; legal: {self.compute}, the dtype of compute"
+                )
         if self.scale_block:
             raise ValueError(
                 f"chunk: scale_block={self.scale_block} is not built; legal: 0, a wire without scales"
@@ -98,15 +100,15 @@ class ChunkTypes:
 
     @property
     def state(self) -> torch.dtype:
-        """Of what the optimizer keeps, and of its arithmetic."""
+        """The dtype of optimizer states, and of the optimizer's arithmetic."""
         return wide_as(self.master)
 
     def resting_bytes(self, numel: int) -> int:
-        """Of so many weights between steps."""
+        """Bytes of so many weights between steps."""
         return numel * (self.storage or self.compute).itemsize
 
     def wire_bytes(self, numel: int) -> int:
-        """Of so many weights on their way, with their scales."""
+        """Bytes of so many weights in a gather, with their scales."""
         scales = -(-numel // self.scale_block) if self.scale_block else 0
         return numel * (self.wire or self.compute).itemsize + 4 * scales
 
@@ -143,17 +145,17 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int] | None:
-        """What a checkpoint keeps of it; None where there is nothing that moves."""
+        """The state that a checkpoint stores; None if the scale is fixed."""
         return (self.scale, self.finite_steps) if self.is_dynamic else None
 
     def at(self, state: tuple[float, int] | None) -> LossScale:
-        """This scale where a checkpoint left it; a fixed one stays what the config says."""
+        """This scale with the state of a checkpoint; a fixed one keeps the config's value."""
         if state is None or not self.is_dynamic:
             return self
         return replace(self, scale=state[0], finite_steps=state[1])
 
     def seed(self, positions: int) -> float:
-        """What backward of the sum of the losses at so many positions starts with; 1 where nothing is scaled."""
+        """The factor that starts backward of the sum of the losses at so many positions; 1 without a scale."""
         if self.scale == 1.0 and not self.is_dynamic:
             return 1.0
         return self.scale / float(1 << max(positions - 1, 0).bit_length())

@@ -4,14 +4,15 @@ Note: counters, not states.
 Every random number of a run is a pure function of (key, counter) through Philox-4x32-10.  The key names the stream
 (seed and name), the counter the element.
 - Initial values: key = (seed, parameter name, ordinal of the draw), counter = global element index.
-- Dropout: key = (seed, module name, index of the call within one forward pass), counter = (step, index of the sample
-  in the step's global batch, position, feature); never a rank or a micro-batch.  Attention weights have the head in the
-  place of the position, and query and key together as the feature.
+- Dropout: key = (seed, module name, index of the call within one forward pass); counter = (step, index of the sample in
+  the step's global batch, position, feature).  Neither has a rank or a micro-batch.  For attention weights the head
+  replaces the position, and query and key together replace the feature.
 So weights and masks are the same on every mesh and for every number of micro-batches.  There is no generator state to
 save, and recomputation draws the same mask again.
 
 A callable builds its module with parameters on the meta device.  The in-place initialisers that run on them are
-recorded as data (`InitOp`) and replayed for the elements that a rank holds, so no rank allocates more than those.
+recorded as data (`InitOp`).  They are replayed for the elements that a rank holds, so no rank allocates more than
+those.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from colossal_lite.kernels import philox
 from colossal_lite.kernels.philox import Rows
 
 aten = torch.ops.aten
-# Elementwise functions of torch may differ in the last bit between the body and the tail of a vector loop, so values
-# are always computed on whole aligned blocks: an element's bits do not depend on who asks for it.
+# Elementwise functions of torch may differ in the last bit between the body and the tail of a vector loop.  So values
+# are computed on whole aligned blocks: an element's bits do not depend on the range that is asked for.
 REPLAY_BLOCK_NUMEL = 4096
 
 
@@ -61,8 +62,8 @@ class Place:
 class DropoutStreams:
     """Gives each dropout module the counters of its next rows.
 
-    The engine calls `begin` before each forward pass with the step and the global place of the rows; a module then asks
-    for `rows(name)`.  A module that runs twice in one pass gets two calls, hence two masks.
+    The engine calls `begin` before each forward pass with the step and the global position of the rows.  A module then
+    asks for `rows(name)`.  A module that runs twice in one pass gets two calls, hence two masks.
     """
 
     def __init__(self, seed: int) -> None:
@@ -73,15 +74,15 @@ class DropoutStreams:
         self._is_part = self._is_open = False
         self._tokens: int | None = None
         self.behind = ""
-        """The linear behind which activations are cut in another way than the residual stream, while they are."""
+        """The linear after which activations are sharded otherwise than the stream; empty outside of such a region."""
         self.functional: Callable[[nn.Module | None], AbstractContextManager[Any]] = nullcontext
-        """Within it, functional dropouts draw from these counters too; for a module whose forward runs again."""
+        """A context in which functional dropouts draw from these counters too. It takes the module that runs again."""
 
     def begin(
         self, step: int, sample: Tensor, position: Tensor, *, is_part: bool = False, tokens: int | None = None
     ) -> None:
-        """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64. `is_part`: the
-        sequence has other tokens, which are not here. `tokens`: of them, the others are padding; None: all."""
+        """`sample` [B] indexes the step's global batch, `position` [T] the sequence; both int64. `is_part`: other ranks
+        hold other tokens of the sequence. `tokens`: how many tokens count, the others are padding; None: all."""
         self._step, self._sample, self._position, self._is_part = step, sample, position, is_part
         self._tokens = tokens
         self._calls.clear()
@@ -89,7 +90,7 @@ class DropoutStreams:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass, which `begin` has begun."""
+        """The forward pass that `begin` has begun."""
         try:
             with self.functional(None):
                 yield
@@ -116,13 +117,13 @@ class DropoutStreams:
         self._tokens = place.tokens
 
     def rows(self, name: str, parts: int = 1, part: int = 0) -> Rows:
-        """Counters of the next call of module `name`; of part `part` of `parts` of the positions, where the module sees
-        only those. Raises ValueError outside a forward pass."""
+        """Counters of the next call of module `name`. `parts` and `part`: the module sees only that part of the
+        positions. Raises ValueError outside a forward pass."""
         if not self._is_open:
             raise ValueError(
-                f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a forward that a "
-                f"checkpoint of the model's own runs again: its mask would be another; legal: activation_checkpoint, "
-                f"which draws the same masks again, engine(x), or the model in eval()"
+                f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a checkpoint of the "
+                f"model's own: its mask would be another; legal: activation_checkpoint, which draws the same masks "
+                f"again, engine(x), or the model in eval()"
             )
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
@@ -134,8 +135,8 @@ class DropoutStreams:
 
 
 class CountedOnly:
-    """Holds the first forward that trains to random numbers of the streams above: those of torch's own generator would
-    differ between meshes."""
+    """Checks that the first forward in training draws only from the streams above. Numbers of torch's own generator
+    would differ between meshes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -147,7 +148,7 @@ class CountedOnly:
 
     @contextmanager
     def held(self, trains: bool) -> Iterator[None]:
-        """Around a forward. Raises ValueError if it has drawn others."""
+        """Context of a forward. Raises ValueError if it has drawn from another generator."""
         if self._has_held or not trains:
             yield
             return
@@ -156,10 +157,10 @@ class CountedOnly:
         self._has_held = True
         if not all(map(torch.equal, self._states(), before)):
             raise ValueError(
-                "model: its forward draws from torch's own generator (torch.rand, bernoulli, dropout in an RNN, or a "
-                "functional dropout in blocks that compile='block' compiles), so that its numbers would depend on the "
-                "number of ranks; legal: nn.Dropout, torch.nn.functional.dropout, scaled_dot_product_attention with "
-                "dropout_p, or a probability of 0"
+                "model: its forward draws from torch's own generator, so its numbers would depend on the number of "
+                "ranks. (torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
+                "compile='block' compiles do so); legal: nn.Dropout, torch.nn.functional.dropout, "
+                "scaled_dot_product_attention with dropout_p, or a probability of 0"
             )
 
 
@@ -178,7 +179,7 @@ class InitOp:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the initial values of one parameter are made: operations in order, over `numel` elements."""
+    """The operations that make the initial values of one parameter, in order, over `numel` elements."""
 
     numel: int
     ops: tuple[InitOp, ...] = ()
@@ -224,7 +225,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recipes: dict[int, Recipe] = {}  # by storage
-        self.alive: list[Tensor] = []  # a freed storage would hand its address to another
+        self.alive: list[Tensor] = []  # another tensor would get the address of a freed storage
         self.parameters: dict[int, str] = {}
         self.refused: list[str] = []
 
@@ -286,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         self.alive.append(tensor)
 
     def to_meta(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """The meta twin of a parameter that is being registered; it takes over the recipe of its values."""
+        """The meta twin of a parameter that is being registered; it takes over the recipe of the parameter's values."""
         recipe = self._recipe(parameter)
         if recipe is None or recipe.numel != parameter.numel():
             raise InitialiserError(
@@ -301,7 +302,7 @@ class _Recorder(TorchDispatchMode):
         return meta
 
 
-# What torch calls for every thread, one builder at a time may hold: other threads build, and register, meanwhile.
+# torch's registration hooks are global, so one thread at a time installs them; other threads build meanwhile.
 _HOLDS_HOOKS = threading.RLock()
 
 
@@ -313,7 +314,7 @@ def _parameters_on_meta(recorder: _Recorder) -> Iterator[None]:
 
 @contextmanager
 def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
-    """What `thread` alone builds goes to the recorder."""
+    """Within it, the recorder gets the modules that `thread` builds, and those of no other thread."""
 
     def register(module: nn.Module, name: str, parameter: Any) -> Any:
         is_ours = threading.get_ident() == thread
@@ -330,7 +331,7 @@ def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
         recorder.truncated_normal(tensor, mean, std, a, b)
         return tensor
 
-    # On a meta tensor torch's own trunc_normal_ does nothing at all (2.13), so its steps are recorded in its place.
+    # On a meta tensor torch's own trunc_normal_ does nothing (2.13), so its steps are recorded instead.
     original = nn.init._no_grad_trunc_normal_
     hook = nn.modules.module.register_module_parameter_registration_hook(register)
     nn.init._no_grad_trunc_normal_ = truncated
@@ -343,7 +344,7 @@ def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
 
 
 class _Undrawn(TorchDispatchMode):
-    """Leaves out what draws into meta tensors: it changes nothing, and imports torch's compiler (155 MB, 2 s)."""
+    """Skips random draws into meta tensors: they change nothing, and import torch's compiler (155 MB, 2 s)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -393,7 +394,7 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
 
 
 def replay(recipe: Recipe, seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened parameter, float64; their bits depend on neither bound.
+    """Elements [start, stop) of the flattened parameter, float64; their bits do not depend on the bounds.
 
     Work and memory: the range, rounded to blocks.
     """

@@ -9,9 +9,10 @@ model only shapes and buffers are read, so parameters may be on meta.  The run's
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ def small_copy(
         made = deep_copy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise NoCopyError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    check_apart(made, model)
     for name in dropped:
         parent, _, child = name.removesuffix(".").rpartition(".")
         del made.get_submodule(parent)._modules[child]
@@ -111,26 +113,72 @@ def small_copy(
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy, in which functions that a module keeps, and their closures, refer to the modules of the copy."""
+    """A copy, in which functions that a module keeps refer to the modules of the copy."""
     memo = {} if memo is None else memo
     made = copy.deepcopy(model, memo)
     for module in made.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and value.__closure__:
-                cells = tuple(_of_copy(cell, memo) for cell in value.__closure__)
-                again = FunctionType(
-                    value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-                )
-                again.__kwdefaults__ = value.__kwdefaults__
-                module.__dict__[name] = again
+            module.__dict__[name] = _rebound(value, memo)
     return made
 
 
-def _of_copy(cell: CellType, memo: dict[int, Any]) -> CellType:
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """A value of a copy, in which functions hold what stands in the copy: deepcopy takes them as they are."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(_rebound(each, memo) for each in value)
+    if isinstance(value, dict):
+        again = {key: new for key, each in value.items() if (new := _rebound(each, memo)) is not each}
+        if again:  # one in a closure is still the original's
+            value = copy.copy(value)
+            value.update(again)
+    if not isinstance(value, FunctionType) or not (
+        value.__closure__ or value.__defaults__ or value.__kwdefaults__
+    ):
+        return value
+    cells = tuple(CellType() for _ in value.__closure__ or ())
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+    memo[id(value)] = made
+    made.__defaults__ = _rebound(value.__defaults__, memo)
+    made.__kwdefaults__ = _rebound(dict(value.__kwdefaults__ or {}), memo) or None
+    for cell, own in zip(cells, value.__closure__ or (), strict=True):
+        if not _is_empty(own):
+            cell.cell_contents = _rebound(own.cell_contents, memo)
+    return made
+
+
+def _is_empty(cell: CellType) -> bool:
     try:
-        return CellType(memo[id(cell.cell_contents)])
-    except (KeyError, ValueError):  # not of the model; empty
-        return cell
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+def check_apart(made: nn.Module, model: nn.Module) -> None:
+    """Raises NoCopyError for a copy whose code reaches modules or parameters of the original: what is done to the copy
+    would be done to the original, such as gradients."""
+    names = {id(m): name for name, m in model.named_modules()} | {
+        id(p): n for n, p in model.named_parameters()
+    }
+    seen, left = set[int](), [made]
+    while left:
+        value: Any = left.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType | str):
+            continue
+        seen.add(id(value))
+        if id(value) in names:
+            raise NoCopyError(
+                f"a copy of it reaches {names[id(value)] or 'the model itself'} of the original, by an object that is "
+                f"not copied; legal: modules found by self"
+            )
+        left += _held(value) if isinstance(value, FunctionType) else gc.get_referents(value)
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What a function's code can read beside its arguments."""
+    used = [function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__]
+    return [*used, function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__]
 
 
 def table_roles(model: nn.Module) -> dict[str, Role]:

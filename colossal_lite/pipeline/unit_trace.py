@@ -11,7 +11,6 @@ depend on them.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,8 @@ from colossal_lite.parallel.small_copy import (
     TOKENS,
     NoCopyError,
     Wide,
+    check_apart,
+    deep_copy,
     few_ids,
     small_copy,
     table_roles,
@@ -105,14 +106,11 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
         return _watched(made, blocks), made
     except UnitsError:
         raise
-    except (
-        Exception
-    ) as error:  # of the model's own code, such as a function in it that holds modules of the original
+    except Exception as error:  # of the model's own code
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise UnitsError(
             f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; "
-            f"legal: modules found by self, not held by a function; a method pipeline_sections() "
-            f"(docs/pipeline.md); or pipeline=1"
+            f"legal: a method pipeline_sections() (docs/pipeline.md); or pipeline=1"
         ) from error
 
 
@@ -130,7 +128,9 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
     tables = [*model.buffers(), *(value for value in kept if isinstance(value, Tensor))]
     memo |= {id(table): bare(table) for table in tables}
     try:
-        return copy.deepcopy(model, memo).eval()
+        made = deep_copy(model, memo).eval()
+        check_apart(made, model)
+        return made
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 

@@ -48,10 +48,12 @@ class UpdateMix:
 ALL_ON_DEVICE = UpdateMix()
 
 
-def mix_of(host_share: Fraction, ids: Collection[int]) -> UpdateMix:
-    """The mix that updates a share of the chunks on the host. `ids`: a chunk's number in the whole model, by its place
-    on this rank."""
-    return mix_with([place for place, number in enumerate(ids) if is_on_host(number, host_share)], len(ids))
+def mix_of(on_host: Fraction | Collection[int], ids: Collection[int]) -> UpdateMix:
+    """The mix that updates a share of the chunks on the host, or those with these numbers. `ids`: a chunk's number in
+    the whole model, by its place on this rank."""
+    if isinstance(on_host, Fraction):
+        return mix_with([place for place, number in enumerate(ids) if is_on_host(number, on_host)], len(ids))
+    return mix_with([place for place, number in enumerate(ids) if number in on_host], len(ids))
 
 
 def mix_with(on_host: Collection[int], count: int) -> UpdateMix:

@@ -101,10 +101,6 @@ class FoundMix:
     chosen: frozenset[int] | None = None
     """The chunks themselves, where there are few; None: `host_share` of them at equal distances."""
 
-    def __str__(self) -> str:
-        share = f"{float(self.host_share):.0%} of the chunks updated on the host"
-        return f"{share}: {self.lanes}, {self.simulated_s:.3g} s simulated"
-
 
 def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
     """The lanes of a share."""
@@ -120,9 +116,14 @@ def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
     )
 
 
+def simulated_chunks(work: UpdateBytes) -> int:
+    """Chunks that stand for all of them in a simulated phase."""
+    return min(max(work.chunks, 1), SIMULATED)
+
+
 def fastest_mix(work: UpdateBytes, rates: Rates) -> FoundMix:
     """The share whose simulated updates are over first; of several the smallest."""
-    count = min(max(work.chunks, 1), SIMULATED)
+    count = simulated_chunks(work)
 
     @cache
     def seconds(number: int) -> float:

@@ -2,14 +2,14 @@
 
 Note: boxes.
 A box is [start, stop) per dimension of the *global*, unpadded tensor.  A rank holds an interval of the flattened local
-tensor of a parameter: all of it, or its ZeRO shard.  Every interval is a few boxes, so a checkpoint stores boxes only:
-any mesh writes them, any other reads the boxes that meet its own.  A fragment pairs a box with its offset in the local
-tensor; its elements have the local tensor's strides.
+tensor of a parameter: all of it, or its ZeRO shard.  Every interval is a few boxes, so a checkpoint stores boxes only.
+Any mesh writes them, and any other mesh reads the boxes that overlap its own.  A fragment pairs a box with its offset
+in the local tensor; its elements have the local tensor's strides.
 
 Invariants (property-tested): over all ranks of a mesh the written boxes are disjoint and cover every tensor.  The held
-boxes of one rank are disjoint and cover its interval less padding.  Of ranks that hold the same elements, the one with
-coordinate 0 on every replicating axis writes.  A block of a fused dimension may be replicated beside sharded ones (keys
-of grouped heads), so each block is decided alone.
+boxes of one rank are disjoint and cover its interval without padding.  Of ranks that hold the same elements, the one
+with coordinate 0 on every replicating axis writes.  A block of a fused dimension may be replicated beside sharded ones
+(keys of grouped heads).  So each block is decided alone.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def written(
     stop: int | None = None,
     flat_axes: Collection[str] = (),
 ) -> Iterator[Fragment]:
-    """The fragments of `held` that this rank, of those that hold them, writes.
+    """The fragments of `held` that this rank writes, and no other rank that holds them.
 
     `flat_axes`: leaf axes whose ranks hold different intervals of the same local tensor (ZeRO).
     """
@@ -136,7 +136,7 @@ def written(
 def _clipped(
     pieces: Sequence[ShardPiece], local_shape: Sequence[int], start: int, stop: int | None
 ) -> Iterator[Fragment]:
-    """One box of pieces, less what lies outside elements [start, stop) of the flattened local tensor."""
+    """The elements [start, stop) of the flattened local tensor within one box of pieces."""
     local: Box = tuple((p.local, p.local + p.length) for p in pieces)
     strides = strides_of(local_shape)
     end = math.prod(local_shape) if stop is None else stop

@@ -1,11 +1,11 @@
 """Maps ranks of the world to coordinates on named axes, and axes to groups.
 
 Note: the mesh.
-The world is a row-major grid over `pipeline, data, sequence, tensor`, slowest to fastest in rank order, so that the
-axis that moves most bytes per second lies between neighbours.  An axis may be cut into sub-axes, again slowest to
-fastest; a sub-axis is named after its parent (`tensor.row`, `sequence.ulysses`).  A set of axes spans one group per
-choice of the remaining coordinates, and those groups partition the world.  No other code computes with rank numbers:
-it asks a layout for coordinates and groups.  All values are integers, and no message is sent.
+The world is a row-major grid over `pipeline, data, sequence, tensor`, slowest to fastest in rank order.  So
+neighbouring ranks share the axis that moves most bytes per second.  An axis may be cut into sub-axes, again slowest to
+fastest.  A sub-axis is named after its parent (`tensor.row`, `sequence.ulysses`).  A set of axes spans one group per
+choice of the remaining coordinates, and those groups partition the world.  No other code computes with rank numbers: it
+asks a layout for coordinates and groups.  All values are integers, and no message is sent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cached_property
 from itertools import combinations
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-# Groups that some part of a step reduces over, besides the axes themselves (parallel.md 5.5): gradients of replicated
-# parameters, the norm over all owned pieces, whatever the ranks of one model replica must agree on.
+# Groups besides the axes themselves that a step reduces over (parallel.md 5.5): gradients of replicated parameters, the
+# norm over all owned pieces, and totals that all ranks of one model replica need.
 DERIVED_GROUPS = (
     ("data", "sequence"),
     ("data", "sequence", "tensor"),
@@ -26,20 +26,20 @@ DERIVED_GROUPS = (
     ("pipeline", "sequence", "tensor"),
     AXES,
 )
-# What the data axis is cut into, slowest first: copies of the model (hybrid sharding), and the ranks of one copy, which
-# may be groups of neighbours that keep the weights between them from forward to backward.
+# Sub-axes of the data axis, slowest first.  Hybrid sharding has copies of the model, and the ranks of one copy.  These
+# may be groups of neighbours that keep the weights sharded between them from forward to backward.
 REPLICATE, FAR, NEAR = "data.replicate", "data.far", "data.near"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One named mesh axis of `size` coordinates, perhaps a product of sub-axes (slowest first)."""
+    """One named mesh axis of `size` coordinates. It may be a product of sub-axes (slowest first)."""
 
     name: str
     size: int
     parts: tuple[Axis, ...] = ()
     mode: str = ""
-    """The tensor mode for which the axis is cut; empty: the default."""
+    """The tensor mode that defines the sub-axes; empty: the default."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -65,9 +65,9 @@ def split_axis(name: str, **sizes: int) -> Axis:
 class MeshLayout:
     """A frozen map between ranks and coordinates. Axes are given slowest to fastest.
 
-    Methods take axis names: of a whole axis (`"tensor"`), or of a sub-axis (`"tensor.row"`).  Several names mean the
-    product of these axes, in the layout's own order whatever the order of the arguments.  An unknown name raises
-    ValueError with the names that exist.
+    Methods take names of axes (`"tensor"`) or of sub-axes (`"tensor.row"`).  Several names mean the product of these
+    axes, in the layout's own order, not that of the arguments.  An unknown name raises ValueError with the names that
+    exist.
     """
 
     axes: tuple[Axis, ...]
@@ -91,11 +91,11 @@ class MeshLayout:
         data_shard: int | None = None,
         data_near: int | None = None,
     ) -> MeshLayout:
-        """The layout of a config: sizes of the four axes and how the modes cut them.
+        """The layout of a config: sizes of the four axes and their sub-axes.
 
-        `tensor` is a size, or an axis with the sub-axes of a tensor mode (`TensorConfig.axis`); `ulysses` is the
-        inner part of a `usp` sequence axis; `data_shard` the ranks that shard one copy in hybrid sharding,
-        `data_near` those of them that keep weights between them.  Raises ValueError where a size has no such cut.
+        `tensor` is a size, or an axis with the sub-axes of a tensor mode (`TensorConfig.axis`).  `ulysses` is the inner
+        part of a `usp` sequence axis.  `data_shard`: the ranks that shard one copy in hybrid sharding.  `data_near`:
+        those of them that keep weights sharded between them.  Raises ValueError where a size has no such cut.
         """
         return cls(
             (
@@ -173,7 +173,7 @@ class MeshLayout:
         return tuple(tuple(first + step for step in steps) for first in self._steps(others))
 
     def _steps(self, names: Collection[str]) -> tuple[int, ...]:
-        """Of all coordinates on these leaf axes, in their order: how much higher a rank is there than at the first."""
+        """Rank offsets of all coordinates on these leaf axes, in their order, from the first coordinate."""
         steps: tuple[int, ...] = (0,)
         width = 1
         for leaf in reversed(self.leaves):
@@ -183,13 +183,11 @@ class MeshLayout:
         return steps
 
     def communicating_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The leaf sets whose groups are created at launch: each axis, each sub-axis, each derived set, once each."""
+        """The leaf sets whose groups `launch` creates: each axis, each sub-axis, each derived set, once each."""
         wanted: list[tuple[str, ...]] = [(axis.name,) for axis in (*self.axes, *self.leaves)]
         wanted += [tuple(n for n in names if n in {a.name for a in self.axes}) for names in DERIVED_GROUPS]
         tensor = next((axis.leaves for axis in self.axes if axis.name == "tensor"), ())
-        if (
-            len(tensor) > 1
-        ):  # in 2D to 3D a gradient is summed over, or a tensor lies along, some of the sub-axes
+        if len(tensor) > 1:  # in 2D to 3D some sub-axes sum a gradient or shard a tensor
             subsets = [some for n in range(1, len(tensor) + 1) for some in combinations(tensor, n)]
             inner = [tuple(leaf.name for leaf in some) for some in subsets]
             wanted += [*inner, *(("data", "sequence", *names) for names in inner)]
@@ -202,7 +200,7 @@ class MeshLayout:
         return tuple(names for names in sets if names)
 
     def spanning(self, *names: str) -> tuple[str, ...]:
-        """The named leaf axes that hold more than one rank: two sets with the same ones have the same groups."""
+        """The named leaf axes that hold more than one rank. Sets with equal results have the same groups."""
         return tuple(name for name in self.leaf_names(*names) if self.size(name) > 1)
 
     def describe(self) -> str:

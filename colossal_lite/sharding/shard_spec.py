@@ -1,16 +1,16 @@
 """Describes the shard of a tensor that one rank holds; every parameter has one such description.
 
 Note: ShardSpec.
-A dimension is a concatenation of blocks, a block a product of named factors, as in an einops pattern: a fused QKV
-weight has rows `(heads K | kv_heads K | kv_heads K)`, a gated MLP `(F | F)`.  A mesh axis shards a *factor*, so one
-rule cuts every interleaving, and each rank gets whole heads.  Placement is given per leaf axis, in an explicit order
-(the first of two axes on one factor is the outer one), and separately for the value and for its gradient: a norm under
+A dimension is a concatenation of blocks.  A block is a product of named factors, as in an einops pattern.  A fused QKV
+weight has rows `(heads K | kv_heads K | kv_heads K)`, a gated MLP `(F | F)`.  A mesh axis shards a *factor*.  So one
+rule cuts every interleaving, and each rank gets whole heads.  Placement is given per leaf axis, in an explicit order:
+the first of two axes on one factor is the outer one.  Value and gradient have separate placements: a norm under
 sequence sharding has a replicated value and a partial gradient.  An axis that is not named replicates.
 
-Initial values, the axes of a gradient's sum, the ranks that count in the norm, the slices of a checkpoint and the
-tensors that a parity test gathers all follow from it.  Invariants (property-tested): over the ranks that differ on
-sharding axes the pieces are disjoint and cover the tensor; `join` inverts `cut`; padding is in no piece.  Only
-integers, and indexing of any array type.
+Much is derived from it: initial values, the axes of a gradient's sum, the ranks that count in the norm, the slices of a
+checkpoint, the tensors that a parity test gathers.  Invariants (property-tested): over the ranks that differ on
+sharding axes the pieces are disjoint and cover the tensor.  `join` inverts `cut`.  Padding is in no piece.  This file
+computes with integers and indexes any array type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 
 @dataclass(frozen=True)
 class Factor:
-    """A named factor of a dimension; `padded` (0: none) is the size it is stored with where `size` does not divide."""
+    """A named factor of a dimension. `padded` is its stored size where `size` does not divide; 0: not padded."""
 
     name: str
     size: int
@@ -43,7 +43,7 @@ Dim = tuple[Block, ...]
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """What one mesh axis does to a tensor: shards a factor, replicates it, or holds terms of a sum."""
+    """The placement of a tensor along one mesh axis: shards a factor, replicates, or holds terms of a sum."""
 
     kind: Literal["shard", "replicate", "partial"]
     factor: str | None = None
@@ -63,7 +63,7 @@ Placements = tuple[tuple[str, AxisPlacement], ...]
 
 @dataclass(frozen=True)
 class Flat:
-    """Where the local tensor lies in its chunk: elements [start, stop) of chunk `chunk`."""
+    """The position of the local tensor in its chunk: elements [start, stop) of chunk `chunk`."""
 
     chunk: int
     start: int
@@ -106,7 +106,7 @@ class ShardSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape, without padding: what a serial model has."""
+        """The global shape, without padding, as in a serial model."""
         return tuple(sum(math.prod(f.size for f in block) for block in dim) for dim in self.dims)
 
     @property
@@ -120,13 +120,13 @@ class ShardSpec:
         )
 
     def pieces(self, layout: MeshLayout, coords: Mapping[str, int]) -> tuple[tuple[ShardPiece, ...], ...]:
-        """For each dimension, the stretches of the global tensor that the rank at `coords` holds."""
+        """For each dimension, the intervals of the global tensor that the rank at `coords` holds."""
         return tuple(tuple(_merged(p for block in dim for p in block)) for dim in self.blocks(layout, coords))
 
     def blocks(
         self, layout: MeshLayout, coords: Mapping[str, int]
     ) -> tuple[tuple[tuple[ShardPiece, ...], ...], ...]:
-        """The pieces of every block of every dimension: what `pieces` merges."""
+        """The pieces of every block of every dimension; `pieces` merges them."""
         return tuple(tuple(self._block_pieces(dim, layout, coords)) for dim in self.dims)
 
     def sync_axes(self, layout: MeshLayout) -> tuple[str, ...]:
@@ -139,12 +139,11 @@ class ShardSpec:
         )
 
     def owned(self, layout: MeshLayout, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-        """Intervals of the flattened local tensor that this rank counts, where several hold the same elements.
+        """Intervals of the flattened local tensor that this rank counts, where several ranks hold the same elements.
 
-        Of the ranks that hold an element the one with the lowest coordinates counts it; ranks that differ on
-        `sync_axes` all count it, since they share that work otherwise.  A block of a fused dimension may be replicated
-        where its neighbours are sharded (keys and values of grouped heads), so blocks are looked at one by one.
-        Padding is counted: it is zero.
+        The rank with the lowest coordinates counts an element.  Ranks that differ on `sync_axes` all count it, since
+        they share that work otherwise.  A block of a fused dimension may be replicated where its neighbours are sharded
+        (keys and values of grouped heads).  So blocks are decided one by one.  Padding is counted: it is zero.
         """
         shared = [
             leaf.name

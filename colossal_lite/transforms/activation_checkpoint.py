@@ -1,21 +1,20 @@
 """Recomputes a block's activations in backward instead of saving them (activation checkpointing).
 
-Note: what is saved.  B batch, T tokens, D width, H heads, G key heads, K head width, F feed-forward width.
+Note: the saved tensors.  B batch, T tokens, D width, H heads, G key heads, K head width, F feed-forward width.
 - `full` (1604.06174): of each block its input alone, B T D elements; backward runs the block's forward again.
 - `selective`: also the outputs of matrix products and of attention, which are costly to compute and cheap to save.
   Norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone, 2205.05198,
   section 5, has no point where attention saves no T x T matrix.)  A product whose terms are summed over tensor ranks is
-  saved after the sum (`save_for_recompute`), so it has the size of the residual stream and the sum does not run again.
-  Neither does the gather before a column-wise linear, unless several share one.
-  It saves 4 D + (D + 2 G K) + F elements for each token (2 F with a gate), and H log-sums of attention in float32.
-Outside the blocks (embeddings, head, logits) nothing changes.
+  saved after the sum (`save_for_recompute`).  So it has the size of the residual stream, and the sum does not run
+  again. Neither does the gather before a column-wise linear, unless several share one. A token takes 4 D + (D + 2 G K)
+  + F elements (2 F with a gate), and H log-sums of attention in float32. Outside the blocks (embeddings, head, logits)
+  nothing changes.
 
-The second forward gives the same bits as the first.  It reads the same weights, and dropout counts its calls from where
-they stood when the block began (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator
-state is saved, because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or
-`Sequential` whose members are of one class and have layers of their own.  Cost: `full` about a third more computing,
-and the block's collectives once more; `selective` the elementwise part, plus some microseconds of Python for each
-operation of a block.
+The second forward gives the same bits as the first.  It reads the same weights.  Dropout resets its counters to the
+start of the block (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator state is saved,
+because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or `Sequential`, if they
+have one class and layers of their own.  Cost: `full` computes about a third more, and runs the block's collectives
+again.  `selective` computes the elementwise part again, plus some microseconds of Python for each operation of a block.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from colossal_lite.numerics.random import DropoutStreams, Place
 from colossal_lite.transforms.saved_results import SavedResults
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""What may hold the blocks of a model."""
+"""Containers of a model's blocks."""
 Mode = Literal["none", "selective", "full"]
 
 aten = torch.ops.aten
@@ -49,7 +48,8 @@ KEPT = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# Arguments by which a block of a Hugging Face model writes keys into a cache: a second run would write them twice.
+# Arguments through which a block of a Hugging Face model writes keys into a cache.  A second run would write them
+# twice.
 CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
@@ -69,7 +69,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutStreams) -> tuple[str, ...]:
-    """Make every block of `module` keep less, in place; the names of the blocks.
+    """Replace the forward of every block of `module` by one that saves less, in place. Returns the blocks' names.
 
     Raises ValueError for a model without blocks.
     """
@@ -78,8 +78,8 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
     blocks = blocks_of(module)
     if not blocks:
         raise ValueError(
-            f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList, ModuleDict or "
-            f"Sequential of blocks of one class; hold its blocks in one, or use 'none'"
+            f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList, ModuleDict or Sequential "
+            f"of blocks of one class; hold its blocks in one, or use 'none'"
         )
     cached = _without_cache(module)
     for name, block in blocks.items():
@@ -89,7 +89,7 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
 
 
 def _without_cache(module: nn.Module) -> Any:
-    """Have a model of a library keep no cache of keys while it trains; its config, if that said otherwise."""
+    """Switch off the key cache of a library's model. Returns its config if that had it on."""
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", None) is not True:
         return None
@@ -98,13 +98,13 @@ def _without_cache(module: nn.Module) -> Any:
 
 
 def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of a block's forward, run as the block itself would be: twice if the block is recomputed."""
+    """A part of a block's forward, run as the block itself: twice if the block is recomputed."""
     whole = block.__dict__.get("forward")
     return replace(whole, forward=part) if isinstance(whole, CheckpointedBlock) else part
 
 
 def remove_activation_checkpoint(module: nn.Module) -> None:
-    """Give every block its own forward back, and the config its `use_cache`."""
+    """Restore every block's own forward, and the config's `use_cache`."""
     for block in blocks_of(module).values():
         if isinstance(changed := block.__dict__.get("forward"), CheckpointedBlock):
             if getattr(changed.forward, "__func__", None) is type(block).forward:
@@ -117,7 +117,7 @@ def remove_activation_checkpoint(module: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointedBlock:
-    """The forward of one block, run now for its output and in backward for what it did not keep."""
+    """The forward of one block. It runs now for its output, and in backward for the results it did not save."""
 
     name: str
     block: nn.Module
@@ -151,14 +151,14 @@ class CheckpointedBlock:
 
     @property
     def versions(self) -> list[int]:
-        """Of the block's weights: how often each has changed."""
+        """The version counters of the block's weights."""
         return [parameter._version for parameter in self.block.parameters()]
 
 
 class _RecomputeContext:
-    """The second forward of a block: dropout's counters where they stood, and put back afterwards, also when the run
-    is stopped early because nothing more is needed. Weights that have changed since the first are an error: autograd
-    watches what it has saved, and of these it has saved nothing."""
+    """The second forward of a block. It sets dropout's counters back to the block's start, and restores them at exit,
+    also when the run is stopped early. Weights that have changed since the first forward raise an error. Autograd would
+    not notice, because it saved none of them."""
 
     def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner

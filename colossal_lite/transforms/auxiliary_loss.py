@@ -10,10 +10,10 @@ for any mesh, schedule and number of micro-batches, and reports that loss.  The 
 as in Megatron-LM's scaling of auxiliary losses.  So a pipeline stage needs no second root, and backward may run in
 parts.  A block that runs again in backward adds nothing: its second emission is ignored.
 
-The count is declared (`per`), not emitted: a pipeline runs the first backward before the last forward, and needs it
-then.  For the same reason labels are counted when the batch is read; a criterion that counts otherwise raises.  Engine
-and modules share one object, to which modules are bound like dropouts to their counters.  Nothing is global, and a
-model without auxiliary losses costs nothing.  Cost: 8 bytes more in the all-gather of batch sizes over data ranks,
+The count is declared (`per`), not emitted.  A pipeline needs it for the first backward, which runs before the last
+forward.  For the same reason labels are counted when the batch is read; a criterion that counts otherwise raises.
+Engine and modules share one object, to which modules are bound like dropouts to their counters.  Nothing is global, and
+a model without auxiliary losses costs nothing.  Cost: 8 bytes more in the all-gather of batch sizes over data ranks,
 which dropout and pipelines need anyway.
 """
 
@@ -36,9 +36,9 @@ Per = Literal["token", "sample", "element"]
 class AuxiliaryLoss(nn.Module):
     """Adds `weight * sum(total) / count` to the loss: sums and count over the global batch.
 
-    `per` says what is counted, and so what `total` must be a sum over: "element" of the stream, each for itself;
-    "token", each a function of all features of that token; "sample", each a function of all tokens of that sample.
-    Outside an engine it gives back the stream and does nothing: a loop of one's own adds the total itself.
+    `per` names the unit of the count, and so of the sum `total`.  "element": each element of the stream, for itself.
+    "token": a function of all features of a token.  "sample": a function of all tokens of a sample.  Outside an engine
+    it returns the stream and does nothing: the training loop must then add the total.
     """
 
     def __init__(self, weight: float = 1.0, *, per: Per = "token") -> None:
@@ -52,10 +52,11 @@ class AuxiliaryLoss(nn.Module):
         self.emit: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, total: Tensor) -> Tensor:
-        """The stream x [samples, ..., features] as it is, to be used in its place; `total` 0-d, float32 or better.
+        """Returns the stream x [samples, ..., features] unchanged, to be used in its place. `total`: 0-d, float32 or
+        better.
 
-        Called twice in a forward it counts twice. Raises ValueError for a total of another shape, and, in a step of an
-        engine, for an x whose first dimension is not the samples.
+        Called twice in a forward it counts twice. Raises ValueError for a total of another shape.  In a step of an
+        engine raises ValueError too if x's first dimension is not the samples.
         """
         if total.dim():
             raise ValueError(f"AuxiliaryLoss: total has the shape {list(total.shape)}; legal is a 0-d sum")
@@ -67,15 +68,15 @@ class AuxiliaryLoss(nn.Module):
 
 @dataclass(frozen=True)
 class Share:
-    """What of each sample's stream a rank sees at a module: one of so many parts of the tokens and of the features."""
+    """The part of each sample's stream that a rank sees at a module: one of so many parts of tokens and of features."""
 
     tokens: int = 1
     features: int = 1
     tells: bool = True
-    """Of the ranks that see the same part, this is the first."""
+    """Whether this rank is the first of those that see the same part."""
 
     def units_of_a_sample(self, per: Per, x: Tensor) -> int:
-        """What is counted, of a whole sample."""
+        """Units to count in a whole sample."""
         if per == "sample":
             return 1
         tokens = x.shape[1:-1].numel() * self.tokens
@@ -83,37 +84,37 @@ class Share:
 
 
 class AuxiliaryLosses:
-    """The auxiliary losses of one model on one rank, and the step that they are emitted in."""
+    """The auxiliary losses of one model on one rank, and the current step's sums and counts."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
-        """Of the whole model's, the same on every rank."""
+        """Names in the whole model, the same on every rank."""
         self.labels, self.samples = 0, 1
         self.seed = 1.0
-        """Of the backward that runs, as the loss of the labels is multiplied with."""
+        """The factor of the running backward, by which the loss of the labels is multiplied."""
         self.behind = ""
-        """The linear behind which activations are cut in another way than the stream, while they are."""
+        """The linear after which activations are sharded otherwise than the stream; empty outside of such a region."""
         self._heard: Tensor | None = None
         self._samples_here = 0
         self._emitted: Counter[str] = Counter()
         self._delivered: Counter[str] = Counter()
 
     def bind(self, module: nn.Module, share_at: Callable[[str], Share]) -> None:
-        """Have every `AuxiliaryLoss` of a whole model emit here. `share_at`: by module name."""
+        """Connect every `AuxiliaryLoss` of a whole model to this object. `share_at`: by module name."""
         found = modules_of(module)
         self.names = tuple(found)
         for name, each in found.items():
             each.emit = partial(self._emit, name, each.weight, each.per, share_at(name))
 
     def begin(self, *, samples: int, labels: int) -> None:
-        """A step on a global batch of so many samples and valid labels."""
+        """Begin a step on a global batch of so many samples and valid labels."""
         self.samples, self.labels = max(samples, 1), labels
         self._emitted.clear()
         self._delivered.clear()
 
     @contextmanager
     def heard(self, into: Tensor, samples: int) -> Iterator[None]:
-        """A forward of `samples` samples, whose auxiliary losses are added to `into`, as parts of a sum over labels."""
+        """Within a forward of `samples` samples: add its auxiliary losses to `into`, as parts of a sum over labels."""
         self._heard, self._samples_here, self.behind = into, samples, ""
         try:
             yield
@@ -121,19 +122,19 @@ class AuxiliaryLosses:
             self._heard = None
 
     def check_delivered(self) -> None:
-        """After the backward of a step. Raises ValueError if what was emitted has not been in it."""
+        """Check after the backward of a step. Raises ValueError if backward did not pass an emitted loss."""
         if lost := [name for name, count in self._emitted.items() if self._delivered[name] < count]:
             raise ValueError(
                 f"auxiliary loss {lost[0]}: its gradient was asked for {self._delivered[lost[0]]} times, not "
-                f"{self._emitted[lost[0]]}; legal: go on with the tensor that it gives back, x = auxiliary(x, total)"
+                f"{self._emitted[lost[0]]}; legal: go on with the returned tensor, x = auxiliary(x, total)"
             )
 
     def check_count(self, count: float) -> None:
-        """Raises ValueError if the criterion has counted other than the labels that are weighed against."""
+        """Raises ValueError if the criterion's count differs from the labels that auxiliary losses are weighed by."""
         if self.names and count != self.labels:
             raise ValueError(
-                f"criterion: its counts add up to {count:g}, where the batch has {self.labels} labels other than -100, "
-                f"which auxiliary losses are weighed against; legal: that count, a mean, or a model without them"
+                f"criterion: its counts add up to {count:g}, not to the batch's {self.labels} labels other than -100, "
+                f"by which auxiliary losses are weighed; legal: that count, a mean, or a model without them"
             )
 
     def _emit(self, name: str, weight: float, per: Per, share: Share, x: Tensor, total: Tensor) -> Tensor:
@@ -155,9 +156,9 @@ class AuxiliaryLosses:
     def _check(self, name: str, share: Share, x: Tensor) -> None:
         if self.behind:
             raise ValueError(
-                f"auxiliary loss {name}: it lies behind {self.behind}, where activations are cut over the tensor axis "
-                f"in another way than between the layers; legal: before the column-wise linear of a pair or behind its "
-                f"second; for logits, a criterion"
+                f"auxiliary loss {name}: it runs after {self.behind}, where activations are sharded over the tensor "
+                f"axis otherwise than between layers; legal: before the column-wise linear of a pair or after its "
+                f"row-wise one; for logits, a criterion"
             )
         if x.dim() < 2 + (share.tokens > 1) or x.shape[0] != self._samples_here:
             form = "[samples, tokens, ..., features]" if share.tokens > 1 else "[samples, ..., features]"
@@ -168,7 +169,7 @@ class AuxiliaryLosses:
 
 
 class _Emit(Function):
-    """x as it is; in backward `total` gets the gradient that `gradient()` says."""
+    """Returns x unchanged; in backward `total` gets the gradient `gradient()`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Tensor, gradient: Callable[[], float]) -> Tensor:
@@ -186,7 +187,7 @@ def modules_of(module: nn.Module) -> Mapping[str, AuxiliaryLoss]:
 
 
 def check_cuts(module: nn.Module, *, tokens: str | None, features: str | None) -> None:
-    """Raises ValueError for auxiliary losses that cannot be taken of parts. `tokens`, `features`: what cuts these."""
+    """Raises ValueError for auxiliary losses that cannot be summed by parts. `tokens`, `features`: what cuts these."""
     for name, each in modules_of(module).items():
         cut = features if each.per != "element" and features else tokens if each.per == "sample" else None
         if cut is not None:
@@ -198,6 +199,6 @@ def check_cuts(module: nn.Module, *, tokens: str | None, features: str | None) -
 
 
 def unbind(module: nn.Module) -> None:
-    """Have them emit nowhere."""
+    """Disconnect the auxiliary losses of a model: they emit nowhere."""
     for each in modules_of(module).values():
         each.emit = None

@@ -1,11 +1,11 @@
 """Finds modules such as BatchNorm, or tables with max_norm, that change when a batch is split. They are rejected.
 
-Note: what is rejected.
+Note: why they are rejected.
 The mean of a batch is not the mean of its parts.  So batch norm differs on each data rank, under accumulation, and in
-each micro-batch of a pipeline.  Running statistics of any norm differ too: they are updated once for each part, and
-twice where a block runs again in backward.  A sum over ranks within the forward would cost two collectives a layer, and
-would not cover micro-batches that run one after the other.  So such a module is rejected, by name, with the setting
-that splits the batch.  A table with `max_norm` writes to its rows in forward: on each rank to those of its own words.
+each micro-batch of a pipeline.  Running statistics of any norm differ too.  They are updated once for each part, and
+twice where a block runs again in backward.  A sum over ranks within forward would cost two collectives a layer, and
+would not cover sequential micro-batches.  So such a module is rejected by name, with the setting that splits the batch.
+A table with `max_norm` writes to its rows in forward: each rank writes only the rows of its own words.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 def is_over_the_batch(module: nn.Module) -> bool:
-    """Whether it normalises over a batch, or keeps running statistics of batches."""
+    """Whether the module normalises over a batch, or keeps running statistics of batches."""
     return isinstance(module, _BatchNorm) or (
         isinstance(module, _InstanceNorm) and bool(module.track_running_stats)
     )
 
 
 def check_batchwide(module: nn.Module, cuts: Sequence[str]) -> None:
-    """Raises ValueError for a module over the batch where settings `cuts` (as a user writes them) cut the batch."""
+    """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch."""
     found = [(name, each) for name, each in module.named_modules() if is_over_the_batch(each)]
     if found and cuts:
         name, each = found[0]
         raise ValueError(
-            f"model: {name} is a {type(each).__name__}, whose numbers are those of the whole batch, and "
-            f"{' and '.join(cuts)} would run it on parts of one, or twice; legal: a norm of each sample alone "
-            f"(LayerNorm, GroupNorm, RMSNorm), or the whole batch at once (data=1, gradient_accumulation=1, a pipeline "
-            f"with micro_batches=1, activation_checkpoint='none')"
+            f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
+            f"run it on parts of one, or twice; legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or the "
+            f"whole batch at once (data=1, gradient_accumulation=1, a pipeline with micro_batches=1, "
+            f"activation_checkpoint='none')"
         )
 
 
 def check_max_norm(module: nn.Module, settings: Sequence[str]) -> None:
-    """Raises ValueError for a table with max_norm where `settings` keep other copies of its rows than forward writes
-    to."""
+    """Raises ValueError for a table with max_norm where `settings` keep copies of its rows that forward does not
+    update."""
     found = [
         (name, each)
         for name, each in module.named_modules()
@@ -49,6 +49,6 @@ def check_max_norm(module: nn.Module, settings: Sequence[str]) -> None:
         name, each = found[0]
         raise ValueError(
             f"model: {name} is a {type(each).__name__} with max_norm={each.max_norm:g}: its forward shortens rows of "
-            f"the words that a rank sees, and not where {' and '.join(settings)} keeps them too; legal: max_norm=None, "
-            f"or one rank of data and of sequence, weights without masters, all on the device"
+            f"the words that a rank sees, but not the copies under {' and '.join(settings)}; legal: max_norm=None, or "
+            f"one rank of data and of sequence, weights without masters, all on the device"
         )

@@ -1,10 +1,10 @@
 """Compiles each block of a model with torch.compile (`compile="block"`).
 
-Note: blocks of one class share compiled code, so its cost is that of one block, not of the model: some 20 s on a CPU,
-once for each shape and for evaluation.  Names of modules and parameters do not change.  Dropout and auxiliary losses
-run outside the compiled code, because their counters are Python's.  Inductor needs a C++ compiler on CPU and Triton on
-CUDA; one compiled line tests this before anything is allocated.  Compilation changes the order of sums within a block,
-so results equal those of the plain run up to rounding, not to the bit.
+Note: blocks of one class share compiled code, so the cost is that of one block: some 20 s on a CPU.  It is paid once
+for each shape and for evaluation.  Names of modules and parameters do not change.  Dropout and auxiliary losses run
+outside the compiled code, because their counters are Python's.  Inductor needs a C++ compiler on CPU and Triton on
+CUDA; one compiled line tests this before anything is allocated.  Compilation changes the order of sums within a block.
+So results equal those of the plain run up to rounding, not to the bit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss
 
 
 def compile_blocks(blocks: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Compile every block, in place, when it is first run.
+    """Compile every block, in place, at its first run.
 
-    Raises ConfigError where there are none, and where nothing can be compiled on this device.
+    Raises ConfigError if there are no blocks, or if nothing can be compiled on this device.
     """
     if not blocks:
         rule = "the model has no nn.ModuleList of blocks of one class"

@@ -1,13 +1,13 @@
 """Saves results that activation checkpointing would otherwise compute again.
 
-Note: activation checkpointing runs a block again in backward.  A `SavedResults` holds what the second run must not
-repeat: the outputs of some torch operations, and results that a layer saves by `save_for_recompute(compute, like)`.
-The second run takes them in the order in which they were computed, and computes the rest.  A layer calls it where a
-choice by operation is too coarse: terms of a sum over ranks, saved before the sum, would take its memory, and the sum
-would run again.  It is called in the forward of an autograd function, below the graph; within `compute` no operation is
-saved.  Outside of a `SavedResults`, `save_for_recompute` only calls `compute`.  Layers find the recorder through
-torch's mode stack.  No argument is passed.  (torch's selective contexts count the calls of an operation, and take the
-wrong one after some were left out.)
+Note: activation checkpointing runs a block again in backward.  A `SavedResults` holds the results that the second run
+must not repeat: outputs of some torch operations, and results of `save_for_recompute(compute, like)`.  The second run
+takes them in the order in which they were computed, and computes the rest.  A layer calls `save_for_recompute` where a
+choice by operation is too coarse.  For a sum over ranks, the terms would be saved before the sum, and the sum would run
+again.  The call is in the forward of an autograd function, below the graph; within `compute` no operation is saved.
+Outside of a `SavedResults`, `save_for_recompute` only calls `compute`.  Layers find the recorder through torch's mode
+stack.  No argument is passed.  (torch's selective contexts count the calls of an operation.  They return the wrong
+result once calls are left out.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def save_for_recompute(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
-    """`compute()`, or what it gave in the first run of a block that is run again. `like`: any tensor it reads."""
+    """`compute()`, or its result of the first run when a block runs again. `like`: any tensor that it reads."""
     if has_torch_function((like,)):
         result: Tensor = handle_torch_function(save_for_recompute, (like,), compute, like)
         return result
@@ -42,13 +42,13 @@ class SavedResults:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the first run."""
+        """Context of the first run."""
         with _Operations(self, self._remember), _Calls(self._remember):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around the second. Raises RuntimeError if it asks for more than the first has left, or if one was changed."""
+        """Context of the second run. Raises RuntimeError if it needs more results than were saved, or a changed one."""
         with _Operations(self, self._take), _Calls(self._take):
             yield
 
@@ -93,7 +93,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same elements and version, without the graph that will hang on the tensor."""
+    """The same elements and version, without the autograd graph."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -108,7 +108,7 @@ def _unchanged(node: Any) -> Any:
     tensor, version = node
     if tensor._version != version:
         raise RuntimeError(
-            "activation_checkpoint='selective': a product that was kept for backward has been changed in place; "
+            "activation_checkpoint='selective': a product that was saved for backward has been changed in place; "
             "change a copy of it, or use 'full'"
         )
     return tensor

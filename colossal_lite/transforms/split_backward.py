@@ -1,17 +1,17 @@
 """Splits backward in two: gradients of inputs now, gradients of weights later.
 
-Note: what is deferred.
-Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do other work (2401.10241).  While
-a `WeightGradStore` is open, layers that support it return the gradient of their input and store a callable for those
-of their weights.  Run later, it delivers them through autograd, so hooks on parameters, views of them and sums of ties
-work as ever.  The result is that of backward in one part, to the bit where a weight is used once.
-- linear: I is `dy W`, W is `dy^T x` and the sum of dy; x and dy are saved until then;
+Note: the deferred gradients. Between the input gradient (I) and the weight gradient (W) of a stage a schedule may do
+other work (2401.10241).  While a `WeightGradStore` is open, supporting layers return the gradient of their input and
+store a callable for their weights. The callable runs later and delivers the gradients through autograd.  So hooks on
+parameters, views of them and sums of ties work as usual.  The result is that of backward in one part, to the bit where
+a weight is used once.
+- linear: I is `dy W`; W is `dy^T x` and the sum of dy.  x and dy are saved until then;
 - embedding: all of it is W;
-- linear of a grid (2D, 2.5D, 3D): W gathers x again, as backward in one part does, and sums its terms; y's gradient,
-  if it was gathered, is saved from I to W;
-- norm: W runs the norm forward again on the x that it saves anyway, and backward for its weights alone.
-Parameters of other modules get their gradients in I, which is right and no faster.  With the store closed every layer
-computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is computed once more.
+- linear of a grid (2D, 2.5D, 3D): W gathers x again and sums its terms, as backward in one part does.  If y's gradient
+  was gathered, it is saved from I to W;
+- norm: W runs the norm forward again on the x that it saves anyway, and backward for its weights alone. Parameters of
+  other modules get their gradients in I, which is right and no faster.  With the store closed every layer computes both
+  at once.  Cost: x and dy of each layer are saved from I to W; a norm is computed once more.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from colossal_lite.models.gpt import Norm
 
 @dataclass(frozen=True)
 class PendingWeightGrad:
-    """What makes some weight gradients later, and the weights: tensors of a graph, or its leaves."""
+    """A callable that computes some weight gradients later, and the weights: tensors of a graph, or its leaves."""
 
     work: Callable[[], None]
     weights: tuple[Tensor, ...]
 
     def leaves(self) -> set[Tensor]:
-        """The parameters that get a gradient, once each."""
+        """The parameters that get a gradient, each once."""
         found = {weight for weight in self.weights if weight.grad_fn is None}
         nodes: list[Any] = [weight.grad_fn for weight in self.weights if weight.grad_fn is not None]
         while nodes:
@@ -53,7 +53,7 @@ DeferredWeightGrads = list[PendingWeightGrad]
 
 
 class WeightGradStore:
-    """Where layers leave what makes their weight gradients, while it is open."""
+    """Collects, while it is open, the callables by which layers compute their weight gradients later."""
 
     def __init__(self) -> None:
         self._later: DeferredWeightGrads | None = None
@@ -74,18 +74,18 @@ class WeightGradStore:
             self._later = None
 
     def put(self, work: Callable[[], None], *weights: Tensor | None) -> None:
-        """`weights`: what the work gives a gradient to, those that take none among them."""
+        """`weights`: the tensors that get a gradient from the work, and those that take none."""
         assert self._later is not None
         takes = tuple(weight for weight in weights if weight is not None and weight.requires_grad)
         self._later.append(PendingWeightGrad(work, takes))
 
 
 class BackwardRoot(Function):
-    """A scalar of whatever `outputs` are: its backward hands them the gradients that lie in `given` by then, and
-    empties it: a leaf takes over a gradient without other references, and copies any other.
+    """A scalar over `outputs`. Its backward delivers the gradients in `given` to them, and empties the list. A leaf
+    takes over a gradient that has no other reference, and copies any other.
 
-    Not `torch.autograd.backward(outputs, given)`: torch looks at the shapes by its symbolic shapes, which import 45 MB
-    of sympy; and the outputs themselves need not live.
+    It replaces `torch.autograd.backward(outputs, given)`, which checks shapes by symbolic shapes: 45 MB of sympy. And
+    the outputs themselves need not stay allocated.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class BackwardRoot(Function):
 
 
 def deliver(weights: list[Tensor], gradients: list[Tensor]) -> None:
-    """Give tensors of a graph, or its leaves, their gradients: the last first, as backward does. `gradients` is empty
+    """Deliver gradients to tensors of a graph, or its leaves: the last first, as backward does. `gradients` is empty
     afterwards."""
     gradients.reverse()
     with torch.enable_grad():
@@ -136,7 +136,8 @@ def add_bias(y: Tensor, bias: Tensor, queue: WeightGradStore | None) -> Tensor:
 def linear_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What of weight [D_out, D_in] and bias takes a gradient, and these, from dy [..., D_out] and x [..., D_in]."""
+    """Weight [D_out, D_in] and bias, if they take a gradient, and their gradients from dy [..., D_out], x [...,
+    D_in]."""
     rows = dy.flatten(0, -2)
     found: list[tuple[Tensor, Tensor]] = []
     if weight.requires_grad:
@@ -150,7 +151,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradStore) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # As they are, not as recomputation would give them back: gradients go to these.
+        # The tensors themselves, not recomputation's copies: gradients are delivered to them.
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return F.linear(x, weight, bias)
 
@@ -212,7 +213,7 @@ class _Embedding(Function):
 
 
 class _Tap(Function):
-    """y = forward(x) as it is; its gradient passes, and those of the weights in `forward` are deferred."""
+    """y = forward(x) unchanged; its gradient passes, and those of the weights in `forward` are deferred."""
 
     @staticmethod
     def forward(
@@ -244,10 +245,10 @@ class _Tap(Function):
 
 
 def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
-    """Make the layers of `module` that can defer the gradients of their weights, in place.
+    """Let the layers of `module` that can defer the gradients of their weights do so, in place.
 
-    Layers with an attribute `weight_grad_store` are given it; of torch's and of our models' linears, embeddings and
-    norms the forward is replaced on the instance, so names and hooks do not change.
+    A layer with an attribute `weight_grad_store` gets the store.  Torch's and our models' linears, embeddings and norms
+    get another forward on the instance, so names and hooks do not change.
     """
     for owner in module.modules():
         made: Any = owner
@@ -272,13 +273,13 @@ def restore_weights(module: nn.Module) -> None:
                 given.func is _norm_forward
                 and getattr(given.args[1], "__func__", None) is not type(made).forward
             ):
-                made.forward = given.args[1]  # which was on the instance
+                made.forward = given.args[1]  # it was on the instance before
         elif hasattr(made, "weight_grad_store"):
             made.weight_grad_store = None
 
 
 def _runs_as(made: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module's forward is that of torch's class, and no wrapper of it."""
+    """Whether a module's forward is that of torch's class, without a wrapper."""
     return type(made).forward is kind.forward and "forward" not in made.__dict__
 
 
@@ -305,7 +306,7 @@ def _norm_forward(
     if not weights or not torch.is_grad_enabled():
         return original(x)
     own = module._parameters
-    # A stand-in for the whole table of parameters: only this names them all, and the module is its own again at once.
+    # Replaces the whole table of parameters for one call: no other attribute names them all.
     module.__dict__["_parameters"] = {name: None if p is None else p.detach() for name, p in own.items()}
     try:
         y = original(x)

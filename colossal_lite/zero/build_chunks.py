@@ -5,6 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 from colossal_lite.memory.packing import (
@@ -50,7 +50,7 @@ from colossal_lite.schedule.step_moments import (
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.update_choice import UpdateChoice
+from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
@@ -177,10 +177,10 @@ def build_frozen(
 def chunk_optimizer(
     chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
     records: TaskRecords, frozen: Sequence[WeightChunk],
-) -> ChunkOptimizer:  # fmt: skip
-    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones. Where its state
-    may rest on disk it is collective, and raises ConfigError on every rank if that of one has no room or cannot be
-    written."""
+) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
+    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
+    with the mix of updates that it has found. Where its state may rest on disk it is collective, and raises ConfigError
+    on every rank if that of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
@@ -195,8 +195,7 @@ def chunk_optimizer(
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
-            speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
-            disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
+            speeds=emulated_speeds(choice.given), open_file=open_file, seed=config.seed,
             choice=choice, backward=config.optimizer.update_when == "backward",
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
@@ -210,7 +209,11 @@ def chunk_optimizer(
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
-    return made
+    for line in choice.notices if mesh.rank == 0 else ():
+        print(line, file=sys.stderr)
+    if choice.found is None:
+        return made, config
+    return made, config.derived("memory", update_on=choice.found)
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 
 Forecast = Callable[..., Mapping[str, int] | None]
 """From the samples of a step on this rank, their tokens and, if others than the config's, `changes=` of it as a command
-line has them, or `trains=False`, to bytes of each kind beside the state, and to those of the whole `device`."""
+line has them, or `trains=False`, to bytes of each kind beside the state, and to those of the whole `device`. `found=`:
+the config with the mix of updates that the engine has found."""
 
 
 class MemoryBudget:

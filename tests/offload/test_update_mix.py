@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import re
+from contextlib import redirect_stderr
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_lite.kernels import TORCH
-from colossal_lite.memory.copy_streams import LinkSpeed
+from colossal_lite.checkpoint.files import inspect
+from colossal_lite.models import GPTConfig
+from colossal_lite.planner.planner import plan
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.schedule.update_mix import is_on_host, mix_of
-from colossal_lite.zero.update_choice import measured_rates
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import start, steps_of
 from tests.shared.pool import RankEnv, run_world
@@ -89,9 +91,64 @@ def auto_of(env: RankEnv, rates: dict[str, Any]) -> list[bool]:
         return [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
 
 
-def test_auto_without_rates_measures_them() -> None:
-    rates = measured_rates(torch.device("cpu"), TORCH, LinkSpeed(bandwidth_bytes_s=5e6))
-    assert rates.up == rates.down == 5e6 and rates.host_update > 1e6 and rates.device_update > 1e6
+def test_what_auto_has_found_is_told_once_and_stands_in_the_config_and_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """So a run with the value that stands there updates the same chunks on the host, and its report has a forecast."""
+    (update_on, sides, saved, forecast, told), second = run_world(
+        resolved_of, 2, RATES, "auto", str(tmp_path)
+    )
+    assert second == (update_on, sides, saved, forecast, [])
+    assert saved == update_on and isinstance(update_on, dict) and {*sides} == {True, False}
+    assert all(updating == foreseen for updating, foreseen in forecast)
+    (line,) = told
+    assert f"{sum(sides)} of {len(sides)} chunks are updated on the host" in line and "simulated" in line
+    again = run_world(resolved_of, 2, {}, update_on, str(tmp_path))
+    assert again[0][:2] == (update_on, sides)
+
+
+def resolved_of(env: RankEnv, rates: dict[str, Any], update_on: Any, directory: str) -> Any:
+    """The resolved mix, which chunks it updates on the host, the mix that the checkpoint has, and the bytes on the host
+    beside their forecast."""
+    memory = dict(placement="host", update_on=update_on, rates=rates)
+    case = replace(DEEP, world_size=2, chunk_bytes=SMALL // 4, config=config_of(1) | dict(memory=memory))
+    told = io.StringIO()
+    with env.launch(case.full_config) as context:
+        with redirect_stderr(told):
+            engine = start(case, context)
+        list(steps_of(engine, context, case))
+        with engine.metered():
+            list(steps_of(engine, context, case, (0,)))
+        saved = inspect(engine.save(directory).wait()).config["memory.update_on"]
+        sides = [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
+        rows = [row for row in engine.memory_report() if row.kind == "updating"]
+        return (
+            engine.config.values()["memory.update_on"], sides, saved,
+            [(row.now_bytes, row.forecast_bytes) for row in rows],
+            [line for line in told.getvalue().splitlines() if line.startswith("memory.update_on='auto' is")],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("update_on", ["auto", {"every": 2}, "host"])
+def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> None:
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    memory = dict(placement="host", update_on=update_on, rates=RATES)
+    told = str(plan(dict(memory=memory), model, batch=2, sequence=8, world_size=1))
+    assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated", told)
+
+
+@pytest.mark.parametrize("update_on, gone", [({"host": (0, 99)}, "99"), ({"host": (8,)}, "8")])
+def test_a_number_that_no_chunk_has_is_refused_by_name(update_on: Any, gone: str) -> None:
+    memory = dict(placement="host", update_on=update_on)
+    (told,) = run_world(refused, 1, memory)
+    assert told.startswith("memory.update_on = ") and f"no chunk has the number {gone}; legal: 0 to 7" in told
+
+
+def refused(env: RankEnv, memory: dict[str, Any]) -> str:
+    case = replace(DEEP, world_size=1, config=config_of(1) | dict(memory=memory))
+    with env.launch(case.full_config) as context, pytest.raises(ValueError) as error:
+        start(case, context)
+    return str(error.value)
 
 
 # ---- the bits ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.pipeline.traced_sections import traced
 from colossal_lite.pipeline.unit_trace import UnitsError
 from tests.shared.parity import Case, assert_parity
@@ -154,6 +156,53 @@ class ReadsWithin(Walk):
         return super().forward(ids)["logits"] * self.blocks[0].out.bias.sum()  # type: ignore[index, union-attr]
 
 
+class HoldsModules(nn.Module):
+    """A block whose function holds its modules, as minGPT's MLP does; `kept` says how the block keeps the function."""
+
+    def __init__(self, kept: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.up, self.out = up, out = nn.Linear(D, D), nn.Linear(D, D)
+
+        def inner(x: Tensor) -> Tensor:
+            return F.gelu(up(x))
+
+        self.kept = kept(lambda x, last=out: last(inner(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept
+        run = kept[0] if isinstance(kept, tuple) else kept["run"] if isinstance(kept, dict) else kept
+        return x + getattr(run, "run", run)(x)
+
+
+class Held(nn.Module):
+    def __init__(self, kept: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.blocks = nn.ModuleList(HoldsModules(kept) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda f: f,
+    "in a tuple": lambda f: (f,),
+    "in a dict": lambda f: {"run": f},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_proof_of_units_leaves_no_gradient_in_modules_that_a_function_holds(name: str) -> None:
+    model = Held(KEPT[name]).double()
+    with torch.random.fork_rng():
+        assert [block.modules for block in traced(model).parts[1:3]] == [("blocks.0",), ("blocks.1",)]
+        auto_plan(model, 2)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def hooked() -> nn.Module:
     model = nn.Module()
     model.inner = Walk()
@@ -172,6 +221,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a block that is not called": (LeavesOut, ("calls 2 of its 3 blocks", "blocks.2 not")),
     "block.forward(x)": (CallsForward, ("CallsForward", "is read outside its block", "block(x)")),
     "a weight of a block, read outside": (ReadsWithin, ("blocks.0.out.bias is read outside its block",)),
+    "an object that is not copied holds modules": (
+        lambda: Held(lambda f: SimpleNamespace(run=f)), ("cannot be copied", "by an object that is not copied"),
+    ),
     "a hook around the blocks": (hooked, ("hook on inner (Walk)", "hooks on the blocks")),
     "no blocks": (lambda: nn.Linear(2, 2), ("does not say what its units are", "nn.ModuleList")),
 }  # fmt: skip
