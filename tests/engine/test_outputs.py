@@ -114,7 +114,10 @@ def misused(env: RankEnv, how: str) -> str:
             "twice",
             "model: an engine trains it already; legal: one call of initialize for a model, or engine.close()",
         ),
-        ("ids", "batch: the ids go from 1000 to 1049, and (8, 8) is their shape; legal: ids below the rows of"),
+        (
+            "ids",
+            "batch: the ids go from 1000 to 1049, and (8, 8) is their shape; legal: ids below the rows of",
+        ),
         (
             "schedule",
             "['lr_scheduler.total_steps=2 is less than the run has, 3: from step 3 on the learning rate is 0 of "
