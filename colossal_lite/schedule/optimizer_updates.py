@@ -81,7 +81,7 @@ def update_plan(
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
     of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
-    there were no others. None: it is on the host. `moving`: the chunks of which something is off the device; None: all.
+    there were no others. None: it is on the host. `moving`: the chunks with state off the device; None: all.
     `on_host`: chunks that are updated on the host, and what of them crosses the link; none with `backward`."""
     if backward:
         assert not on_host, "an update within backward runs where the gradient is"
@@ -128,7 +128,7 @@ def run_of(
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
 
-    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights. F and
+    `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
     update on the host.
     """

@@ -1,8 +1,8 @@
 """Models the lanes of an update phase by measured rates, and finds the share of chunks that the host updates fastest.
 
 Note: the model (arXiv 2410.21316, section 4).
-Of N_c elements updated on the host and N_x streamed to the device, with s, g, w bytes of record, gradient and weight an
-element, and a bytes of host memory that an update on the host reads and writes:
+N_c elements are updated on the host, N_x streamed to the device.  A record, gradient and weight have s, g, w bytes an
+element.  A host update reads and writes a bytes of host memory an element.
 
     host     N_c / U_c + calls          up     (s N_x + w N_c) / B_up         device   N_x / U_d
     down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m
@@ -32,7 +32,7 @@ SIMULATED = 48
 COARSE = 8
 """Shares at equal distances that are simulated first."""
 FEW = 12
-"""Chunks of which each is placed by itself."""
+"""Chunks, each placed by itself."""
 NEAR = 2
 """Chunks more or fewer that are simulated around the best so far."""
 
@@ -169,7 +169,7 @@ def simulated_s(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> 
 
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
-    """The updates of `count` chunks that hold all the elements, nothing of which begins before the norm is known."""
+    """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
     crossing = Crossing(tuple(_down(work)), up=work.weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
     plan = update_plan(count, ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host)
