@@ -188,7 +188,7 @@ class GradientHooks:
         chunk.start_reduce()
         self._in_flight.append(chunk)
         if self._ends and self.summed is not nothing:  # the first sums are used while backward goes on
-            most = 0 if chunk.groups.all.size == 1 else IN_FLIGHT
+            most = IN_FLIGHT if chunk.takes_room or chunk.groups.all.size > 1 else 0
             while len(self._in_flight) > most:
                 self._finish_first()
 

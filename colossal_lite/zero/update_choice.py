@@ -64,7 +64,7 @@ class UpdateChoice:
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
         early = self._memory.sends_gradients_early
-        work = replace(work, gradient=0.0) if early else work
+        work = replace(work, early=early)
         rates, on_host = rates_of(self.given), self._memory.on_host
         if self._memory.update_on == "auto":
             rates = self._agreed(rates or rates_of(self._found_here()))
