@@ -88,7 +88,8 @@ class ZeroDict(TypedDict, total=False):
     Gradients are also summed over the copies. A sequence axis always shards. None: one copy, sharded over
     all."""
     prefetch: int
-    """Stage 3: blocks whose weights are gathered ahead of the block that computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the block that computes. In a pipeline: visits of a
+    stage."""
 
 
 class HostFractionDict(TypedDict, total=False):

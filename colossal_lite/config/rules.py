@@ -389,12 +389,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
     for path, built, missing in (
-        (
-            "zero.stage",
-            (0, 1, 2),
-            "zero.stage=3 does not work with a pipeline: each micro-batch would gather all weights again. "
-            "Use stage 1 or 2",
-        ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
         ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
         ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),

@@ -71,8 +71,8 @@ from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import in_order, squares_of
 from colossal_lite.zero.memory_budget import Forecast
-from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.user_optimizer import Factory
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 class Engine:
@@ -110,7 +110,7 @@ class Engine:
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)
         self._micro_batches = MicroBatches(context, done, stated, self._comparison)
-        self._plans = StepPlans(config, built.stages, built.packed)
+        self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
@@ -383,7 +383,7 @@ class Engine:
         updates and gathers that would otherwise run beside the next forward. `reads_weights=False`: it reads none, and
         the step does not wait.  At zero.stage=3 parameters read as NaN between steps. There a callback reads
         `full_state_dict()`, on every rank, and True raises ValueError."""
-        if reads_weights and isinstance(self._weights, ParameterGather):
+        if reads_weights and isinstance(self._weights, ShardedWeights):
             raise ValueError(
                 "on_step: reads_weights=True at zero.stage=3, where a rank has a shard of each weight between steps; "
                 "legal: a callback that reads engine.full_state_dict(), on every rank"
@@ -425,7 +425,7 @@ class Engine:
         raises."""
         self.is_closed = True
         self._parts.detach()
-        is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
+        is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
             self._weights.remove()
 
@@ -464,12 +464,14 @@ class Engine:
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
         def forward(stage: int, i: int, carried: Any) -> Any:
+            self._weights.arrive(stage)
             outputs = self._forward(stage, parts[i], carried, sums)
             self._metering.forward_ended([part.inputs.shape for part in parts])
             return outputs
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
+            self._weights.arrive(stage)
             if self._updates.within_backward:
                 self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
@@ -489,6 +491,7 @@ class Engine:
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
+            gather=self._weights.gather,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
@@ -498,8 +501,10 @@ class Engine:
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
+        plan = plans[ahead and posts_ahead]
+        self._weights.follow(plan[self._runtime.comm.coord])
         with self._hooks.expecting():
-            self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+            self._runtime.run(plan, work, shapes, slots=slots)
 
     @property
     def _posts_ahead(self) -> bool:

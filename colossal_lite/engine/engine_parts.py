@@ -20,7 +20,7 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
@@ -36,8 +36,9 @@ from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ParameterGather, weights_of
+from colossal_lite.zero.stage_weights import weights_of
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Built:
     stages: Stages
     parallelized: Parallelized
     streams: DropoutStreams
-    packed: tuple[ChunkSpec, ...]
-    """Trainable chunks of the whole pipeline."""
+    all_packed: tuple[ChunkSpec, ...]
+    """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Trainable chunks of this rank."""
     frozen: tuple[WeightChunk, ...]
@@ -61,6 +62,11 @@ class Built:
     """Records of state in host memory."""
     outlives: bool
     """Whether another engine may resume from the records."""
+
+    @property
+    def packed(self) -> tuple[ChunkSpec, ...]:
+        """Trainable chunks of the whole pipeline."""
+        return tuple(filter(trains, self.all_packed))
 
     def apart(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """Parameters of this rank that are in no chunk: frozen, and in full on every rank."""
@@ -126,10 +132,13 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     parameters = built.names.parameters(model)
     apart = built.apart(parameters)
     hooks = StageHooks(chunks, parameters, by_micro_batch=sharding_of(config).by_micro_batch)
-    weights = weights_of(model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen)
+    weights = weights_of(
+        model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen,
+        is_staged=config.parallel.pipeline.size > 1,
+    )  # fmt: skip
     weight_grads = _weight_grads_of(model, config)
     optimizer, resolved = _optimizer_of(built, context, factory, parameters)
-    if isinstance(weights, ParameterGather) and optimizer.tiers:
+    if isinstance(weights, ShardedWeights) and optimizer.tiers:
         weights.up = optimizer.tiers.up
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
     metering = Metering()

@@ -162,16 +162,19 @@ def _initialize(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
         numels.keys() - trainable.keys(),
     )  # fmt: skip
-    packed = tuple(spec for spec in all_packed if trains(spec))
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
         module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
-        notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
+        notice_order(
+            module,
+            [chunk.spec for chunk in chunks],
+            {id(p): name for name, p in names.parameters(module).items()},
+        )
     buffers_to_device(module, context.device)
     built = Built(
-        module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
+        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, outlives=outlives
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)

@@ -33,9 +33,9 @@ from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_bytes import Extent, Widths, forecast
 from colossal_lite.zero.user_optimizer import OwnOptimizer
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def rows_of_state(
         sum(each.planned_bytes for each in slots),
     )
     rows.append(MemoryRow("staging", device, now, most, planned))
-    if isinstance(weights, ParameterGather):
+    if isinstance(weights, ShardedWeights):
         rows.append(
             MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
         )

@@ -481,7 +481,7 @@ def _draw_config(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
 def _draw_zero(rng: Random, shared: Shared, mesh: Mesh, *, moves: bool) -> dict[str, Any]:
     if shared.whole_tensors:
         return {}
-    stages = {0: 30, 1: 20, 2: 22, 3: 0.3 if mesh.pipeline else 40}
+    stages = {0: 30, 1: 20, 2: 22, 3: 40}
     stage = shared.rare.get("zero") or choose(rng, stages)
     found: dict[str, Any] = {"stage": stage} if stage else {}
     found |= maybe(rng, 0.25, sum_order="ordered")
