@@ -212,7 +212,7 @@ def _ends_step(action: Action) -> bool:
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
     """The updates of `count` chunks that hold all the elements, nothing of which begins before the norm is known."""
-    how = _how(work, mix)
+    how = _how(work, mix, gradient=work.gradient_late)
     plan, memory = update_plan(count, **how), memory_of(count, **how)
     return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))
 
@@ -221,12 +221,12 @@ def simulated_steps(
     work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing
 ) -> ScheduleTimeline:
     """Some steps of `count` units with a chunk each."""
-    plan, memory = run_of([[unit] for unit in range(count)], STEPS, **_how(work, mix))
+    plan, memory = run_of([[unit] for unit in range(count)], STEPS, **_how(work, mix, gradient=work.gradient))
     return _simulated(plan, memory, work, rates, count, computing)
 
 
-def _how(work: UpdateBytes, mix: UpdateMix) -> dict[str, Any]:
-    crossing = Crossing((ChunkPart.GRADIENT,) if work.gradient else (), up=work.weight > 0)
+def _how(work: UpdateBytes, mix: UpdateMix, *, gradient: float) -> dict[str, Any]:
+    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
     return dict(ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host, early=work.early)
 

@@ -49,6 +49,11 @@ def test_nothing_is_simulated_faster_than_its_bound(share: Fraction) -> None:
         assert seconds_of(share, rates) >= lanes_of(BILLIONS, rates, share).bound_s - 1e-9
 
 
+def test_gradients_that_are_down_already_are_in_no_update_phase() -> None:
+    early, down = replace(BILLIONS, gradient=4, early=True), replace(BILLIONS, gradient=0)
+    assert fastest_mix(early, LINK) == fastest_mix(down, LINK) != fastest_mix(replace(early, early=False), LINK)
+
+
 def test_a_slow_host_updates_nothing_and_a_slow_link_moves_nothing() -> None:
     assert fastest_mix(BILLIONS, Rates(1e7, 130e9, 50e9, 50e9)).host_share == 0
     assert fastest_mix(BILLIONS, Rates(4e9, 130e9, 1e8, 1e8)).host_share == 1
