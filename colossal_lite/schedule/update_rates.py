@@ -8,8 +8,8 @@ element, and a bytes of host memory that an update on the host reads and writes:
     down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m
 
 The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
-then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on with
-changes of single chunks and exchanges of two.  The simulated phase has at most `SIMULATED` chunks of equal size.
+then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
+these with changes of single chunks and exchanges of two.  The simulated phase has at most `SIMULATED` chunks of equal size.
 
 Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are, updates
 beside the next forward and gradients on their way down in backward, and the period of a step is what is minimised.
@@ -169,26 +169,30 @@ def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = N
     share = Fraction(best, count)
     if work.chunks > FEW:
         return FoundMix(share, lanes_of(work, rates, share), seconds(best))
-    chosen, fastest_s = _improved(simulated, mix_of(share, range(count)).on_host, count)
+
+    @cache
+    def of_chosen(chosen: frozenset[int]) -> float:
+        return simulated(mix_with(chosen, count))
+
+    starts = [mix_of(Fraction(n, count), range(count)).on_host for n in near]
+    chosen = min((_improved(of_chosen, start, count) for start in starts), key=of_chosen)
     share = Fraction(len(chosen), count)
-    return FoundMix(share, lanes_of(work, rates, share), fastest_s, chosen)
+    return FoundMix(share, lanes_of(work, rates, share), of_chosen(chosen), chosen)
 
 
 def _improved(
-    simulated: Callable[[UpdateMix], float], chosen: frozenset[int], count: int
-) -> tuple[frozenset[int], float]:
-    """The best that single changes lead to, each the best of its round; and its seconds."""
-    fastest_s = simulated(mix_with(chosen, count))
+    simulated: Callable[[frozenset[int]], float], chosen: frozenset[int], count: int
+) -> frozenset[int]:
+    """The chunks that single changes lead to, each the best of its round."""
     while True:
         single = [chosen ^ {chunk} for chunk in range(count)]
         others = [
             chosen ^ {a, b} for a, b in combinations(range(count), 2) if (a in chosen) is not (b in chosen)
         ]
-        tried = {some: simulated(mix_with(some, count)) for some in (*single, *others)}
-        best = min(tried, key=lambda some: (tried[some], sorted(some)))
-        if tried[best] >= fastest_s:
-            return chosen, fastest_s
-        chosen, fastest_s = best, tried[best]
+        best = min((*single, *others), key=lambda some: (simulated(some), sorted(some)))
+        if simulated(best) >= simulated(chosen):
+            return chosen
+        chosen = best
 
 
 def simulated_s(

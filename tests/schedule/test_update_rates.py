@@ -51,7 +51,9 @@ def test_nothing_is_simulated_faster_than_its_bound(share: Fraction) -> None:
 
 def test_gradients_that_are_down_already_are_in_no_update_phase() -> None:
     early, down = replace(BILLIONS, gradient=4, early=True), replace(BILLIONS, gradient=0)
-    assert fastest_mix(early, LINK) == fastest_mix(down, LINK) != fastest_mix(replace(early, early=False), LINK)
+    assert (
+        fastest_mix(early, LINK) == fastest_mix(down, LINK) != fastest_mix(replace(early, early=False), LINK)
+    )
 
 
 def test_a_slow_host_updates_nothing_and_a_slow_link_moves_nothing() -> None:
@@ -106,6 +108,10 @@ def assert_near_the_best(seed: int, most: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_choice_of_up_to_5_chunks_is_more_than_3_percent_faster(seed: int) -> None:
     assert_near_the_best(seed, 5)
+
+
+def test_a_search_from_one_share_alone_would_miss_a_choice_that_is_faster() -> None:
+    assert_near_the_best(116, 10)
 
 
 @pytest.mark.campaign
