@@ -9,7 +9,7 @@ element, and a bytes of host memory that an update on the host reads and writes:
 
 The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
 then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
-these with changes of single chunks and exchanges of two.  The simulated phase has at most `SIMULATED` chunks of equal size.
+these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
 
 Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are, updates
 beside the next forward and gradients on their way down in backward, and the period of a step is what is minimised.
