@@ -1,7 +1,8 @@
 """Launches ranks: creates a context from the environment, and runs the command `colossal-lite` and its `doctor`.
 
 May import: kernels, sharding, schedule, config, models, numerics, observe, distributed, memory, checkpoint, parallel,
-planner, engine, many.  Read first: `start`.  Its names are loaded on first use, so the command starts without torch.
+zero, planner, engine, many.  Read first: `start`.  Its names are loaded on first use, so the command starts without
+torch.
 """
 
 from __future__ import annotations

@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.checkpoint.files import inspect
-from colossal_lite.kernels import TORCH
-from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner.planner import plan
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.schedule.update_mix import is_on_host, mix_of
-from colossal_lite.zero.update_choice import measured_rates
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import start, steps_of
 from tests.shared.pool import RankEnv, run_world
@@ -153,11 +149,6 @@ def refused(env: RankEnv, memory: dict[str, Any]) -> str:
     with env.launch(case.full_config) as context, pytest.raises(ValueError) as error:
         start(case, context)
     return str(error.value)
-
-
-def test_auto_without_rates_measures_them() -> None:
-    rates = measured_rates(torch.device("cpu"), TORCH, LinkSpeed(bandwidth_bytes_s=5e6))
-    assert rates.up == rates.down == 5e6 and rates.host_update > 1e6 and rates.device_update > 1e6
 
 
 # ---- the bits ----

@@ -118,11 +118,13 @@ def ran(
         if not self.is_updated_on_host(chunk):
             clock.compute(f"U{chunk.spec.id}", seconds.update)
 
-    speeds = dict(link_bandwidth=round(RECORD_BYTES / seconds.copy))
+    rates = dict(up=round(RECORD_BYTES / seconds.copy))
     if memory["placement"] == "disk" and seconds.disk:
-        speeds["disk_bandwidth"] = round(RECORD_BYTES / seconds.disk)
+        rates["disk"] = round(RECORD_BYTES / seconds.disk)
     config = (
-        dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1)) | more | dict(memory=memory | speeds)
+        dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1))
+        | more
+        | dict(memory=memory | dict(rates=rates))
     )
     ids = torch.arange(8).view(2, 4)
     clock.planted_s["cpu"] = seconds.host or seconds.update
