@@ -1,9 +1,9 @@
 """Cuts the batch of a step into the micro-batches of this rank.
 
 Note: all data ranks cut into equally many micro-batches, so that they run one plan.  With too few samples, some ranks
-get empty micro-batches.  Ranks exchange their batch sizes only where these are needed: for dropout, whose masks depend
-on a sample's place in the global batch; for a pipeline; and for auxiliary losses, with the number of valid labels.
-Cost there: one all-gather over `data`.
+get empty micro-batches.  Ranks exchange batch sizes only where these are needed.  Dropout masks depend on a sample's
+place in the global batch.  A pipeline needs equal counts, and auxiliary losses the number of valid labels.  Cost there:
+one all-gather over `data`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class MicroBatches:
         return parts
 
     def sizes(self, labels: Tensor) -> list[int]:
-        """The number of samples of each data rank, from its `labels`; of this rank alone where the others are not
-        needed. Collective where they are."""
+        """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs
+        the others; then not collective."""
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
@@ -68,5 +68,5 @@ class MicroBatches:
         return [int(size) for size, *_ in rows]
 
     def first_sample(self, sizes: Sequence[int]) -> int:
-        """The place of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
+        """The index of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
         return sum(sizes[: self._mesh.coord("data")]) if self._parallelized.has_dropout else 0

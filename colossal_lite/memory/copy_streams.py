@@ -53,6 +53,18 @@ class LinkSpeed:
 AS_IT_COPIES = LinkSpeed()
 
 
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Speeds of the links between device and host, and of the disk."""
+
+    up: LinkSpeed = AS_IT_COPIES
+    down: LinkSpeed = AS_IT_COPIES
+    disk: LinkSpeed = AS_IT_COPIES
+
+
+ALL_AS_THEY_COPY = LinkSpeeds()
+
+
 class Bus:
     """Shares one emulated speed among several links: one copy takes its time after another's."""
 

@@ -217,7 +217,7 @@ class _Search:
         powers = range(max(1, local_samples // given.parts).bit_length())
         places = range(given.place, len(PLACEMENTS)) if given.place < len(PLACEMENTS) else [given.place]
         for place, recomputes, power in product(places, range(given.recomputes, 2), powers):
-            for stage in range(given.stage, (3 if pipeline > 1 else 4) if shards > 1 else given.stage + 1):
+            for stage in range(given.stage, 4 if shards > 1 else given.stage + 1):
                 yield Choice(stage, given.parts << power, recomputes, tensor, pipeline, place)
 
     def _data(self, tensor: int, pipeline: int) -> int:

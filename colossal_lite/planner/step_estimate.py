@@ -63,12 +63,15 @@ def record_step(
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
         for index, times in gathers.gathers(near=near).items():
-            gathered = (*chunks, *frozen)[index]
-            comm = gathered.groups.near if near else gathered.shards
-            sent_bytes = gathered.types.wire_bytes(gathered.spec.numel // comm.size)
-            part = torch.empty(sent_bytes, dtype=torch.uint8, device=META)
             for _ in range(times * config.gradient_accumulation):
-                comm.all_gather(part)
+                record_gather((*chunks, *frozen)[index], near=near)
+
+
+def record_gather(chunk: WeightChunk, *, near: bool) -> None:
+    """Gather the weights of a chunk, from the neighbours or from all ranks of a copy."""
+    comm = chunk.groups.near if near else chunk.shards
+    sent_bytes = chunk.types.wire_bytes(chunk.spec.numel // comm.size)
+    comm.all_gather(torch.empty(sent_bytes, dtype=torch.uint8, device=META))
 
 
 def record_agreement(
