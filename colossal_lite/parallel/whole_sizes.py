@@ -223,7 +223,7 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     if all(piece.shape[cut.dim : cut.dim + 1] == shape[cut.dim : cut.dim + 1] for piece in pieces):
         return _compute(func, args, kwargs)
     if any(piece.dim() != x.dim() for piece in pieces):
-        raise CutError(f"{_name(func)} takes heads or features apart, of which a rank has a part")
+        raise CutError(f"{_name(func)} takes heads or features apart, and a rank has a part of them")
     ends = list(accumulate(piece.shape[cut.dim] for piece in pieces))
     cuts = [_section(cut, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     found = Tensor.split_with_sizes(x, [each.local for each in cuts], cut.dim)
@@ -254,13 +254,15 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     place = places[x.cut.dim]
     each = spread[place]
     if not isinstance(each, slice):
-        raise CutError(f"an index {type(each).__name__} along heads or features, of which a rank has a part")
+        raise CutError(
+            f"an index {type(each).__name__} along heads or features, and a rank has a part of them"
+        )
     start, stop, step = each.indices(x.cut.size)
     if (start, stop, step) == (0, x.cut.size, 1):
         spread[place] = slice(None)
         return _compute(func, (x, tuple(spread)), kwargs)
     if step != 1:
-        raise CutError("a slice with steps along heads or features, of which a rank has a part")
+        raise CutError("a slice with steps along heads or features, and a rank has a part of them")
     section = _section(x.cut, start, stop)
     before = _section(x.cut, 0, start).local if start else 0
     narrowed = Part.of(Tensor.narrow(x, x.cut.dim, before, section.local), x.comm, section)
@@ -367,7 +369,7 @@ def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
     if dims is None or any(
         d % args[0].dim() == cut.dim for d in (dims if type(dims) in (tuple, list) else (dims,))
     ):
-        raise CutError(f"{_name(func)} over heads or features, of which a rank has a part")
+        raise CutError(f"{_name(func)} over heads or features, and a rank has a part of them")
 
 
 def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
