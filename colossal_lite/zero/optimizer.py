@@ -304,6 +304,16 @@ class ChunkOptimizer(OptimizerState):
     def _is_on_host(self, index: int) -> bool:
         return self.host_updates is not None and index in self.host_updates.crossings
 
+    def send_gradient(self, chunk: Chunk) -> None:
+        """The gradient of a chunk is final: it leaves for its update on the host, where it leaves early."""
+        if self.host_updates is not None:
+            self.host_updates.send(self._index[chunk.spec.id])
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave in backward for updates on the host."""
+        return self.host_updates is not None and self._mix.early
+
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
         weights on the same link."""
@@ -403,6 +413,7 @@ class ChunkOptimizer(OptimizerState):
             below=READ_AHEAD, moving=moving,
             on_disk=self.tiers.on_disk if self.tiers else (),
             on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
+            early=self._mix.early,
             backward=self._backward,
         )  # fmt: skip
 
