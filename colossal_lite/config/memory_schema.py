@@ -165,6 +165,12 @@ class MemoryConfig(Section):
         return "device" if self.placement == "auto" else self.placement
 
     @property
+    def sends_gradients_early(self) -> bool:
+        """Whether gradients for host updates are copied down in backward. All of them then need host memory at once, so
+        this is off beside host_budget and where a plan counts the bytes."""
+        return self.placement == "host" and self.host_budget is None
+
+    @property
     def spills_to_disk(self) -> bool:
         """Whether records beyond the host budget are written to disk."""
         has_both = self.host_budget is not None and self.disk_dir is not None

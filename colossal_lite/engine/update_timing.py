@@ -60,6 +60,8 @@ class Updates:
         self._used: dict[int, Sequence[bool]] = {}  # known so far in backward
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed)
+        elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
+            hooks.hand_on(optimizer.send_gradient)
 
     @property
     def within_backward(self) -> bool:

@@ -133,7 +133,7 @@ class ChunkOptimizer(OptimizerState):
         ):  # budgets and slots of the disk are for one ahead
             self._mix = UpdateMix(self._mix.on_host)
         if backward:  # a gradient comes down when it is summed, and not before
-            self._mix = replace(self._mix, ahead_down=0)
+            self._mix = replace(self._mix, ahead_down=0, early=False)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
@@ -310,6 +310,16 @@ class ChunkOptimizer(OptimizerState):
     def _is_on_host(self, index: int) -> bool:
         return self.host_updates is not None and index in self.host_updates.crossings
 
+    def send_gradient(self, chunk: Chunk) -> None:
+        """The gradient of a chunk is final: it leaves for its update on the host, where it leaves early."""
+        if self.host_updates is not None:
+            self.host_updates.send(self._index[chunk.spec.id])
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave in backward for updates on the host."""
+        return self.host_updates is not None and self._mix.early
+
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
         weights on the same link."""
@@ -409,6 +419,7 @@ class ChunkOptimizer(OptimizerState):
             below=READ_AHEAD, moving=moving,
             on_disk=self.tiers.on_disk if self.tiers else (),
             on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
+            early=self._mix.early,
             backward=self._backward,
         )  # fmt: skip
 

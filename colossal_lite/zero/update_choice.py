@@ -8,7 +8,7 @@ on the same side.  Cost: measuring takes some seconds, once an engine, where `me
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from fractions import Fraction
 from math import inf
 from pathlib import Path
@@ -63,6 +63,8 @@ class UpdateChoice:
         rates are neither given nor can be measured, and for a number that no chunk has."""
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
+        early = self._memory.sends_gradients_early
+        work = replace(work, early=early)
         rates, on_host = rates_of(self.given), self._memory.on_host
         if self._memory.update_on == "auto":
             rates = self._agreed(rates or rates_of(self._found_here()))
@@ -70,7 +72,7 @@ class UpdateChoice:
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
-        mix = mix_of(on_host, ids)
+        mix = replace(mix_of(on_host, ids), early=early)
         share = Fraction(len(mix.on_host), max(len(ids), 1))
         self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
         if rates is not None:
