@@ -130,9 +130,9 @@ def _attend(
     if len(parts) < 3 or cuts != {tokens}:
         if is_causal:
             raise CutError("causal attention of which not all of query, key and value are cut in tokens")
-        return compute(
-            func, (query, key, value, attn_mask, dropout_p), dict(scale=scale, enable_gqa=enable_gqa)
-        )
+        options = dict(scale=scale, enable_gqa=enable_gqa)
+        plain: Tensor = compute(func, (query, key, value, attn_mask, dropout_p), options)
+        return plain
     sequences: Any = parts[0].comm
     q, k, v = (local(x) for x in (query, key, value))
     if attn_mask is None and dropout_p == 0.0 and q.dim() == 4 and q.shape[-1] == v.shape[-1]:
