@@ -172,7 +172,12 @@ def show_whole_sequences(
         return Part.of(x, sequences, TokenCut(1, size, (size,), comm.coord, comm.size, pieces, total))
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(entered, args), tree_map(entered, kwargs)
+        given = tree_map(entered, kwargs)
+        if isinstance(
+            mask := given.get("attention_mask"), Part
+        ):  # code makes masks of queries and keys of it
+            given["attention_mask"] = _gathered(mask)
+        return tree_map(entered, args), given
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     module.register_forward_hook(lambda _, args, out: without_parts(out))
