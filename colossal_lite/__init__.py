@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
     from colossal_lite.launcher import options as options
+    from colossal_lite.launcher import train_many as train_many
+    from colossal_lite.many.task import Halving as Halving
+    from colossal_lite.many.task import Task as Task
     from colossal_lite.memory.host_store import HostStore as HostStore
     from colossal_lite.parallel.standalone import finish_gradients as finish_gradients
     from colossal_lite.parallel.standalone import parallelize as parallelize
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# An editable install is a folder of links, for type checkers. What runs is the tree itself, with its new files.
+# An editable install is a folder of links, for type checkers. At run time Python loads the tree itself, with new files.
 _here = Path(__file__).resolve().parent
 __path__[:] = [str(_here)]
 
@@ -45,12 +48,14 @@ _MODULE_OF = {
     "ConfigError": "config.config",
     "Context": "engine.context",
     "Engine": "engine.engine",
+    "Halving": "many.task",
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
     "Problem": "config.config",
     "Run": "engine.run",
     "StepResult": "engine.step_totals",
     "Stopped": "engine.stopping",
+    "Task": "many.task",
     "fit": "engine.run",
     "finish_gradients": "parallel.standalone",
     "initialize": "engine.initialize",
@@ -58,6 +63,7 @@ _MODULE_OF = {
     "models": "models",
     "options": "launcher",
     "parallelize": "parallel.standalone",
+    "train_many": "launcher",
 }
 __all__ = sorted(_MODULE_OF)
 
@@ -78,9 +84,9 @@ def __dir__() -> list[str]:
 def stands_aside(name: str) -> bool:
     """Whether a folder at the root was imported by its bare `name`, which then means another package.
 
-    With the root on sys.path, `import kernels` finds our folder, and hides a public package of that name.  So what
-    the rest of the path offers is loaded in its place.  If it offers nothing, the module is left empty, as a folder
-    without __init__.py would be: it has no __file__, so nobody takes it for an installed package.
+    With the root on sys.path, `import kernels` finds our folder, and hides a public package of that name.  So the
+    package on the rest of the path is loaded in its place.  If there is none, the module is left empty, like a folder
+    without __init__.py.  It has no __file__, so tools do not take it for an installed package.
     """
     if name.startswith(f"{__name__}."):
         return False
@@ -98,10 +104,10 @@ def stands_aside(name: str) -> bool:
 
 
 class _OtherPlaces:
-    """Asked last, when nothing is found in this folder.
+    """Finds modules of kernels/ and launcher/ in a source tree, after the search of this folder.
 
-    In a source tree kernels/ and launcher/ lie beside this folder. For one release, a module of before version 0.2
-    is an error that names the new place.
+    There they stand beside this folder. For one release, a module of before version 0.2 raises an error that names the
+    new place.
     """
 
     @staticmethod

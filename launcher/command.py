@@ -1,7 +1,7 @@
 """Runs the command `colossal-lite`: each command is a frozen dataclass, with options as fields and `run` as its action.
 
-Note: exit codes.  0: done.  1: the answer is bad news.  2: the request is not possible, and standard error says why,
-without a traceback.  Workers are started by torchrun, not from here.  Commands that need torch import it themselves, so
+Note: exit codes.  0: done.  1: the answer is negative.  2: the request is not possible; standard error says why,
+without a traceback.  Torchrun starts the workers, not this command.  Commands that need torch import it themselves, so
 `config` and `schedule` start without it.
 """
 
@@ -21,6 +21,8 @@ from colossal_lite import __version__
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
+from colossal_lite.launcher.calibrate_command import CalibrateCommand
+from colossal_lite.launcher.many_command import ManyCommand
 from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.launcher.prove_command import ProveCommand
@@ -28,7 +30,7 @@ from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
 PROGRAM = "colossal-lite"
-# Commands that are not built yet. They are refused by name.
+# Commands that are not built yet; each is refused by name.
 NOT_BUILT: Mapping[str, str] = {
     "bench": "benchmarks in one command; scripts are in examples/benchmarks",
 }
@@ -40,7 +42,7 @@ ABOUT = f"""Large-scale training; torchrun starts the workers. Not built yet: {"
 
 @dataclass(frozen=True)
 class Doctor:
-    """What this machine has for training, what fell back, and why. Exit code 1 if something cannot work."""
+    """Check this machine for training: findings, fallbacks and reasons. Exit code 1 if something cannot work."""
 
     json: bool = False
     """One JSON object a finding, for programs."""
@@ -61,12 +63,12 @@ class Doctor:
 
 @dataclass(frozen=True)
 class Show:
-    """Every setting with its value and origin. Options after the file (`--parallel.tensor.size 2`) win."""
+    """Show every setting with its value and origin. Options after the file (`--parallel.tensor.size 2`) win."""
 
     path: Positional[str]
     """A .py file (`file.py:name` for another dict than `config`), .json or .toml."""
     world: int | None = None
-    """Check it against a world of so many ranks, and derive parallel.data."""
+    """Check the configuration against a world of so many ranks, and derive parallel.data."""
     overrides: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
@@ -82,7 +84,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Schema:
-    """The JSON schema of a configuration file."""
+    """Print the JSON schema of a configuration file."""
 
     def run(self) -> int:
         print(json.dumps(Config.schema(), indent=2))
@@ -91,7 +93,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Options:
-    """Every option that may lie over a configuration file, with its meaning and default."""
+    """List every option that may override a configuration file, with its meaning and default."""
 
     def run(self) -> int:
         print(Config.help(PROGRAM))
@@ -100,7 +102,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ConfigCommand:
-    """Show a configuration as it will be read, or describe what one may hold."""
+    """Show a configuration as a run reads it, or list the legal settings."""
 
     action: OmitSubcommandPrefixes[
         Annotated[Show, subcommand("show")]
@@ -114,7 +116,7 @@ class ConfigCommand:
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """Draw a pipeline schedule, with its bubble, the activations that it holds, and its messages."""
+    """Draw a pipeline schedule, with its bubble, its activations, and its messages."""
 
     stages: int
     """Ranks of the pipeline."""
@@ -123,7 +125,7 @@ class ScheduleCommand:
     name: ScheduleName
     """Which schedule."""
     stages_per_rank: int | None = None
-    """Stages on each rank; left out, the least that the schedule is defined for."""
+    """Stages on each rank; default: the least that the schedule allows."""
     cost: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Seconds of forward, input gradient and weight gradient of one rank's layers."""
     latency_s: float = 0.0
@@ -144,10 +146,10 @@ class ScheduleCommand:
 
 @dataclass(frozen=True)
 class Ls:
-    """Checkpoints of a folder, the newest first. Exit code 1 if one is damaged."""
+    """List the checkpoints of a folder, the newest first. Exit code 1 if one is damaged."""
 
     folder: Positional[Path]
-    """What `engine.save` was given, or one step of it."""
+    """The folder of `engine.save`, or one checkpoint in it."""
 
     def run(self) -> int:
         from colossal_lite.checkpoint import tools as tools
@@ -162,7 +164,7 @@ class Verify:
     """Read every byte of a checkpoint, or of all in a folder. Exit code 1 if one is damaged."""
 
     folder: Positional[Path]
-    """What `engine.save` was given, or one step of it."""
+    """The folder of `engine.save`, or one checkpoint in it."""
 
     def run(self) -> int:
         from colossal_lite.checkpoint import tools as tools
@@ -179,7 +181,7 @@ class ToHF:
     """Write a checkpoint as a Hugging Face folder that `from_pretrained` opens."""
 
     folder: Positional[Path]
-    """What `engine.save` was given, or one step of it; the newest whole checkpoint is taken."""
+    """The folder of `engine.save`, or one checkpoint in it; the newest whole checkpoint is exported."""
     target: Positional[Path]
     """The folder to make."""
     dtype: Literal["fp32", "fp16", "bf16", "fp64"] = "fp32"
@@ -199,7 +201,7 @@ class FromHF:
     folder: Positional[Path]
     """Folder with config.json and safetensors."""
     target: Positional[Path]
-    """Where `engine.load` will look."""
+    """The folder to pass to `engine.load`."""
 
     def run(self) -> int:
         from colossal_lite.checkpoint import tools as tools
@@ -228,7 +230,7 @@ class ReportCommand:
     """Make report.html of a run again, from the files in its folder."""
 
     folder: Positional[Path]
-    """What `cl.Run` was given."""
+    """The folder of the `cl.Run`."""
 
     def run(self) -> int:
         from colossal_lite.observe.report import write_report
@@ -245,13 +247,15 @@ Command = (
     | Annotated[RolesCommand, subcommand("roles")]
     | Annotated[ProveCommand, subcommand("prove")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
+    | Annotated[CalibrateCommand, subcommand("calibrate")]
+    | Annotated[ManyCommand, subcommand("many")]
     | Annotated[CkptCommand, subcommand("ckpt")]
     | Annotated[ReportCommand, subcommand("report")]
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. tyro itself exits with 0 after --help and with 2 at a wrong option."""
+    """Run one command and return its exit code. tyro itself exits with 0 after --help, with 2 at a wrong option."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in NOT_BUILT:
         print(f"{PROGRAM} {given[0]} is not built yet ({NOT_BUILT[given[0]]})", file=sys.stderr)
@@ -275,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:  # a file that the command was told to write or read
+    except OSError as error:  # a file of the command cannot be written or read
         print(error, file=sys.stderr)
         return 2
     except CheckpointError as error:

@@ -1,6 +1,6 @@
 """Checks this machine for training: versions, devices, limits and fallbacks, as rows and as a table.
 
-Note: a row is data.  Each probe yields rows of one group.  A probe that fails becomes a row that says how, so a broken
+Note: a row is data.  Each probe yields rows of one group.  A probe that fails becomes a row with its error, so a broken
 machine still gets a report.  Nothing is downloaded, compiled or left on disk.  Of the environment only the variables in
 VARIABLES are shown: others may hold secrets.
 """
@@ -52,7 +52,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """One finding. ok: as it should be; note: works, but know this; fault: something here cannot work."""
+    """One finding. ok: no problem; note: works with a restriction; fault: something here cannot work."""
 
     group: str
     name: str
@@ -64,7 +64,7 @@ class DoctorRow:
 def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...]:
     """Every finding about this process and its machine. Never raises.
 
-    `environment` is this process's environment; without it, nothing is said about variables.
+    `environment` is this process's environment; without it the report has no rows about variables.
     """
     probes: tuple[tuple[str, Probe], ...] = (
         ("versions", versions),
@@ -78,10 +78,10 @@ def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...
 
 
 def attempt(group: str, probe: Probe) -> Iterator[DoctorRow]:
-    """The rows of a probe; if it fails, a row that says so in place of the rest."""
+    """The rows of a probe; if it fails, a row with its error follows those made so far."""
     try:
         yield from probe()
-    except Exception as error:  # whatever is broken on this machine is what the report is about
+    except Exception as error:  # any fault of this machine belongs in the report
         yield DoctorRow(group, "probe", "failed", "fault", f"{type(error).__name__}: {error}")
 
 
@@ -220,7 +220,7 @@ def _space(name: str, path: Path, enough_bytes: int, use: str) -> DoctorRow:
 
 
 def _direct(name: str, path: Path) -> DoctorRow:
-    """Whether `memory.disk_dir` could be there, and whether its files bypass the page cache."""
+    """Whether `memory.disk_dir` could be in a folder, and whether its files bypass the page cache."""
     try:
         file = DiskFile(path, FileLayout(()), label="doctor")
     except DiskError as error:
@@ -233,7 +233,7 @@ def _direct(name: str, path: Path) -> DoctorRow:
 
 
 def limits() -> Iterator[DoctorRow]:
-    """Limits of the system on a process. A limit that is too low shows late, as another error."""
+    """Limits of the system on a process. A low limit shows late, as another error."""
     import resource  # not on every platform
 
     unlimited = resource.RLIM_INFINITY

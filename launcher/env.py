@@ -4,11 +4,10 @@ Note: launchers.
 `detect` is a pure function of a mapping.  A process belongs to the first launcher whose variables it has:
 - **torchrun**, or another program that sets `RANK`: its variables are used as they are.
 - **openmpi**, `OMPI_COMM_WORLD_*`: before SLURM, because a batch script that calls mpirun has both.
-- **slurm**, `SLURM_PROCID` inside a step.  The batch script itself has `SLURM_PROCID=0` and no peers: it is a world of
-  one.
+- **slurm**, `SLURM_PROCID` inside a step.  The batch script itself has `SLURM_PROCID=0` and no peers: a world of one.
 - torchrun's own arguments `PET_*`, in a pod that runs one process and no torchrun.
 - **none**: a world of one.
-Variables that contradict each other are refused, because a wrong guess is a job that hangs.  The address of rank 0 is
+Variables that contradict each other are refused, because a job with a wrong guess hangs.  The address of rank 0 is
 never guessed across nodes, except from SLURM's own node list.
 """
 
@@ -27,12 +26,12 @@ from typing import Literal
 
 LauncherKind = Literal["torchrun", "slurm", "openmpi", "none"]
 DEFAULT_PORT = 29500
-# Ports derived from a job's id lie below Linux's ephemeral range; a job has 16, one for each of its steps.
+# Ports derived from a job's id are below Linux's ephemeral range.  A job has 16, one for each of its steps.
 DERIVED_PORT_FIRST, DERIVED_PORT_COUNT, STEPS_PER_JOB = 20000, 12288, 16
 
 
 class LaunchError(ValueError):
-    """The environment contradicts itself: names the variables, their values and what would be legal."""
+    """The environment contradicts itself. The text names the variables, their values and the legal ones."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,18 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    """0 if the launcher does not say."""
+    """0 if the launcher does not set it."""
     master_address: str = "127.0.0.1"
     master_port: int = 0
     """0 if no port is needed: a world of one."""
     restart_count: int = 0
     run_id: str = ""
     agent_store: bool = False
-    """The launcher itself serves the store; otherwise rank 0 does."""
+    """Whether the launcher itself serves the store; otherwise rank 0 does."""
     has_agent: bool = False
-    """The parent of this process is torchrun's agent, without which the run cannot go on."""
+    """Whether the parent of this process is torchrun's agent, without which the run cannot continue."""
     note: str = ""
-    """One line for people if the situation is legal but may not be intended."""
+    """One line for people if the situation is legal but perhaps not intended."""
 
     @property
     def one_node(self) -> bool:
@@ -85,10 +84,10 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def gloo_on_loopback(wanted: bool) -> Iterator[None]:
-    """Inside, gloo opens its sockets on the loopback interface, unless the user has named one.
+    """Within it, gloo opens its sockets on the loopback interface, unless the user has named one.
 
-    Gloo takes the interface from the environment and from nowhere else; without it, it listens where the
-    host's name resolves to, and fails where it does not resolve.
+    Gloo reads the interface from the environment only.  Without it, gloo listens on the address of the host's name, and
+    fails if that name does not resolve.
     """
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
@@ -100,6 +99,18 @@ def gloo_on_loopback(wanted: bool) -> Iterator[None]:
         yield
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def show_one_device(local_rank: int) -> None:
+    """Hide all CUDA devices from this process but the one of this local rank. To be called before CUDA begins."""
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if shown and local_rank >= len(shown):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={','.join(shown)} shows no device for local rank {local_rank}; legal: as many "
+            f"processes as devices"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown[local_rank] if shown else str(local_rank)
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
@@ -125,7 +136,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process is its node's first: what all ranks find wrong is printed once a node."""
+    """Whether this process is its node's first. An error that all ranks find is printed once a node."""
     ours = ("LOCAL_RANK", "RANK") if "RANK" in environ else ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     name = _first_of(environ, *ours)
     return name is None or not environ[name].strip().isdecimal() or int(environ[name]) == 0
@@ -138,8 +149,8 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     rank, world_size = _whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)
     hint = "torchrun sets it; by hand: MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
     address, port = _master(environ, world_size, hint)
-    # Without LOCAL_RANK: one node if rank 0 is on the loopback interface; otherwise one process a node, as in
-    # a job of one container a rank.
+    # Without LOCAL_RANK: one node if rank 0 is on the loopback interface.  Otherwise one process a node, as in a job of
+    # one container a rank.
     alone, counted = not is_loopback(address), "LOCAL_RANK" not in environ
     return Launch(
         "torchrun",
@@ -237,7 +248,7 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
 
 
 def _pod(environ: Mapping[str, str]) -> Launch:
-    """A process with torchrun's arguments but no torchrun may stand for a torchrun of one worker."""
+    """The place of a process that has torchrun's arguments but no torchrun: a torchrun of one worker."""
     workers, nodes = environ.get("PET_NPROC_PER_NODE", "1"), environ["PET_NNODES"]
     if workers != "1" or not nodes.isdecimal():
         raise LaunchError(
@@ -252,7 +263,7 @@ def _pod(environ: Mapping[str, str]) -> Launch:
 
 
 def _checked(launch: Launch) -> Launch:
-    """Relations that hold for every launcher."""
+    """The launch, checked by the rules of every launcher."""
     pairs = (
         ("rank", launch.rank, "world size", launch.world_size),
         ("local rank", launch.local_rank, "local world size", launch.local_world_size),
@@ -289,7 +300,7 @@ def endpoint(address: str, port: int) -> str:
 def expand_hosts(text: str) -> Iterator[str]:
     """The hosts of a SLURM node list, in order: `n[01-03,7],gpu5` is n01, n02, n03, n7, gpu5.
 
-    Lazily, so that the first host of a list of any length costs nothing. Raises LaunchError.
+    Lazy: the first host of a list of any length is cheap. Raises LaunchError.
     """
     if not re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\])+(?:,(?:[^\[\],\s]|\[[0-9,-]+\])+)*", text):
         raise LaunchError(f"the node list {text!r} cannot be read; legal: n[01-03,7],gpu5")
@@ -348,7 +359,7 @@ def _host(environ: Mapping[str, str], name: str) -> str:
 
 
 def _derived_port(number: int | None) -> int:
-    """A port that all ranks of a job derive from its id, and neighbouring jobs on the node do not."""
+    """A port that all ranks of a job derive from its id. Neighbouring jobs on the node derive others."""
     return DEFAULT_PORT if number is None else DERIVED_PORT_FIRST + number % DERIVED_PORT_COUNT
 
 

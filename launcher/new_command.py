@@ -28,7 +28,7 @@ GPT = {
     "model": f"cl.models.GPTConfig(vocabulary={BYTES}, layers=2, heads=4, width=64, sequence=SEQUENCE, dropout=0.1)",
     "stage": "1",
 }
-"""What stands in the templates for a model of ours."""
+"""Values of the templates for a model of ours."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _filled(file: str, values: Mapping[str, str]) -> str:
 
 
 def _hugging_face(given: Path) -> dict[str, str]:
-    """What stands in the templates for the model of a folder. Raises ValueError for what cannot be trained here."""
+    """Values of the templates for the model of a folder. Raises ValueError for a model that cannot be trained here."""
     folder = (given.parent if given.name == "config.json" else given).absolute()
     config = _text_model(folder)
     has_weights, has_tokenizer = (

@@ -1,7 +1,7 @@
-"""Says where a module of before version 0.2 is now. For one release.
+"""Names the new place of a module of before version 0.2. For one release.
 
-Note: `colossal_lite/__init__.py` asks here when an import finds nothing.  Six old modules have the names of packages
-today; what is imported from one of these, and is not there, is told the files that took it over.
+Note: `colossal_lite/__init__.py` asks here when an import finds nothing.  Six old modules have the names of today's
+packages.  A name that is missing in one of these raises an error with the files that took it over.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ MOVED: Mapping[str, str] = {
 
 
 def new_place(name: str) -> str | None:
-    """What to tell who imports the module `name` (with `colossal_lite.`), or None for a name that never was."""
+    """The error for an import of the module `name` (with `colossal_lite.`); None for a name that never existed."""
     old = name.removeprefix("colossal_lite.")
     package, _, member = old.rpartition(".")
     if old in MOVED:

@@ -1,4 +1,4 @@
-"""Runs `colossal-lite plan`: what a run will hold and move, before there is one."""
+"""Runs `colossal-lite plan`: forecasts the memory and traffic of a run before there is one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """What a run will hold and move on one rank, in a world that need not exist. Exit code 1 if it does not fit.
+    """Forecast the memory and traffic of one rank, in a world that need not exist. Exit code 1 if it does not fit.
 
-    Options after the file (`--parallel.tensor.size 2`) lie over it, as in `config show`.
+    Options after the file (`--parallel.tensor.size 2`) override it, as in `config show`.
     """
 
     path: Positional[str]
     """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
     model: str
-    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both; a Hugging Face folder (config.json);
-    or a function that builds the model: `module:function`, `file.py:function`."""
+    """gpt2-SIZE, llama-SIZE, fields of GPTConfig (`layers=6,width=384`), or both. Or a Hugging Face folder
+    (config.json), or a function that builds the model: `module:function`, `file.py:function`."""
     batch: int
     """Samples of a step, over all ranks."""
     sequence: int
@@ -41,13 +41,13 @@ class PlanCommand:
     rank: int = 0
     """Which of them."""
     device_memory: str | None = None
-    """Of one device, such as 80GiB; left out: that of the device here, if there is one."""
+    """Memory of one device, such as 80GiB; default: that of the device here, if there is one."""
     one_host: bool = False
     """All ranks are processes of one host's CPUs, which exchange through shared memory."""
     svg: Path | None = None
     """Draw the pipeline's schedule into this file."""
     compare: Literal["tensor"] | None = None
-    """tensor: every tensor mode that this world can have, side by side, in the place of the plan of one."""
+    """tensor: every tensor mode that this world can have, side by side, instead of the plan of one."""
     overrides: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:

@@ -1,7 +1,7 @@
-"""Runs `colossal-lite prove`: a model on emulated ranks of this machine beside the same model in one process.
+"""Runs `colossal-lite prove`: compares a model on emulated ranks of this machine with the same model in one process.
 
-Note: ranks are processes of this machine's CPUs, started once and used for every world that is tried.  Where ranks
-differ, each axis is tried alone, so that the axis at fault is named.
+Note: ranks are processes of this machine's CPUs, started once and used for every world.  If ranks differ, each axis is
+tried alone, so that the axis at fault is named.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Verdict:
     compared: int
     """Tensors that each rank compared."""
     largest_error: float
-    """Relative, of those that agree."""
+    """Largest relative error of tensors that agree."""
     fault: Fault | None = None
     """The first difference."""
     refused: str = ""
@@ -66,21 +66,21 @@ class ProveCommand:
     """Train a small version of your model on ranks of this machine and in one process, and compare every gradient.
 
     Exit code 0: equal. 1: not; the first module, tensor and axis are named. 2: refused. Both sides run in float64 with
-    SGD. Options after the file (`--parallel.tensor.size 2`) lie over it, as in `config show`.
+    SGD. Options after the file (`--parallel.tensor.size 2`) override it, as in `config show`.
     """
 
     path: Positional[str]
     """Configuration: a .py file (`file.py:name` for another dict than `config`), .json or .toml."""
     model: str
-    """FILE.py:FUNCTION or MODULE:FUNCTION that takes nothing and returns the model; or as `plan` takes it."""
+    """FILE.py:FUNCTION or MODULE:FUNCTION that takes nothing and returns the model; or a model as in `plan`."""
     world: int
     """Ranks: processes of this machine."""
     steps: int = 3
     """Steps to train."""
     whole: bool = False
-    """Take the model as it is; left out, a large one is made smaller by the sizes in its config."""
+    """Take the model as it is; default: a large one is made smaller by the sizes in its config."""
     criterion: Literal["model"] | None = None
-    """model: train on the loss that the model's own forward gives."""
+    """model: train on the loss that the model's own forward returns."""
     plan: str | None = None
     """FILE.py:NAME, a dict of roles, as `initialize(plan=...)` takes it."""
     timeout_s: float = 300.0
@@ -162,7 +162,7 @@ def _builder(text: str, whole: bool) -> tuple[Build, str]:
 
 
 def _serve(tasks: Connection) -> None:
-    """Main function of a rank: one world after another, until the other end is closed."""
+    """Main function of a rank: runs one world after another, until the other end closes."""
     import torch
 
     from colossal_lite.engine.proof import prove_on_rank
@@ -181,7 +181,7 @@ def _serve(tasks: Connection) -> None:
                 answer: Any = prove_on_rank(context, build, case)
         except ValueError as error:
             answer = str(error)
-        except Exception:  # the other end says it
+        except Exception:  # the parent reports it
             answer = LaunchError(f"rank {rank}: {traceback.format_exc()}")
         tasks.send(answer)
 
@@ -197,7 +197,7 @@ class _Ranks:
     worlds: int = 0
 
     def run(self, asked: ProveCommand, case: ProofCase, world: int | None = None) -> list[Proof | str]:
-        """What each rank of a world found, or why it refuses. Raises LaunchError for a rank that died or is late."""
+        """The result of each rank of a world, or its refusal. Raises LaunchError for a rank that died or is late."""
         tasks = self.tasks[: world or len(self.tasks)]
         self.worlds += 1
         path = f"{self.directory}/store{self.worlds}"

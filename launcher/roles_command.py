@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RolesCommand:
     """The roles that plan="auto" finds in a model, as a dict to paste and edit. Nothing is trained.
 
-    Weights are not read: a small copy is run, cut over emulated ranks, and compared with the copy as it is.
+    Weights are not read. A small copy runs on emulated ranks, and is compared with the copy in one process.
     """
 
     model: Positional[str]
@@ -59,9 +59,9 @@ class RolesCommand:
 
 
 def built(text: str) -> nn.Module:
-    """The model that a word of the command line names, with parameters on meta where it is a folder.
+    """The model that an argument of the command names, with parameters on meta if it is a folder.
 
-    Raises ValueError naming the word and what is legal."""
+    Raises ValueError with the argument and the legal ones."""
     from torch import nn
 
     if Path(text).is_dir():
@@ -100,7 +100,7 @@ def function_of(text: str) -> Callable[[], object]:
 
 
 def _of_folder(folder: Path) -> nn.Module:
-    """The causal language model, or the masked one, that a config.json describes; its weights are not read."""
+    """The causal or masked language model that a config.json describes; its weights are not read."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"model {folder}: the folder has no config.json")
     try:

@@ -1,13 +1,13 @@
-"""Ends a script: one message from the rank that failed first, an exit code, and a word to torchrun.
+"""Ends a script: prints one message of the rank that failed first, and sets the exit code and torchrun's error file.
 
-Note: which rank speaks.
-An error that ends a script comes to `sys.excepthook`.  `launch` and `options` put ours there, in each process that a
-user started.
-What was asked for and cannot be (ConfigError, LaunchError, a ValueError that this package raises) is told without a
-traceback, and the exit code is 2.  Ranks that do not meet (CommError) are told without one too.  Of any other error the
-frames of the user's files are shown, and where it was raised.  A rank that fails since another did is quiet.  Without
-torchrun, whose last lines name it, it prints a line.  All of a traceback is in the log of a rank that has a `Run`, or
-shown by Python's development mode.
+Note: which rank prints.
+Python hands an error that ends a script to `sys.excepthook`.  `launch` and `options` install ours, in each process that
+a user started.
+A refusal is printed without a traceback, and the exit code is 2: ConfigError, LaunchError, a ValueError of this
+package.  Ranks that do not meet (CommError) have no traceback either.  For any other error the frames of the user's
+files are printed, and the frame that raised it.  A rank that fails because another did prints nothing.  Without
+torchrun, whose last lines name it, it prints a line.  The full traceback is in the log of a rank that has a `Run`;
+Python's development mode prints it too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OptionsOf = TypeVar("OptionsOf")
 def options(kind: type[OptionsOf]) -> tuple[OptionsOf, list[str]]:
     """The command line of this script: its fields in the dataclass `kind`, and the rest, for `launch(overrides=...)`.
 
-    Ends the script after `--help`, and with 2 for a value that cannot be. One rank of a node prints."""
+    Ends the script after `--help`, and with 2 for an illegal value. One rank of a node prints."""
     import tyro
 
     ScriptEnd.installed()
@@ -50,21 +50,21 @@ class ScriptEnd:
     def __init__(self, before: Hook) -> None:
         self._before = before
         self.place: Launch | None = None
-        """None while this rank does not know it."""
+        """This rank's place; None until it is known."""
         self._heard = (0, "")
 
     @classmethod
     def installed(cls) -> ScriptEnd:
-        """The one of this process, which stays until it ends."""
+        """The hook of this process, which stays until the process ends."""
         hook = sys.excepthook
         if not isinstance(hook, cls):
             hook = sys.excepthook = cls(hook)
         return hook
 
     def leaving(self, error: BaseException, first_failure: str) -> None:
-        """An error leaves a context: keep which rank was the first to fail, while that can be asked."""
+        """Called when an error leaves a context: records which rank failed first, while the store still answers."""
         self._heard = (id(error), first_failure)
-        if isinstance(error, Stopped) and error.code:  # to Python that is no error
+        if isinstance(error, Stopped) and error.code:  # Python does not count it as an error
             _record(error, str(error))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -87,7 +87,7 @@ class ScriptEnd:
         return bool(first_failure) and not first_failure.startswith(f"rank {rank} ")
 
     def _said(self, error: BaseException, refused: bool) -> str:
-        """What this rank prints."""
+        """The text that this rank prints."""
         of, first = self._heard
         rank = self.place.rank if self.place else None
         if of == id(error) and self._follows(first):
@@ -98,7 +98,7 @@ class ScriptEnd:
             and of != id(error)
             and not env.speaks(env.environment())
         ):
-            return ""  # all ranks find the same
+            return ""  # all ranks find the same fault
         who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
         if refused or isinstance(error, CommError):
             at = "".join(f"\n  {f.filename}, line {f.lineno}: {f.line}" for f in _user_frames(error)[-1:])
@@ -107,16 +107,16 @@ class ScriptEnd:
 
 
 def _record(error: BaseException, text: str) -> None:
-    """Fill the error file that torchrun has given to this rank, if it has: its last lines show the text."""
+    """Write the text to the error file that torchrun gave this rank, if any; torchrun's last lines show it."""
     kind = type(type(error).__name__, (Exception,), {"__module__": "builtins"})
     try:
-        raise kind(text) from None  # without its traceback, causes and notes, which are told elsewhere
+        raise kind(text) from None  # without its traceback, causes and notes, which are printed elsewhere
     except Exception as told:
         get_error_handler().record_exception(told.with_traceback(None))
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package has raised it."""
+    """Whether this package raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("colossal_lite.")
 

@@ -3,7 +3,7 @@
 Note: the order of a launch, and ownership.
 Everything that can be refused from numbers alone is refused first: then no store is opened and no group created.  Next
 the ranks meet in the store.  They count themselves, so that a missing rank is named.  They compare configurations,
-versions and source (launcher/versions.py), so that all refuse if two differ.  Groups are created last.
+versions and source (launcher/versions.py); if two ranks differ, all refuse.  Groups are created last.
 
 - *Store.*  Torchrun's agent serves it, or rank 0 does, on the loopback interface if the world is one node.  The server
   lives as long as the process.  Each launch has its own prefix in it.
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchError", "findings", "launch"]
 
-# How long rank 0 keeps a store that it serves for ranks that have not closed yet.
+# How long rank 0 keeps serving its store for ranks that have not closed yet.
 LINGER_S = 3.0
-# How much longer than their own timeout calls of torch are waited for.
+# Extra time for torch's calls beyond their own timeout.
 MARGIN_S = 0.3
 
 
@@ -68,14 +68,13 @@ def launch(
 ) -> Context:
     """Join this process to its world. Collective: every rank calls it, with the same configuration.
 
-    `config` is a dict (`cl.ConfigDict` types its keys; `Config.load` takes any mapping), a .py, .json or .toml file, or
-    a Config; `overrides` are options that lie over it
-    (`--parallel.tensor.size 2`).  Place and world come from the environment (torchrun, SLURM, OpenMPI, none),
-    or from `rank` and `world_size`, which go with a `store` that all those ranks share.
+    `config` is a dict, a .py, .json or .toml file, or a Config. `cl.ConfigDict` types the keys of a dict; `Config.load`
+    takes any mapping. `overrides` are options that replace its values (`--parallel.tensor.size 2`).  Place and world
+    come from the environment (torchrun, SLURM, OpenMPI, none).  Or `rank` and `world_size` give them, with a `store`
+    that all those ranks share.
 
-    Raises ConfigError for a configuration that cannot run in this world (or, with `model_facts`, with this
-    model), LaunchError for an environment that contradicts itself, CommError if ranks do not arrive within
-    `timeout_s`.
+    Raises ConfigError for a configuration that cannot run in this world (with `model_facts`, with this model).  Raises
+    LaunchError for an environment that contradicts itself, and CommError if ranks do not arrive within `timeout_s`.
     """
     end = ScriptEnd.installed() if store is None else None
     place = _place(store, rank, world_size)
@@ -99,13 +98,13 @@ def launch(
         raise
     if end is not None:
         sys.excepthook = (
-            end  # over the one of torch's groups, which would keep back what is said before an exit
+            end  # replaces the hook of torch's groups, which would hold back the message of an exit
         )
     return context
 
 
 def findings() -> Iterator[DoctorRow]:
-    """What `doctor` says about launchers and backends. Starts and ends a world of one on gloo."""
+    """The rows of `doctor` about launchers and backends. Starts and ends a world of one on gloo."""
     try:
         place = env.detect(env.environment())
         yield DoctorRow("launch", "launcher", place.describe(), "note" if place.note else "ok", place.note)
@@ -141,7 +140,7 @@ def _place(store: dist.Store | None, rank: int | None, world_size: int | None) -
         raise LaunchError(
             f"rank={rank}, world_size={world_size} without a store; legal: a torch.distributed store"
         )
-    # How these ranks lie on nodes is not said: devices as if all were here, sockets as if they were not.
+    # The nodes of these ranks are unknown: choose devices as on one node, and sockets as on several.
     return Launch("none", rank, world_size, local_rank=rank, local_world_size=1 if world_size == 1 else 0)
 
 
@@ -162,7 +161,7 @@ def _device(backend: str, place: Launch) -> torch.device:
 
 
 def _check_kernels(choice: str, device: torch.device) -> None:
-    """Refuse kernels that were requested by name and cannot run here: nothing falls back in silence."""
+    """Refuse kernels that were requested by name and cannot run here: there is no silent fallback."""
     why = kernels.why_not_triton(device.type) if choice == "triton" else None
     if why is not None:
         raise ConfigError([Problem("kernels", choice, why, kernels.LEGAL_WITHOUT)])
@@ -175,7 +174,7 @@ def _join(
     place: Launch, config: Config, device: torch.device, given: dist.Store | None, owned: ExitStack,
     end: ScriptEnd | None,
 ) -> Context:  # fmt: skip
-    """Meet the other ranks and create the groups; `owned` gets what `close` has to free; `end` hears of errors."""
+    """Meet the other ranks and create the groups. `owned` collects resources for `close`; `end` learns of errors."""
     timeout = timedelta(seconds=config.timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     alone = place.world_size == 1 and given is None
@@ -211,7 +210,7 @@ def _join(
                 watch=watch,
             )
     owned.callback(mesh.destroy)
-    # Last: until here a rank may wait long for others, and SIGTERM has to end it.
+    # Last: until here a rank may wait long for others, and SIGTERM must end it.
     signals = StopSignals(answers=place.rank == 0)
     owned.callback(signals.restore)
     signals.install()
@@ -222,7 +221,7 @@ def _join(
 
 
 def _watch(store: LimitedStore, place: Launch, given: dist.Store | None) -> Watchdog:
-    """The watch of this rank. It may end the process if a launcher has started it."""
+    """The watchdog of this rank. It may end the process if a launcher started it."""
     return Watchdog(
         store,
         place.rank,
@@ -235,7 +234,7 @@ def _watch(store: LimitedStore, place: Launch, given: dist.Store | None) -> Watc
 
 @contextmanager
 def _meeting(place: Launch, watch: Watchdog) -> Iterator[None]:
-    """Around the creation of groups: an error of torch's becomes a CommError that names who does not answer."""
+    """Context of the creation of groups. An error of torch becomes a CommError that names the missing ranks."""
     try:
         yield
     except (CommError, ValueError):
@@ -262,11 +261,11 @@ def _launchers_store(place: Launch, timeout: timedelta) -> dist.Store:
 
 @functools.cache
 def _serve(address: str, port: int) -> dist.Store:
-    """The server, kept with the process: one rank may begin its next launch before another ends this one."""
+    """The store's server, kept for the process: one rank may begin its next launch before another ends this one."""
     try:
         if not env.is_loopback(address):
             return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
-        # A socket that torch makes listens on every interface, and the store asks nobody who he is.
+        # A socket that torch makes listens on every interface, and the store has no authentication.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
         fd = listener.detach()
@@ -279,12 +278,12 @@ def _serve(address: str, port: int) -> dist.Store:
 
 
 def file_store(path: str, world_size: int) -> dist.Store:
-    """Where the ranks of one world on this machine meet, by a file that is not there yet."""
+    """A store for the ranks of one world on this machine, in a file that does not exist yet."""
     return dist.FileStore(path, world_size)
 
 
 def _own_keys(store: dist.Store, place: Launch) -> dist.Store:
-    """A prefix for this launch: ranks agree on it because each has launched as often as the others."""
+    """A prefix for this launch. Ranks agree on it because each has launched as often as the others."""
     ours = dist.PrefixStore(f"colossal_lite/{place.restart_count}", store)
     return dist.PrefixStore(str(ours.add(f"launches/{place.rank}", 1)), ours)
 
@@ -363,7 +362,7 @@ def _enter_default_group(
             f"this process is {there} already and cannot be {here} as well; close that context first"
         )
     elif _count_contexts(place, 0) == 0:
-        _count_contexts(place, 1)  # somebody else's: one use that no context gives back
+        _count_contexts(place, 1)  # created by other code: one use that no context releases
     _count_contexts(place, 1)
 
 
@@ -384,8 +383,8 @@ def _count_contexts(place: Launch, change: int) -> int:
 
 
 def _leave_together(store: LimitedStore, place: Launch, watch: Watchdog) -> None:
-    """Rank 0 waits as it serves the store: other ranks may still read there why a rank has stopped. It does not wait
-    for those that are known to have died."""
+    """On rank 0, wait while it serves the store: other ranks may still read there why a rank stopped. Ranks that are
+    known to have died are not waited for."""
     store, ranks = store.within(ANSWER_S), range(place.world_size)
     try:
         store.set("leaving", "")

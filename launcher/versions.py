@@ -14,7 +14,7 @@ from colossal_lite import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What must be the same on every rank, by name."""
+    """Facts that must be the same on every rank, by name."""
     return {
         "version of colossal_lite": __version__,
         "version of torch": torch.__version__,
@@ -24,9 +24,9 @@ def versions() -> dict[str, str]:
 
 
 def source_hash(root: Path) -> str:
-    """Of the Python files of all rooms below `root`, as they lie there now: names and bytes, 12 hexadecimal digits."""
+    """A hash of the Python files of all rooms below `root`: names and bytes, 12 hexadecimal digits."""
     done = hashlib.sha256()
-    # kernels/ and launcher/ lie within the package where it is installed, and beside it in a source tree
+    # kernels/ and launcher/ are inside an installed package, and beside it in a source tree
     names = [""] if (root / "__init__.py").is_file() else ["colossal_lite", "kernels", "launcher"]
     found = (path for name in names for path in (root / name).rglob("*.py"))
     files = {path.relative_to(root).as_posix(): path for path in found}

@@ -88,7 +88,8 @@ class ZeroDict(TypedDict, total=False):
     Gradients are also summed over the copies. A sequence axis always shards. None: one copy, sharded over
     all."""
     prefetch: int
-    """Stage 3: blocks whose weights are gathered ahead of the block that computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the block that computes. In a pipeline: visits of a
+    stage."""
 
 
 class HostFractionDict(TypedDict, total=False):
@@ -104,20 +105,29 @@ class HostFractionDict(TypedDict, total=False):
 
 
 class RatesDict(TypedDict, total=False):
-    """Rates of a machine for one rank, for update_on="auto". Give all of the first four, or none to measure them."""
+    """Rates of a machine for one rank. A device that a CPU emulates copies no faster than these say."""
 
+    file: str | None
+    """A file of `colossal-lite calibrate`, in the place of all others."""
     host_update: float | None
     """Elements a second that are updated on the host."""
     device_update: float | None
     """Elements a second that are updated on the device."""
     up: int | str | None
-    """Bytes a second from host to device."""
+    """Bytes a second from host to device; None: as fast as the machine copies."""
     down: int | str | None
-    """Bytes a second from device to host."""
+    """Bytes a second from device to host; None: as `up`."""
+    latency_s: float
+    """Seconds of latency of each copy between device and host."""
+    disk: int | str | None
+    """Bytes a second from and to the disk together; None: as fast as it is."""
     host_memory: int | str | None
     """Bytes a second that the host reads and writes, for updates and copies together; None: no limit."""
     call_s: float
     """Seconds of overhead for the host update of each chunk."""
+    flops: float | None
+    """Floating-point operations a second of forward and backward. `plan` predicts the seconds of a step by
+    it, without a pipeline."""
 
 
 class MemoryDict(TypedDict, total=False):
@@ -138,8 +148,6 @@ class MemoryDict(TypedDict, total=False):
     disk_dir: str | None
     """Directory of the disk tier. placement='disk' needs it. 'host' and 'auto' write optimizer state beyond
     host_budget there; without it they never use the disk."""
-    link_bandwidth: int | str | None
-    """Bytes a second each way between device and host, emulated on a CPU; None: no emulation."""
     update_on: Literal["device", "host", "auto"] | dict[str, int | float | Sequence[int]]
     """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied
     there and back; the bits are those of state that stays on the device. host: the CPU updates it, so
@@ -147,12 +155,9 @@ class MemoryDict(TypedDict, total=False):
     on the host. dict(host=share): this share of the chunks on the host. dict(host=[0, 2]): the chunks with
     these numbers. Both sides then work at once. auto: the fastest mix by `rates`; the resolved configuration
     has that mix."""
-    rates: RatesDict
-    """Rates of the machine, for update_on="auto"."""
-    link_latency_s: float
-    """Seconds of latency of each copy between device and host, emulated on a CPU."""
-    disk_bandwidth: int | str | None
-    """Bytes a second from and to the disk together, emulated on a CPU; None: no emulation."""
+    rates: RatesDict | str | None
+    """Rates of the machine, or the name of a file of `colossal-lite calibrate`. update_on='auto' without
+    rates takes that file of this machine where there is one, and measures otherwise."""
 
 
 class PrecisionDict(TypedDict, total=False):

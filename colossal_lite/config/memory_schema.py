@@ -83,28 +83,37 @@ UpdateOn = Annotated[
 
 
 class RatesConfig(Section):
-    """Rates of a machine for one rank, for update_on="auto". Give all of the first four, or none to measure them."""
+    """Rates of a machine for one rank. A device that a CPU emulates copies no faster than these say."""
 
+    file: str | None = None
+    """A file of `colossal-lite calibrate`, in the place of all others."""
     host_update: Positive | None = None
     """Elements a second that are updated on the host."""
     device_update: Positive | None = None
     """Elements a second that are updated on the device."""
     up: Budget | None = None
-    """Bytes a second from host to device."""
+    """Bytes a second from host to device; None: as fast as the machine copies."""
     down: Budget | None = None
-    """Bytes a second from device to host."""
+    """Bytes a second from device to host; None: as `up`."""
+    latency_s: NotNegative = 0.0
+    """Seconds of latency of each copy between device and host."""
+    disk: Budget | None = None
+    """Bytes a second from and to the disk together; None: as fast as it is."""
     host_memory: Budget | None = None
     """Bytes a second that the host reads and writes, for updates and copies together; None: no limit."""
     call_s: NotNegative = 0.0
     """Seconds of overhead for the host update of each chunk."""
+    flops: Positive | None = None
+    """Floating-point operations a second of forward and backward. `plan` predicts the seconds of a step by it, without
+    a pipeline."""
 
     def errors(self) -> Iterable[SettingError]:
-        needed = ("host_update", "device_update", "up", "down")
-        missing = [name for name in needed if getattr(self, name) is None]
-        if missing and self.model_fields_set:
-            yield SettingError(
-                missing[0], "is not given, and other rates are", f"all of {', '.join(needed)}, or none"
-            )
+        if self.file is not None and len(self.model_fields_set) > 1:
+            yield SettingError("file", "is given, and other rates are", "a file alone, or rates alone")
+
+
+NEEDED = ("host_update", "device_update", "up")
+"""The rates by which a mix is found."""
 
 
 class MemoryConfig(Section):
@@ -123,8 +132,6 @@ class MemoryConfig(Section):
     disk_dir: str | None = None
     """Directory of the disk tier. placement='disk' needs it. 'host' and 'auto' write optimizer state beyond host_budget
     there; without it they never use the disk."""
-    link_bandwidth: Budget | None = None
-    """Bytes a second each way between device and host, emulated on a CPU; None: no emulation."""
     update_on: UpdateOn = "device"
     """Where the optimizer updates state that is stored on the host or on disk. device: the state is copied there and
     back; the bits are those of state that stays on the device. host: the CPU updates it, so gradients are copied down
@@ -132,11 +139,8 @@ class MemoryConfig(Section):
     share of the chunks on the host. dict(host=[0, 2]): the chunks with these numbers. Both sides then work at once.
     auto: the fastest mix by `rates`; the resolved configuration has that mix."""
     rates: RatesConfig = RatesConfig()
-    """Rates of the machine, for update_on="auto"."""
-    link_latency_s: NotNegative = 0.0
-    """Seconds of latency of each copy between device and host, emulated on a CPU."""
-    disk_bandwidth: Budget | None = None
-    """Bytes a second from and to the disk together, emulated on a CPU; None: no emulation."""
+    """Rates of the machine, or the name of a file of `colossal-lite calibrate`. update_on='auto' without rates takes
+    that file of this machine where there is one, and measures otherwise."""
 
     @property
     def on_host(self) -> Fraction | tuple[int, ...]:
@@ -147,12 +151,6 @@ class MemoryConfig(Section):
         if isinstance(value, tuple):
             return value
         return 1 - 1 / Fraction(value) if kind == "every" else Fraction(value).limit_denominator(10_000)
-
-    @property
-    def emulates(self) -> tuple[str, ...]:
-        """The settings of links that are only emulated, as they are given."""
-        given = ("link_bandwidth", "link_latency_s", "disk_bandwidth")
-        return tuple(name for name in given if getattr(self, name))
 
     @property
     def moves(self) -> bool:
@@ -166,6 +164,12 @@ class MemoryConfig(Section):
         if self.moves:
             return "host"
         return "device" if self.placement == "auto" else self.placement
+
+    @property
+    def sends_gradients_early(self) -> bool:
+        """Whether gradients for host updates are copied down in backward. All of them then need host memory at once, so
+        this is off beside host_budget and where a plan counts the bytes."""
+        return self.placement == "host" and self.host_budget is None
 
     @property
     def spills_to_disk(self) -> bool:
@@ -182,13 +186,14 @@ class MemoryConfig(Section):
             legal = "host_fraction=dict(weights=, gradients=, optimizer=) with one above 0, or 'device'"
             rule = "keeps nothing on the host, as each host_fraction is 0"
             yield SettingError("placement", rule, legal, reads="host_fraction")
+        missing = [name for name in NEEDED if getattr(self.rates, name) is None]
+        if self.update_on == "auto" and self.rates.file is None and 0 < len(missing) < len(NEEDED):
+            legal = f"all of {', '.join(NEEDED)}, or none of them"
+            yield SettingError(f"rates.{missing[0]}", "is not given, and others are", legal, reads="rates")
 
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
-        if self.update_on != "auto":
-            for name in RatesConfig.model_fields:
-                yield UnusedSetting(f"rates.{name}", f"update_on={self.update_on!r} asks for no rates")
         if self.placement == "static" and not self.host_fraction.optimizer:
             why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
             yield UnusedSetting("update_on", why)
@@ -198,7 +203,7 @@ class MemoryConfig(Section):
                     f"host_fraction.{name}", f"placement={self.placement!r} does not divide by fractions"
                 )
         if self.records_tier != "disk" and not self.spills_to_disk:
-            for name in ("disk_dir", "disk_bandwidth"):
+            for name in ("disk_dir", "rates.disk"):
                 yield UnusedSetting(name, self._why_not_on_disk)
 
     def _unread_on_the_device(self) -> Iterable[UnusedSetting]:
@@ -207,8 +212,8 @@ class MemoryConfig(Section):
         if self.placement == "auto":
             yield UnusedSetting("placement", why := UNDIVIDED)
         yield UnusedSetting("host_budget", f"{why} (a store alone takes it from there)")
-        for name in ("link_bandwidth", "link_latency_s"):
-            yield UnusedSetting(name, "all model state rests on the device, and nothing moves")
+        for name in RatesConfig.model_fields.keys() - {"disk", "flops"}:
+            yield UnusedSetting(f"rates.{name}", "all model state rests on the device, and nothing moves")
         yield UnusedSetting("update_on", "all model state rests on the device, and is updated there")
 
     @property

@@ -15,6 +15,9 @@ RENAMED: Mapping[str, str] = {
     "zero.shard": "zero.shard_size",
     "optimizer.update": "optimizer.update_when",
     "memory.update": "memory.update_on",
+    "memory.link_bandwidth": "memory.rates.up",
+    "memory.link_latency_s": "memory.rates.latency_s",
+    "memory.disk_bandwidth": "memory.rates.disk",
     "parallel.pipeline.chunks": "parallel.pipeline.stages_per_rank",
     "parallel.tensor.regather": "parallel.tensor.regather_inputs",
 }

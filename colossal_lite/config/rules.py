@@ -103,9 +103,6 @@ def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_ty
     """Settings of `memory` that a device of this type does not support, with `data` ranks on the data axis."""
     if device_type == "cpu":
         return
-    for name in memory.emulates:
-        rule = f"emulates a link, and {device_type} has one"
-        yield Problem(f"memory.{name}", getattr(memory, name), rule, "0" if name.endswith("_s") else "None")
     if memory.moves and zero.is_hybrid(data):
         copies = f"copies of {zero.shard_size} ranks"
         rule = f"keeps gradients on the host, over which {copies} are not summed on {device_type}"
@@ -392,12 +389,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
     NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
     for path, built, missing in (
-        (
-            "zero.stage",
-            (0, 1, 2),
-            "zero.stage=3 does not work with a pipeline: each micro-batch would gather all weights again. "
-            "Use stage 1 or 2",
-        ),
         ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
         ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
         ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),

@@ -286,7 +286,7 @@ class ZeroConfig(Section):
     """Hybrid sharding: how many neighbours on the data axis shard one copy, a divisor of parallel.data. Gradients are
     also summed over the copies. A sequence axis always shards. None: one copy, sharded over all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Stage 3: blocks whose weights are gathered ahead of the block that computes."""
+    """Stage 3: blocks whose weights are gathered ahead of the block that computes. In a pipeline: visits of a stage."""
 
     def is_hybrid(self, data: int) -> bool:
         """Whether `data` ranks keep more than one copy of the sharded state."""

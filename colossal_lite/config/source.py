@@ -36,6 +36,7 @@ SHORT_FORMS: Mapping[str, str] = {
     "parallel.tensor": "size",
     "parallel.sequence": "size",
     "precision": "dtype",
+    "memory.rates": "file",
 }
 WORDS = {"true": True, "false": False, "null": None}
 SUFFIXES = (".py", ".json", ".toml")

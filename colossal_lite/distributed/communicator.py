@@ -381,7 +381,7 @@ class Communicator:
 
     def _wire(self, tensor: Tensor) -> SharedMemoryTransport | ThreadTransport | TorchTransport:
         """The transport of this tensor."""
-        if self._host is not None and tensor.device.type == "cpu":
+        if self._host is not None and (self._torch is None or tensor.device.type == "cpu"):
             return self._host
         assert self._torch is not None
         return self._torch

@@ -7,9 +7,10 @@ ranks, in rank order, and no message leaves the process.  For checks of small mo
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, Queue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class EmulatedWorld:
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
-        self._mail: dict[tuple[int, int], Queue[Tensor]] = {}
+        self._mail: dict[tuple[int, int, int], Queue[Tensor]] = {}
+        self._posted: Counter[tuple[str, int, int]] = Counter()
         self._is_over = False
 
     def meeting(self, ranks: Sequence[int]) -> _Meeting:
@@ -38,9 +40,15 @@ class EmulatedWorld:
                 made.barrier.abort()
             return made
 
-    def mail(self, source: int, to: int) -> Queue[Tensor]:
+    def mail(self, end: Literal["send", "receive"], source: int, to: int) -> Queue[Tensor]:
+        """Where the next message between two ranks lies: the nth receive gets the nth message, whichever is waited for
+        first."""
         with self._lock:
-            return self._mail.setdefault((source, to), Queue())
+            self._posted[end, source, to] += 1
+            number = self._posted[end, source, to]
+            key = (source, to, number)
+            is_last = self._posted["send", source, to] >= number <= self._posted["receive", source, to]
+            return self._mail.pop(key) if is_last else self._mail.setdefault(key, Queue())
 
     def end(self) -> None:
         """Wake all that wait; they raise RuntimeError."""
@@ -119,14 +127,13 @@ class ThreadTransport:
     ) -> Started:
         own = self._ranks[self._coord]
         for to, tensor in outgoing.items():
-            self._world.mail(own, self._ranks[to]).put(tensor.detach().clone())
+            self._world.mail("send", own, self._ranks[to]).put(tensor.detach().clone())
+        mail = {source: self._world.mail("receive", self._ranks[source], own) for source in incoming}
 
         def take() -> None:
             for source, into in incoming.items():
                 try:
-                    into.data.copy_(
-                        self._world.mail(self._ranks[source], own).get(timeout=self._world.timeout_s)
-                    )
+                    into.data.copy_(mail[source].get(timeout=self._world.timeout_s))
                 except Empty as error:
                     raise RuntimeError(f"no message from emulated rank {self._ranks[source]}") from error
 

@@ -5,8 +5,8 @@ A context owns what `launch` made for it. `close` frees that once, in reverse or
 rules for ranks that end early:
 - A rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store.  It does
   so *before* it closes its connections, and never overwrites another rank's reason.  The collectives of the others then
-  fail on a closed connection: they read the reason and raise a `CommError` that begins with it.  A rank whose engine
-  raised an error that was caught does the same, unless a later call of the engine succeeded.
+  fail on a closed connection.  They read the reason and raise a `CommError` that begins with it.  A rank also does so
+  if its engine raised an error that was caught, unless a later call of the engine succeeded.
 - SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank. They are recorded, and the ranks agree on the step after which
   all stop (engine/stopping.py).  A rank that raises `Stopped` with code 0 has not failed.
 """
@@ -46,7 +46,7 @@ class Context:
     """One rank of one launched world. Use it in a `with` statement, or call `close`."""
 
     config: Config
-    """As checked for this world: `parallel.data` is a number."""
+    """The configuration, checked for this world: `parallel.data` is a number."""
     mesh: Mesh
     device: torch.device
     local_rank: int
@@ -58,10 +58,10 @@ class Context:
     _signals: StopSignals
     _owned: ExitStack
     _leaving: Callable[[BaseException, str], None]
-    """Told of an error that ends the context, and of `first_failure`."""
+    """Called with an error that ends the context, and with `first_failure`."""
     _endings: list[Callable[[], Stopped | None]] = field(default_factory=list)
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """Those that engines of this context train."""
+    """The models that engines of this context train."""
 
     @property
     def rank(self) -> int:
@@ -96,8 +96,8 @@ class Context:
     def local_batch(self, global_batch: Any) -> Any:
         """This rank's samples of a global batch: split over the data axis as `tensor_split` does.
 
-        Of a number of samples, a slice; of a batch as `train_step` takes it, the batch of this rank. Ranks of one data
-        coordinate get the same samples. It may be empty. Raises ValueError for anything else.
+        For a number of samples it returns a slice. For a batch as `train_step` takes it, it returns the batch of this
+        rank. Ranks of one data coordinate get the same samples. It may be empty. Raises ValueError for anything else.
         """
         place = self.mesh.size("data"), self.mesh.coord("data")
         return (
@@ -135,11 +135,11 @@ class Context:
         return self._failure_board.first_failure()
 
     def first_loss(self) -> str:
-        """`first_failure`, or which ranks of this host have died, and in which phase; "" if none is known to have."""
+        """`first_failure`, or which ranks of this host have died, and in which phase; "" if no failure is known."""
         return self.first_failure() or self._failure_board.ended()
 
     def standing(self, ranks: Sequence[int]) -> str:
-        """What these ranks are doing, or where those that do not answer were last heard."""
+        """What these ranks are doing; for those that do not answer, where they last reported."""
         return self._failure_board.standing(ranks)
 
     def report_failure(self, reason: str) -> None:
@@ -165,7 +165,7 @@ class Context:
 
     def close(self) -> None:
         """Destroy groups and restore signal handlers. A second call does nothing."""
-        self._owned.__exit__(*sys.exc_info())  # in a `finally`, the error that is on its way
+        self._owned.__exit__(*sys.exc_info())  # in a `finally` block, the error that is propagating
 
     def __enter__(self) -> Context:
         return self

@@ -7,8 +7,8 @@ batch, however it is split.  Auxiliary losses (transforms/auxiliary_loss.py) are
 of that loss.  A step is skipped if its loss or gradient is not finite, or if it has no valid token.
 
 Cost of data parallelism per step: the collectives of each gradient chunk (zero/state_bytes.py; at stage 0 one
-all-reduce), and one all-reduce of `5 + parameters` float64.  With dropout or auxiliary losses also one all-gather of
-the ranks' batch sizes.
+all-reduce), and one all-reduce of `5 + parameters` float64.  Dropout or auxiliary losses add one all-gather of the
+ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.
 The UPDATE of each chunk follows its REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on loss and
@@ -16,9 +16,9 @@ tokens before that too.  A gradient that is not finite cannot be skipped then: t
 only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing them raises.
 
 Note: a pipeline.
-The step is the same with a longer plan (pipeline/step_plan.py): this rank's stages, the messages between them, and
-TIED_REDUCE of chunks that several stages use.  It adds the cost of the messages.  The batch sizes are always gathered,
-so all data ranks cut their batch into equally many micro-batches.
+The step is the same with a longer plan (pipeline/step_plan.py).  The plan has this rank's stages, the messages between
+them, and TIED_REDUCE of chunks that several stages use.  It adds the cost of the messages.  The batch sizes are always
+gathered, so all data ranks cut their batch into equally many micro-batches.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import in_order, squares_of
 from colossal_lite.zero.memory_budget import Forecast
-from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.user_optimizer import Factory
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 class Engine:
@@ -110,7 +110,7 @@ class Engine:
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)
         self._micro_batches = MicroBatches(context, done, stated, self._comparison)
-        self._plans = StepPlans(config, built.stages, built.packed)
+        self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def samples(self) -> int:
-        """Samples that these steps have used, of all ranks; a load, and a save that states them, set it."""
+        """Samples that these steps have used, on all ranks. A load sets it, and so does a save that states samples."""
         return self._open.samples_before
 
     # ---- a step ----
@@ -172,11 +172,11 @@ class Engine:
         """Update the parameters from the gradients gathered since the last step.
 
         With `optimizer.update_when="backward"` backward has updated them. Then this counts the step, and updates
-        chunks for which some rank had no gradient. It raises ValueError if a gradient was not finite: the weights have
-        been updated with it, and a checkpoint has to be loaded.
+        chunks for which some rank had no gradient. It raises ValueError if a gradient was not finite. The weights have
+        been updated with it then, so load a checkpoint.
 
-        Raises `Stopped` after the callbacks, on every rank, if one has received a stop signal. The state is saved then
-        where this engine has saved to, resumed from, or was told to (`save_on_stop`)."""
+        If a rank has received a stop signal, raises `Stopped` after the callbacks, on every rank. The state is saved
+        first, in the directory of `save_on_stop`, or where this engine last saved or resumed."""
         if self._open.totals is None:
             self._finish_user_step()
         totals = self._open.totals
@@ -226,8 +226,8 @@ class Engine:
     @torch.no_grad()
     @noting_faults
     def eval_sums(self, batch: Any) -> tuple[float, float]:
-        """What `eval_step` divides: the sum of the loss over the valid labels of a global batch, and their number. Over
-        many batches these add up to the mean over all of them. Equal on every rank."""
+        """The sum of the loss over the valid labels of a global batch, and their number; `eval_step` divides the two.
+        Over many batches they add up to the mean over all of them. Equal on every rank."""
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
         parts = self._read(batch)
@@ -345,26 +345,26 @@ class Engine:
     # ---- reports ----
 
     def memory_report(self) -> MemoryReport:
-        """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, the
-        buffers through which gradients and state pass, the arena they share under a budget, and pipeline messages.
+        """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, staging
+        buffers of gradients and state, the arena that they share under a budget, and pipeline messages.
         All are allocated once: at the start, in the first step, or when a budget chooses a placement. The peak of a
-        buffer is what steps have used. It may exceed the plan if backward leaves parameters out. After `metered` steps
-        also activations, temporaries and exchange."""
+        buffer is the most that steps have used. It may exceed the plan if backward leaves parameters out. After
+        `metered` steps there are also activations, temporaries and exchange."""
         return self._reports.memory_report()
 
     def metered(self) -> AbstractContextManager[None]:
-        """Meter the steps within. `memory_report` then has three rows more, with peaks beside the state: `activations`,
-        saved by forward for backward, logits included; `temporaries`, on top of these at the peak; `exchange`, in host
-        memory for other ranks to read, since the launch.
+        """Meter the steps within. `memory_report` then has three rows more, with peaks beside the state.
+        `activations`: saved by forward for backward, logits included. `temporaries`: on top of these at the peak.
+        `exchange`: in host memory for other ranks to read, since the launch.
 
         Costs a call of Python for each torch operation: on a CPU a step of 12 ms took 28, one of 1.8 s no longer. It
-        costs nothing outside. Raises ValueError before the first step, which allocates the state, and with `compile`,
-        whose operations cannot be seen."""
+        costs nothing outside. Raises ValueError before the first step, which allocates the state. Raises it with
+        `compile` too, because compiled operations cannot be metered."""
         return self._reports.metered()
 
     def memory_timeline(self) -> MemoryTimeline:
-        """Bytes on this rank over the metered step with the highest peak, by kind and tier, beside the forecast:
-        `.json()`, `.svg()`. Raises ValueError without `metered` steps."""
+        """Bytes on this rank by kind and tier, over the metered step with the highest peak, beside the forecast. Has
+        `.json()` and `.svg()`. Raises ValueError without `metered` steps."""
         return self._reports.memory_timeline()
 
     def timeline(self) -> ScheduleTimeline:
@@ -383,7 +383,7 @@ class Engine:
         updates and gathers that would otherwise run beside the next forward. `reads_weights=False`: it reads none, and
         the step does not wait.  At zero.stage=3 parameters read as NaN between steps. There a callback reads
         `full_state_dict()`, on every rank, and True raises ValueError."""
-        if reads_weights and isinstance(self._weights, ParameterGather):
+        if reads_weights and isinstance(self._weights, ShardedWeights):
             raise ValueError(
                 "on_step: reads_weights=True at zero.stage=3, where a rank has a shard of each weight between steps; "
                 "legal: a callback that reads engine.full_state_dict(), on every rank"
@@ -393,7 +393,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor on fp16 gradients while they are fp16; 1 for every other dtype."""
+        """The factor that scales fp16 gradients; 1 for every other dtype."""
         return self._open.loss_scale.scale
 
     def link_report(self) -> Rows[LinkRow]:
@@ -421,18 +421,18 @@ class Engine:
         self._at_end.pop_all()
 
     def _let_go(self) -> None:
-        """The context is being closed, and the engine was not. Gates stay where the weights are not whole: a forward
-        through them raises."""
+        """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them
+        raises."""
         self.is_closed = True
         self._parts.detach()
-        is_whole = not isinstance(self._weights, ParameterGather) and not self._weights.has_deferred
+        is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
             self._weights.remove()
 
     # ---- the phases ----
 
     def _refuse_closed(self, what: str) -> None:
-        """Raises ValueError after `close`: without its hooks the model would give a loss, and nothing would change."""
+        """Raises ValueError after `close`: without its hooks the model would return a loss and train nothing."""
         if self.is_closed:
             raise ValueError(
                 f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
@@ -464,12 +464,14 @@ class Engine:
         ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
         def forward(stage: int, i: int, carried: Any) -> Any:
+            self._weights.arrive(stage)
             outputs = self._forward(stage, parts[i], carried, sums)
             self._metering.forward_ended([part.inputs.shape for part in parts])
             return outputs
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
+            self._weights.arrive(stage)
             if self._updates.within_backward:
                 self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
@@ -489,6 +491,7 @@ class Engine:
             defer_weight_grads=self._parts.weight_grads.open,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
+            gather=self._weights.gather,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
@@ -498,8 +501,10 @@ class Engine:
             for each in {ahead and posts_ahead, posts_ahead}
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
+        plan = plans[ahead and posts_ahead]
+        self._weights.follow(plan[self._runtime.comm.coord])
         with self._hooks.expecting():
-            self._runtime.run(plans[ahead and posts_ahead], work, shapes, slots=slots)
+            self._runtime.run(plan, work, shapes, slots=slots)
 
     @property
     def _posts_ahead(self) -> bool:
@@ -508,7 +513,7 @@ class Engine:
         return self.context.device.type != "cuda"
 
     def _pass_over(self) -> None:
-        """Take part in the weight gathers of a forward without samples."""
+        """Take part in the weight gathers of a forward without samples on this rank."""
         with self._weights.forward():
             return
 
@@ -527,7 +532,7 @@ class Engine:
         loss, count = self._loss.of(outputs, local)
         sums.add(loss.detach(), count)
         seed = self._seed(part)
-        # not backward(seed): torch looks at the shape of one by its symbolic shapes, which import 45 MB of sympy
+        # Not backward(seed): torch would check its shape by symbolic shapes, which import 45 MB of sympy.
         return loss if seed == 1.0 else loss * seed
 
     def _seed(self, part: Batch) -> float:
@@ -561,7 +566,7 @@ class Engine:
         return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
 
     def _finish_user_step(self) -> None:
-        """End the backward of a user's own loop: reduce what is left, and agree."""
+        """End the backward of a user's own loop: run the remaining reductions, and agree."""
         self._loop.finish()
         with self._parts.measured(), self._giving_up_where_ranks_differ():
             self._hooks.conclude()
@@ -570,7 +575,7 @@ class Engine:
 
     @contextmanager
     def _giving_up_where_ranks_differ(self) -> Iterator[None]:
-        """Drop the gradients if ranks differ, so that another batch can be trained on."""
+        """Context: drops the gradients if ranks differ, so that another batch can be trained on."""
         try:
             yield
         except RanksDifferError:
@@ -578,8 +583,8 @@ class Engine:
             raise
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
-        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. Models
-        and losses that `plan` does not know, and the kernels of a GPU, are measured instead."""
+        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. If
+        `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"

@@ -20,7 +20,7 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.packing import ChunkSpec
+from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
@@ -36,21 +36,22 @@ from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ParameterGather, weights_of
+from colossal_lite.zero.stage_weights import weights_of
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model as `initialize` has built it: this rank's part, and the layout of the whole."""
+    """A model as `initialize` has built it: this rank's modules, and the layout of the whole."""
 
     model: nn.Module
     names: GlobalNames
     stages: Stages
     parallelized: Parallelized
     streams: DropoutStreams
-    packed: tuple[ChunkSpec, ...]
-    """Trainable chunks of the whole pipeline."""
+    all_packed: tuple[ChunkSpec, ...]
+    """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Trainable chunks of this rank."""
     frozen: tuple[WeightChunk, ...]
@@ -58,9 +59,14 @@ class Built:
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
     records: TaskRecords
-    """State in host memory."""
+    """Records of state in host memory."""
     outlives: bool
     """Whether another engine may resume from the records."""
+
+    @property
+    def packed(self) -> tuple[ChunkSpec, ...]:
+        """Trainable chunks of the whole pipeline."""
+        return tuple(filter(trains, self.all_packed))
 
     def apart(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """Parameters of this rank that are in no chunk: frozen, and in full on every rank."""
@@ -82,10 +88,10 @@ class EngineParts:
     hooks: StageHooks
     weights: ForwardGates
     weight_grads: WeightGradStore
-    """Deferred weight gradients; in use only where the schedule computes them apart."""
+    """Deferred weight gradients, used only if the schedule computes them separately."""
     optimizer: ChunkOptimizer | OwnOptimizer
     memory_budget: MemoryBudget | None
-    """None where all state is on the device for good."""
+    """None if all state stays on the device."""
     metering: Metering
     updates: Updates
     config: Config
@@ -100,12 +106,12 @@ class EngineParts:
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Weights are there, and a dropout that is drawn outside the recomputation of a block is an error."""
+        """Context of a backward: weights are gathered. A dropout outside a block's recomputation raises an error."""
         with self.weights.backward(), self.built.streams.functional(None):
             yield
 
     def detach(self) -> None:
-        """Take from the model what only the steps of this engine need; its gates stay."""
+        """Remove the hooks that only the steps of this engine need; its gates stay on the model."""
         model = self.built.model
         self.hooks.remove()
         remove_activation_checkpoint(model)
@@ -114,7 +120,7 @@ class EngineParts:
         unbind_dropout(model)
 
     def measured(self) -> AbstractContextManager[None]:
-        """Measure the device memory in use, if a budget still has to choose a placement."""
+        """Context: measures the device memory in use, if a budget still has to choose a placement."""
         return nullcontext() if self.memory_budget is None else self.memory_budget.measured()
 
 
@@ -126,10 +132,13 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     parameters = built.names.parameters(model)
     apart = built.apart(parameters)
     hooks = StageHooks(chunks, parameters, by_micro_batch=sharding_of(config).by_micro_batch)
-    weights = weights_of(model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen)
+    weights = weights_of(
+        model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen,
+        is_staged=config.parallel.pipeline.size > 1,
+    )  # fmt: skip
     weight_grads = _weight_grads_of(model, config)
     optimizer, resolved = _optimizer_of(built, context, factory, parameters)
-    if isinstance(weights, ParameterGather) and optimizer.tiers:
+    if isinstance(weights, ShardedWeights) and optimizer.tiers:
         weights.up = optimizer.tiers.up
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
     metering = Metering()

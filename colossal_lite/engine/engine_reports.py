@@ -1,4 +1,4 @@
-"""Reports what an engine holds, moves and runs: memory rows, memory timeline, links, schedule.
+"""Reports the memory, traffic and schedule of an engine: memory rows, memory timeline, links, timelines.
 
 Note: cost.
 Memory rows and link counts are read off at any time and cost nothing in a step.  Only `metered` steps cost time.
@@ -28,7 +28,8 @@ class EngineReports:
     def __init__(
         self, parts: EngineParts, runtime: Runtime, step: OpenStep, forecast_batch: Forecast | None
     ) -> None:
-        """`step` is read for its number alone. `forecast_batch`: what `plan` forecasts for a batch, if it can."""
+        """`step` is read for its number alone. `forecast_batch`: the forecast of `plan` for a batch, if there is
+        one."""
         self._parts, self._runtime, self._step = parts, runtime, step
         self._forecast_batch, self._metering = forecast_batch, parts.metering
         self._marks = LinkMarks(parts.optimizer.links)

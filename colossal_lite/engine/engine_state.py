@@ -38,7 +38,7 @@ MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix
 
 
 def last_save_failed(checkpoints: Checkpointer, context: Context, step: OpenStep) -> Stopped | None:
-    """What ends a run that has finished, and whose last save has failed. Holds no engine: a context outlives many."""
+    """The error that ends a finished run whose last save failed. Holds no engine: a context outlives many."""
     head = "the run has ended, and its last save failed"
     return _saves_failed(head, checkpoints, context, step) if checkpoints.failures else None
 
@@ -55,7 +55,7 @@ class EngineState:
     """The state of one engine. Public names of `Engine` keep their names here, and are documented there."""
 
     def __init__(self, parts: EngineParts, step: OpenStep) -> None:
-        """`step` is cleared where its gradients are given up, and set by what is loaded."""
+        """`step` is cleared if its gradients are dropped, and set by a load."""
         built, context, mesh = parts.built, parts.context, parts.context.mesh
         self.mesh = mesh
         self._context, self._step, self._updates, self._config = context, step, parts.updates, parts.config
@@ -109,7 +109,7 @@ class EngineState:
         try:
             self.full.load(state)
             self._note_versions()
-        except ValueError:  # of tensors that do not fit
+        except ValueError:  # some tensors do not fit
             self._optimizer.unchanged()
             raise
 
@@ -145,7 +145,7 @@ class EngineState:
             return self.checkpoints.save(directory, held, facts, asynchronous=config.checkpoint.asynchronous)
 
     def stop(self) -> Stopped:
-        """Save where a stop does, and tell; the error to raise. Collective."""
+        """Save at the stop point and print it; returns the error to raise. Collective."""
         self.checkpoints.settle()
 
         def save(point: StopPoint) -> Path:
@@ -160,11 +160,11 @@ class EngineState:
         )
 
     def close_checkpoints(self) -> None:
-        """The engine ends: wait for the save in flight, unless a second SIGINT ends the run."""
+        """Called when the engine ends: wait for the save in flight, unless a second SIGINT ends the run."""
         self.checkpoints.close(waits=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     def _end_after_failures(self) -> None:
-        """Raises Stopped if as many saves in a row have failed as may."""
+        """Raises Stopped if the maximum of consecutive saves has failed."""
         if self.checkpoints.failures >= (limit := self._context.config.checkpoint.max_failures):
             head = f"{limit} saves in a row have failed (checkpoint.max_failures)"
             raise _saves_failed(head, self.checkpoints, self._context, self._step)
@@ -179,7 +179,9 @@ class EngineState:
 
     def _load(self, directory: Path, *, missing_ok: bool) -> Loaded | None:
         self.regain_weights()
-        if self._optimizer.tiers is None and self._weights.discard():  # else copies are where nobody knows
+        if (
+            self._optimizer.tiers is None and self._weights.discard()
+        ):  # else copies may be in flight on a link
             self.checkpoints.is_mixed = True
         if not self._weights.has_deferred:
             self._give_up()
@@ -207,7 +209,7 @@ class EngineState:
         return loaded
 
     def _use_loaded(self, loaded: Loaded) -> None:
-        """Gather the weights anew from the masters that were loaded, and go on from their step."""
+        """Gather the weights anew from the loaded masters, and continue from their step."""
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk):
                 chunk.publish(0, chunk.owned[1] - chunk.owned[0])
@@ -236,9 +238,9 @@ class EngineState:
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():
                 raise ValueError(
-                    f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own on "
-                    f"engine.model.parameters(), max_norm, or a hand), and the change would be lost: the value that is "
-                    f"updated is elsewhere ({self._where()}); legal: engine.step, initialize(optimizer=...), or "
+                    f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
+                    f"max_norm, or a hand), and the change would be lost: the value that is updated is elsewhere "
+                    f"({self._where()}); legal: engine.step, initialize(optimizer=...), or "
                     f"engine.load_full_state_dict"
                 )
 
@@ -278,7 +280,7 @@ class EngineState:
         self._optimizer.rest()
 
     def regain_weights(self) -> None:
-        """Between backward and step, compute weights that are in no buffer from their masters: gives up the step."""
+        """Between backward and step, compute weights that have no buffer from their masters. Drops the step."""
         if self._updates.lacks_weights:
             self.zero_grad()
 
@@ -302,7 +304,7 @@ class EngineState:
         self._step.number, self._step.samples_before = facts["steps"], facts["samples"]
 
     def park(self) -> ParkedState | None:
-        """Copy all state to the store. Returns what is not in its records; None where no engine may resume."""
+        """Copy all state to the store. Returns the state outside the records; None where no engine may resume."""
         if not self._task_resume.is_due or self.checkpoints.is_mixed or self._updates.under_way:
             return None
         self.regain_weights()
@@ -312,7 +314,7 @@ class EngineState:
         )
 
     def release(self, parked: ParkedState | None) -> None:
-        """Give the records back; this engine does not use them again."""
+        """Release the records; this engine does not use them again."""
         if self._task_resume.is_due:
             self._step.clear()  # gradients in the records are gone
         self._task_resume.release(parked)
@@ -324,7 +326,9 @@ class EngineState:
         fault = self.mesh.progress.fault
         parked = None
         try:
-            is_whole = not (self._weights.has_failed or self.mesh.progress.broken)  # that was raised before
+            is_whole = not (
+                self._weights.has_failed or self.mesh.progress.broken
+            )  # that error was raised before
             if is_whole and (self.mesh.world_size == 1 or not self._context.first_failure()):
                 self._weights.flush()
                 parked = None if fault else self.park()

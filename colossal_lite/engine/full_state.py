@@ -2,9 +2,9 @@
 
 Note: full and held.
 Every tensor of a run has one name, the serial model's, and one `ShardSpec`.  A rank holds a box of it (tensor
-parallelism), and of that an interval (ZeRO).  It holds nothing of another pipeline stage's tensor.  Full tensors are
-gathered one at a time into host memory, and broadcast from their stage to the others.  A read costs the rank one full
-copy of what it returns, and the ranks one all-gather and one broadcast a tensor.  The ledger does not count these.
+parallelism), and of that an interval (ZeRO).  It holds no part of another pipeline stage's tensor.  Full tensors are
+gathered one at a time into host memory, and broadcast from their stage to the others.  Cost of a read: a full copy on
+this rank, and one all-gather and one broadcast a tensor.  The ledger does not count these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GlobalNames:
 
     @classmethod
     def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> GlobalNames:
-        """`specs` by first names: they have the full shapes of parameters that are split already."""
+        """`specs`, by first names, give the full shapes of parameters that are split already."""
         first = {id(p): name for name, p in model.named_parameters()}
         firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
         shapes = {

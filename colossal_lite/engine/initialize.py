@@ -82,20 +82,21 @@ def initialize(
     """Build an engine that trains `model`. Collective.
 
     An nn.Module keeps its values, which must be the same on every rank (hashes are compared).  A callable is run with
-    parameters on the meta device. Its initialisers are replayed from the seed, so it need never fit on one rank.
-    Parameters that require a gradient now are trained.  Raises ConfigError for a model that the config cannot split,
-    ValueError for one that cannot be built or differs between ranks, before anything is allocated.
-    `criterion`: takes (logits, labels) in place of the built-in cross-entropy; "model": the loss that the model's own
-    forward gives when it is handed the labels, which must be a mean over valid labels (proven on a small copy).
-    `optimizer` makes a torch optimizer over a list of parameters, in place of `config.optimizer`.
+    parameters on the meta device. Its initialisers are replayed from the seed, so the model need not fit on one rank.
+    Parameters that require a gradient now are trained.  All checks run before anything is allocated.  Raises
+    ConfigError for a model that the config cannot split.  Raises ValueError for one that cannot be built or differs
+    between ranks.
+    `criterion`: takes (logits, labels) and replaces the built-in cross-entropy.  "model": the loss that the model's own
+    forward returns for the labels.  It must be a mean over valid labels, which is proven on a small copy.
+    `optimizer` makes a torch optimizer over a list of parameters, and replaces `config.optimizer`.
     `example`: a batch of this rank as in `train_step`, with which `pipeline.partition='profiled'` times the layers. A
     model that states no sizes needs one there.
-    `directory`: where this run has its checkpoints.  If the newest one was cut by the clock, its times are taken again,
-    so that the run has the same stages and the same bits.
+    `directory`: the folder of this run's checkpoints.  If measured times cut the pipeline of the newest one, they are
+    used again.  So the run has the same stages and the same bits.
     `store`: host memory in which the engine parks its state under the name `task` when it is closed.  The next engine
-    of that task in this process resumes from it, as if there had been one engine: weights, masters, moments, step
-    counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank if the parked
-    state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small for it.
+    of that task in this process resumes from it, as if there had been one engine.  Parked are weights, masters,
+    moments, step counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank
+    if the parked state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small.
     """
     if store is None:
         records = TaskRecords(task, context.device)
@@ -162,16 +163,19 @@ def _initialize(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
         numels.keys() - trainable.keys(),
     )  # fmt: skip
-    packed = tuple(spec for spec in all_packed if trains(spec))
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
         module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
-        notice_order(module, packed, {id(p): name for name, p in names.parameters(module).items()})
+        notice_order(
+            module,
+            [chunk.spec for chunk in chunks],
+            {id(p): name for name, p in names.parameters(module).items()},
+        )
     buffers_to_device(module, context.device)
     built = Built(
-        module, names, stages, parallelized, streams, packed, chunks, frozen, trainable, records, outlives=outlives
+        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, outlives=outlives
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)
@@ -188,8 +192,8 @@ def _tell_of_end(context: Context, result: StepResult) -> None:
 
 
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
-    """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split, ValueError
-    for a model that cannot be trained, or not in parts."""
+    """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
+    ValueError for a model that cannot be trained, or not in parts."""
     facts = facts_of(module)
     if module in context.models:
         raise ValueError(
@@ -208,7 +212,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
 
 
 def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
-    """The loss that the model gives, for criterion='model'. Raises ValueError where it does not see all it needs."""
+    """The loss of the model itself, for criterion='model'. Raises ValueError if its code would not see whole inputs."""
     if context.mesh.size("sequence") > 1 and not sees_whole_sequences(module):
         raise ValueError(
             f"criterion='model' with parallel.sequence, where code of {type(module).__name__} sees a part of each "
@@ -226,7 +230,7 @@ def _swap_layers(
     module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams,
     criterion: Criterion | ModelLoss | None,
 ) -> Parallelized:  # fmt: skip
-    """Replace layers by this rank's part of them, with activation checkpointing and compilation as configured. Split
+    """Replace layers by this rank's shards of them, with activation checkpointing and compilation as configured. Split
     parameters have no values afterwards."""
     config = context.config
     parallelized = parallelize(
@@ -251,13 +255,13 @@ def _swap_layers(
 
 
 def _cuts(config: Config, context: Context) -> tuple[str, ...]:
-    """The settings by which a module sees a batch in parts, or twice."""
+    """The settings that give a module parts of a batch, or the same part twice."""
     data = context.mesh.size("data")
     return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
 
 
 def _copies(config: Config, context: Context) -> tuple[str, ...]:
-    """The settings by which a weight is kept in more places than the one that forward reads."""
+    """The settings that keep copies of a weight besides the one that forward reads."""
     precision, memory = Precision.of(config.precision), config.memory
     found = {
         f"{axis}={context.mesh.size(axis)}": context.mesh.size(axis) > 1 for axis in ("data", "sequence")
@@ -307,7 +311,7 @@ def _measure(
 def _seconds_of_before(
     directory: str | Path | None, context: Context
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:
-    """Gives units the times that this run was cut by before, as rank 0 reads them; None if it is new. Collective where
+    """Gives units the measured times of this run's earlier cut, as rank 0 reads them; None for a new run. Collective if
     there is a directory."""
     pipeline = context.config.parallel.pipeline
     if directory is None or pipeline.size == 1 or pipeline.partition != "profiled":
@@ -356,7 +360,7 @@ def _lay_out(
 def _forecast_batch(
     model: nn.Module | Callable[[], nn.Module], context: Context, layers: Literal["auto"] | Mapping[str, str]
 ) -> Forecast | None:
-    """Forecasts by `plan` of what a step holds, for a model that can be built again; None for any other, and for one
+    """The forecasts of `plan` for a step, for a model that can be built again. None for any other model, and for one
     whose forward reads values."""
     pipeline = context.config.parallel.pipeline
     by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
@@ -400,7 +404,7 @@ def _forecast_batch(
 def _check_optimizer(
     optimizer: object, module: nn.Module, specs: Mapping[str, ShardSpec], context: Context
 ) -> None:
-    """Refuse what the optimizer cannot update here, before anything is allocated."""
+    """Refuse parameters or state that the optimizer cannot update here, before anything is allocated."""
     config, mesh = context.config, context.mesh
     shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     in_parts = {n for n in shapes if config.zero.stage or mesh.size(*specs[n].sharding_axes) > 1}
@@ -414,7 +418,7 @@ def _check_optimizer(
         )
     if in_parts or config.memory.placement != "device":
         raise ValueError(
-            f"optimizer: one of your own needs whole tensors and whole state on each device; legal is "
+            f"optimizer: one of your own needs whole tensors and whole state on each device. Legal: "
             f"zero.stage=0 (now {config.zero.stage}), memory.placement='device' (now {config.memory.placement!r}) "
             f"and no tensor axis (now {mesh.size('tensor')}); or a type of config.optimizer"
         )

@@ -3,11 +3,11 @@
 Note: when each row is measured.
 State (weights, masters, gradients, optimizer) is allocated once: at the start, or when a budget chooses a placement.
 Its rows are read from the chunks at any time, and their peak is the allocation.  For buffers (staging, gathered,
-visiting, arena, passing, messages) `peak` is what steps used, not what was allocated.  If the plan is right, both are
-equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
+visiting, arena, passing, messages) `peak` is the bytes that steps used, not the allocation.  If the plan is right, both
+are equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
 allocations beyond the plan, normally none.  Activations and temporaries are measured only while a `Metering` is on:
-torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  Links count the bytes of
-requested copies, and the seconds that computing waited for them, from the beginning of the step.
+torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  From the beginning of a step,
+links count the bytes of requested copies, and the seconds that the computation waited for them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_bytes import Extent, Widths, forecast
 from colossal_lite.zero.user_optimizer import OwnOptimizer
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class MemoryReport(Rows[MemoryRow]):
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One direction between two tiers since the last step began: bytes of requested copies, and seconds that
-    computing waited for them."""
+    """One direction between two tiers, since the last step began: bytes of requested copies, and seconds that the
+    computation waited for them."""
 
     link: str
     moved_bytes: int
@@ -86,8 +86,8 @@ def rows_of_state(
     frozen: Sequence[WeightChunk] = (),
     apart: Sequence[Tensor] = (),
 ) -> tuple[MemoryRow, ...]:
-    """Rows of weights, masters, gradients and optimizer state on every tier, of the buffers of gradients, gathered
-    weights and streamed state, and of frozen parameters.  These are in chunks, `frozen`, or in none, `apart`."""
+    """Rows of weights, masters, gradients and optimizer state on every tier. Rows of the buffers of gradients, gathered
+    weights and streamed state. Rows of frozen parameters, in chunks (`frozen`) or in none (`apart`)."""
     precision = Precision.of(config.precision)
     types = ChunkTypes.of(precision)
     widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
@@ -113,7 +113,7 @@ def rows_of_state(
         sum(each.planned_bytes for each in slots),
     )
     rows.append(MemoryRow("staging", device, now, most, planned))
-    if isinstance(weights, ParameterGather):
+    if isinstance(weights, ShardedWeights):
         rows.append(
             MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
         )
@@ -151,14 +151,14 @@ def _by_tier(
 
 
 class Metering:
-    """Measures what metered steps hold beside the state."""
+    """Measures the activations and temporaries of metered steps."""
 
     def __init__(self) -> None:
         self._meter, self._is_on = StepMeter(), False
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Meter the steps within; forgets what was metered before."""
+        """Meter the steps within; drops earlier measurements."""
         self._meter, self._is_on = StepMeter(), True
         hooks = list(self._hooks(model))
         try:

@@ -1,9 +1,9 @@
 """Cuts the batch of a step into the micro-batches of this rank.
 
 Note: all data ranks cut into equally many micro-batches, so that they run one plan.  With too few samples, some ranks
-get empty micro-batches.  Ranks exchange their batch sizes only where these are needed: for dropout, whose masks depend
-on a sample's place in the global batch; for a pipeline; and for auxiliary losses, with the number of valid labels.
-Cost there: one all-gather over `data`.
+get empty micro-batches.  Ranks exchange batch sizes only where these are needed.  Dropout masks depend on a sample's
+place in the global batch.  A pipeline needs equal counts, and auxiliary losses the number of valid labels.  Cost there:
+one all-gather over `data`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.rank_comparison import RankComparison
+from colossal_lite.memory.transfers import host_copy
 from colossal_lite.parallel.parallelize import Parallelized
 
 
@@ -35,11 +37,12 @@ class MicroBatches:
     def of(self, batch: Any) -> tuple[Batch, ...]:
         """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
         `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
-        check_batch(batch, self._stated)
-        labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        seen = apply_to_tensors(batch, host_copy)
+        check_batch(seen, self._stated)
+        labels = seen["labels"] if isinstance(seen, Mapping) else seen[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
-        self._comparison.add_batch(whole.tensors)
+        self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
         count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)
@@ -53,17 +56,17 @@ class MicroBatches:
         return parts
 
     def sizes(self, labels: Tensor) -> list[int]:
-        """The number of samples of each data rank, from its `labels`; of this rank alone where the others are not
-        needed. Collective where they are."""
+        """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs
+        the others; then not collective."""
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
         if data.size > 1 and (told or self._config.parallel.pipeline.size > 1):
-            rows = data.all_gather(torch.tensor(rows, device=self._device)).tolist()
+            rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device
         if auxiliary.names:
             auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
         return [int(size) for size, *_ in rows]
 
     def first_sample(self, sizes: Sequence[int]) -> int:
-        """The place of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
+        """The index of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
         return sum(sizes[: self._mesh.coord("data")]) if self._parallelized.has_dropout else 0

@@ -1,12 +1,12 @@
 """Trains a model serially and on ranks, side by side, and names the first module in which the two differ.
 
-Note: what is compared, and how a fault gets its name.
+Note: the comparison, and how a fault gets its name.
 Every rank trains the whole model in a plain loop: forward, one mean over valid labels, `backward`, SGD.  Beside it runs
-the engine of the configuration, with the same values, batches and dropout counters, all in float64.  Compared are, in
-each step, the loss and every gradient, and at the end every weight.  In the first forward the result of each module is
-compared, too: each row (sample and token) that a rank has must hold numbers of that row of the serial module.  So the
-first module whose result is another is named, however its features are cut.  If all results agree, a wrong gradient
-names its module; of several the last in the forward, where the backward went wrong first.
+the engine of the configuration, with the same values, batches and dropout counters, all in float64.  Each step compares
+the loss and every gradient, and the last step every weight.  The first forward also compares the result of each module.
+Each row (sample and token) that a rank has must hold numbers of that row of the serial module.  So the first module
+with a different result is named, however its features are sharded.  If all results agree, a wrong gradient names its
+module.  Of several, the last in the forward is named: there the backward went wrong first.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from colossal_lite.parallel.parallelize import FACT_NAMES, facts_of, parallelize
 from colossal_lite.parallel.small_copy import Wide
 
 TOLERANCE = 1e-9
-"""Relative, of float64; of a gradient also to a millionth of all gradients."""
+"""Relative, of float64; for a gradient also a millionth of all gradients."""
 LEARNING_RATE = 0.1
 SMALL_NUMEL = 1 << 21
 """Models of more parameters are made smaller by their config."""
 LEFT_OUT = ("optimizer", "lr_scheduler", "precision", "kernels", "compile", "checkpoint")
-"""What of a configuration is not proven: SGD in float64 stands in its place, as Adam hides faults of scale."""
+"""Parts of a configuration that are not proven. SGD in float64 replaces them, as Adam hides faults of scale."""
 HEAD_WIDTH, WORDS, POSITIONS, LAYERS = 8, 211, 64, 4
 Build = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a rank first differs. `tensor`: "output", "loss", or the name of a parameter with what of it differs."""
+    """The first difference on a rank. `tensor`: "output", "loss", or a parameter's name and "gradient" or the like."""
 
     step: int
     module: str
@@ -60,7 +60,7 @@ class Fault:
     error: float
     rank: int
     order: int
-    """Its place among what is compared: the fault with the least is the first."""
+    """Position among the comparisons: the fault with the least is the first."""
     axis: str = ""
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class ProofCase:
-    """What both sides train on. `config`: of the run, in float64 with SGD."""
+    """The model, batches and configuration of both sides. `config`: of the run, in float64 with SGD."""
 
     config: Mapping[str, Any]
     steps: int
@@ -101,7 +101,7 @@ class ProofCase:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of it on one rank."""
+    """The result of a proof on one rank."""
 
     losses: tuple[float, ...]
     largest_error: float
@@ -111,7 +111,7 @@ class Proof:
 
 
 def shrunk(build: Build) -> tuple[Build, str]:
-    """A builder of a smaller model of the same kind, by its own config, and what was done, in words."""
+    """A builder of a smaller model of the same kind, by its own config, and a line about it."""
     model = on_meta(build)
     numel, facts = sum(p.numel() for p in model.parameters()), facts_of(model)
     if numel <= SMALL_NUMEL:
@@ -132,7 +132,7 @@ def shrunk(build: Build) -> tuple[Build, str]:
     smaller = partial(type(model), config)
     try:
         left = sum(p.numel() for p in on_meta(smaller).parameters())
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # the model's own code raised it
         return (
             build,
             f"the whole model, {numel:,} parameters (its config does not make a smaller one: {error})",
@@ -144,7 +144,7 @@ def case_of(
     config: Config, model: nn.Module, *, steps: int, criterion: Literal["model"] | None = None,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
 ) -> ProofCase:  # fmt: skip
-    """The case for a configuration whose world is known. Its batch is one that the mesh can cut and the model takes."""
+    """The case for a configuration whose world is known. Its batch fits the mesh and the model."""
     parallel, layout = config.parallel, config.layout()
     micro = parallel.pipeline.micro_batches or parallel.pipeline.size
     samples = layout.size("data") * config.gradient_accumulation * micro * parallel.tensor.sample_parts
@@ -172,7 +172,7 @@ def case_of(
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     model.eval()(case.batch(0)[0])
                 return case
-            except Exception as error:  # of the model's own code: other ids, or fewer tokens
+            except Exception as error:  # the model's own code takes other ids, or fewer tokens
                 why = why or error
     raise ValueError(
         f"model: {type(model).__name__} does not run on ids [{samples}, {unit}]: {type(why).__name__}: {why}"
@@ -180,7 +180,7 @@ def case_of(
 
 
 def prove_on_rank(context: Context, build: Build, case: ProofCase) -> Proof:
-    """Train both, and compare. Collective."""
+    """Train the model serially and on the engine, and compare. Collective."""
     serial, model = _built(build), _built(build)
     loss = model_loss(serial) if case.criterion == "model" else None
     with Wide():
@@ -212,7 +212,7 @@ def _built(build: Build) -> nn.Module:
         torch.manual_seed(0)
         random.seed(0)
         model = build().double()
-        for parameter in model.parameters():  # ones and zeros hide what a module does with them
+        for parameter in model.parameters():  # ones and zeros would hide faults
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.data.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype))
     return model
@@ -269,7 +269,7 @@ class _Serial:
 
 @dataclass(frozen=True)
 class _Part:
-    """The result of one call of a module on this rank, and of which samples and tokens it is."""
+    """The result of one call of a module on this rank, with its samples and tokens."""
 
     value: Tensor
     samples: Tensor
@@ -278,14 +278,14 @@ class _Part:
 
 @dataclass
 class _Beside:
-    """The engine of the configuration."""
+    """The engine of the configuration, which trains beside the serial model."""
 
     engine: Engine
     context: Context
     case: ProofCase
 
     def step(self, number: int) -> tuple[dict[str, list[_Part]], float, dict[str, Tensor]]:
-        """What each module gave, the loss, and the full gradients of one step."""
+        """The results of each module, the loss, and the full gradients of one step."""
         seen: dict[str, list[_Part]] = {}
         streams = self.engine._streams
 
@@ -304,7 +304,7 @@ class _Beside:
 
 @contextmanager
 def _watched(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Tell what each module of a model gives, once it has."""
+    """Call `see` with the result of each module of a model, when it has run."""
 
     def hook(name: str, module: nn.Module, args: Any, out: Any) -> None:
         first = logits_of(out) if isinstance(out, tuple) and out else getattr(out, "logits", out)
@@ -334,7 +334,7 @@ class _Findings:
     ) -> None:
         for order, (name, wholes) in enumerate(truth.items()):
             parts = given.get(name, ())
-            if len(wholes) != 1:  # a module that runs several times has no one result
+            if len(wholes) != 1:  # a module that runs several times has no single result
                 continue
             errors = [error for part in parts if (error := _row_error(part, wholes[0], context)) is not None]
             if errors:
@@ -366,7 +366,8 @@ class _Findings:
 
 
 def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
-    """How far a rank's rows are from numbers of the serial rows; None where it has no rows of samples and tokens."""
+    """How far a rank's rows are from numbers of the serial rows; None for a result without rows of samples and
+    tokens."""
     value, tokens, samples, positions = part.value, len(part.positions), part.samples, part.positions
     if value.dim() == whole.dim() == 2:  # of each position, alike for all samples
         value, whole = value[None], whole[None]
@@ -396,7 +397,8 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
 
 
 def on_one_axis(config: Config) -> dict[str, Config]:
-    """The configuration with each axis of several ranks alone, by its name; empty if there is one such axis at most."""
+    """The configuration with one axis of several ranks at a time, by its name; empty if at most one axis has
+    several."""
     layout, whole = config.layout(), config.parallel
     axes = [axis for axis in ("tensor", "sequence", "pipeline", "data") if layout.size(axis) > 1]
     alone = {}

@@ -1,9 +1,9 @@
-"""Compares between ranks what must be equal: the batch of one replica, and buffers that a forward changes.
+"""Compares values that must be equal between ranks: the batch of one replica, and buffers that a forward changes.
 
 Note: how ranks compare.
-Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group counts its own
-once for each of the others, and these subtract theirs.  So the sum is zero if all are equal, whatever they are.  It is
-read before anything is updated.  Cost: 8 bytes in that sum, and a pass over the batch where a replica has several
+Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group adds its own
+once for each of the others, and these subtract theirs.  So the sum is zero if all are equal, whatever their value.  It
+is read before anything is updated.  Cost: 8 bytes in that sum, and a pass over the batch if a replica has several
 ranks.  A buffer costs a pass over it once, and again each time that it is written to.
 """
 
@@ -25,13 +25,13 @@ from colossal_lite.memory.transfers import to_device
 
 REPLICA = ("pipeline", "sequence", "tensor")
 STAGE = ("data", "sequence", "tensor")
-"""The ranks along these axes have the same modules, or parts of the same."""
+"""Ranks along these axes have the same modules, or shards of them."""
 SHOWN = 4
 """Elements of a tensor that a message shows."""
 
 
 def repeats(config: Config) -> tuple[str, ...]:
-    """The settings by which a rank runs a module several times a step, each time on a part of its batch or twice."""
+    """The settings that run a module several times a step on a rank, on parts of its batch or twice."""
     pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
     found = {
         f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
@@ -59,7 +59,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer when it was looked at."""
+    """A buffer and its version at its last fingerprint."""
 
     tensor: Tensor | None
     version: int
@@ -87,10 +87,10 @@ class RankComparison:
             for name in module._buffers
         }
 
-    # ---- what is compared ----
+    # ---- the compared values ----
 
     def add_batch(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add the tensors of a batch, those of the whole replica. Costs nothing where a replica is one rank."""
+        """Add the tensors of a batch, those of the whole replica. Costs nothing if a replica is one rank."""
         if self.mesh.size(*REPLICA) == 1:
             return
         salt = f"{self.mesh.coord('data')}/{len(self._batches)}"
@@ -104,7 +104,7 @@ class RankComparison:
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
-        """Around a forward of the model: notes the buffers that it changes. Raises ValueError if it changes `batch`."""
+        """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`."""
         for name in self._buffers:
             self._look_at(name)
         with batch.unchanged():
@@ -115,7 +115,7 @@ class RankComparison:
                 self._changed.add(name)
 
     def _look_at(self, name: str) -> _Buffer:
-        """The buffer as it is; what was seen last if it was not written to since."""
+        """The fingerprint of a buffer; the last one if the buffer was not written to since."""
         module, key = self._buffers[name]
         now, last = module._buffers[key], self._looked_at.get(name)
         version = 0 if now is None else now._version
@@ -131,18 +131,18 @@ class RankComparison:
     # ---- the sum over the ranks ----
 
     def term(self) -> Tensor:
-        """This rank's term, [1] in float64, of a sum over the world that is zero where all is equal."""
+        """This rank's term, [1] in float64, of a sum over the world that is zero if all values are equal."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
-        if marks:
+        if marks:  # one on the host is a number here, and no copy
             total += torch.stack(marks).sum() * self._factor(*REPLICA)
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total
 
     def check(self, apart: float) -> None:
-        """Raise `RanksDifferError` where `apart`, the sum of the terms over the world, is not zero, if it was one of
-        these that differed. Clears. Collective where it is not zero."""
+        """Raise `RanksDifferError` if a batch or a buffer differs. `apart`: the sum of the terms over the world; it is
+        zero if all are equal. Clears. Collective if it is not zero."""
         told = self.mesh.world.gather_json(self._told()) if apart else ()
         self.clear()
         if fault := _batch_fault(told) or _buffer_fault(told, self.cuts):
@@ -177,8 +177,9 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 return (
                     f"batch: ranks {first} and {rank} train one replica on different samples: {name} is "
                     f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}; nothing was "
-                    f"updated; legal: the same batch on all ranks of a data coordinate (context.dataloader, or a "
-                    f"sampler with one seed, cut by context.mesh.coord('data') of context.mesh.size('data'))"
+                    f"updated; legal: the same batch on all ranks of a data coordinate. Take it from "
+                    f"context.dataloader, or from a sampler with one seed, cut by context.mesh.coord('data') of "
+                    f"context.mesh.size('data')"
                 )
     return ""
 

@@ -1,11 +1,11 @@
-"""Runs a training loop in a folder: resumes, saves, logs, evaluates, and stops when a signal asks for it.
+"""Runs a training loop in a folder: resumes, saves, logs, evaluates, and stops at a signal.
 
 Note: what belongs to a run.
 A folder holds one run: its checkpoints, its rows, the log of each rank.  `Run` resumes from it at once, on any mesh.
-Every step of the engine is logged and, every `save_every` steps, saved, whoever drives the step.  The position in the
-data is the number of samples used, and is saved with the weights.
+Every step of the engine is logged, and every `save_every` steps saved, in any loop.  The position in the data is the
+number of samples used, and is saved with the weights.
 A signal saves within the step (engine/stopping.py).  The loop may still evaluate that step: `Stopped` is raised when it
-asks for the next batch.  So the rows of a stopped run and of the one that goes on are those of an uninterrupted run.
+asks for the next batch.  So the rows of a stopped and resumed run are those of an uninterrupted run.
 A loop that ends early by `break` has its last step saved when the context closes.
 """
 
@@ -45,23 +45,23 @@ class Run:
     for batch in run.batches(train, global_batch=32, steps=5000):
         result = run.step(batch)
 
-    The folder gets `checkpoints/`, `metrics.jsonl`, `timing.jsonl`, `evaluation.jsonl`, `run.json`, `trace.json`,
-    `measured.json` and `schedule.json` (memory of the second step, times of the third), `report.html` and
-    `logs/rank-N.log`. The last step is always saved."""
+    The folder gets `checkpoints/`, `report.html` and `logs/rank-N.log`. Rows: `metrics.jsonl`, `timing.jsonl`,
+    `evaluation.jsonl`, `run.json`, `trace.json`. Measurements: `measured.json` (memory of the second step) and
+    `schedule.json` (times of the third). The last step is always saved."""
 
     def __init__(
         self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: Sequence[str] = (),
         facts: Mapping[str, Any] | None = None, bytes_per_token: float | None = None, flops_per_token: float = 0.0,
         fresh: bool = False,
     ) -> None:  # fmt: skip
-        """Go on from the newest whole checkpoint in `directory`, if there is one. Collective.
+        """Resume from the newest whole checkpoint in `directory`, if there is one. Collective.
 
-        `save_every`: steps between saves (None: at the end, and when a signal stops the run).  `log`: further places
-        for the numbers, "tensorboard" and "wandb" (offline).  `facts`: JSON of the caller's own, the same on every
-        rank, for the manifest of each checkpoint and run.json.  `bytes_per_token` of the text, for losses in bits per
-        byte; `flops_per_token` of forward and backward, for mfu.  `fresh`: start over; earlier checkpoints are set
-        aside, not deleted.  Raises ValueError on every rank for a folder that cannot be written, or that another
-        running process owns."""
+        `save_every`: steps between saves (None: at the end, and when a signal stops the run).  `log`: further sinks of
+        the numbers, "tensorboard" and "wandb" (offline).  `facts`: JSON of the caller's own, the same on every rank,
+        for the manifest of each checkpoint and run.json.  `bytes_per_token` of the text, for losses in bits per byte.
+        `flops_per_token` of forward and backward, for mfu.  `fresh`: start over; earlier checkpoints are renamed, not
+        deleted.  Raises ValueError on every rank for a folder that cannot be written, or that another running process
+        owns."""
         if save_every is not None and save_every < 1:
             raise ValueError(
                 f"save_every: {save_every}; legal: 1 or more steps, or None for the last step alone"
@@ -79,7 +79,7 @@ class Run:
         loaded = engine.resume(self.checkpoints)
         self._data_before: Mapping[str, Any] = self._tell(loaded) if loaded else {}
         self._saved_step = engine.steps if loaded else -1
-        folder = self.directory if self.context.is_main else None  # of the one rank that tells
+        folder = self.directory if self.context.is_main else None  # only one rank logs
         peak = device_peak_flops(self.context.device, self.context.config.precision.dtype)
         self._log = RunLog(
             folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
@@ -96,8 +96,8 @@ class Run:
     def batches(self, dataset: Any, *, steps: int, **loader: Any) -> Iterator[Any]:
         """This rank's batches until the engine has made `steps` steps in all; `loader` as `context.dataloader`.
 
-        Goes on where the data was left. Saves after the last step. Raises `Stopped` after the step in which a signal
-        came, ValueError for a dataset of another length than that of the run which it goes on with. Collective."""
+        Continues at the position in the data. Saves after the last step. Raises `Stopped` after the step in which a
+        signal came. Raises ValueError if a resumed run's dataset had another length. Collective."""
         if steps < 1:
             raise ValueError(f"steps: {steps}; legal: 1 or more, those made before a resume included")
         start = self._samples
@@ -132,7 +132,7 @@ class Run:
     def step(self, batch: Any) -> StepResult:
         """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
         self._raise_stop()
-        # the second step allocates nothing: what it holds is what every further one does
+        # the second step allocates nothing, so its memory is that of every further step
         made = self.engine.steps - self._begun
         meters = self._folder and made == 1 and self.context.config.compile == "none"
         self._measures = made == 2
@@ -149,8 +149,8 @@ class Run:
     def evaluate(self, dataset: Any, **loader: Any) -> float:
         """The mean loss over all valid labels of a held-out `dataset`, every sample once; equal on every rank.
 
-        Its batches are as those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader`
-        changes that. Auxiliary losses are weighed in each batch. Collective."""
+        Its batches are those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader` changes
+        that. Auxiliary losses are weighed in each batch. Collective."""
         options = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **loader}
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
@@ -163,18 +163,18 @@ class Run:
         return total / count
 
     def save(self) -> None:
-        """Save now. A save that fails is told, and the run goes on, until `checkpoint.max_failures` have failed in a
-        row. Collective."""
+        """Save now. A failed save is printed and the run continues, until `checkpoint.max_failures` consecutive saves
+        have failed. Collective."""
         self._saved_step = self.engine.steps
         with self._log.timeline.span("save"):
             try:
                 self.engine.save(self.checkpoints, samples=self._samples, extra=self._extra)
-            except CheckpointError as error:  # the same on every rank
+            except CheckpointError as error:  # raised alike on every rank
                 self._log.say(f"NOT SAVED: {error}")
         self._log.lap()
 
     def report(self) -> Path:
-        """Write report.html now; it is written at the end of the run anyway. Its path."""
+        """Write report.html now and return its path; the end of the run writes it anyway."""
         self._log.report()
         return self.directory / REPORT
 
@@ -186,7 +186,7 @@ class Run:
         return self._loader.samples if self._loader is not None else self.engine.samples
 
     def _options_of(self, dataset: Any) -> dict[str, Any]:
-        """The options of the training loader that hold for another dataset."""
+        """The options of the training loader that also apply to another dataset."""
         if self._loader is None:
             return {}
         names = (
@@ -215,7 +215,7 @@ class Run:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Open the files of the run; at the end of a context without an error, save what a `break` has left."""
+        """Open the files of the run. At the end of a context without an error, save the last step after a `break`."""
         with RankLog(self.directory / "logs", self.context.rank), self._log:
             yield
             self._raise_stop()
@@ -262,7 +262,7 @@ class Run:
             raise ValueError(f"fresh: {refused}; legal: another directory")
 
     def _tell_settings(self, steps: int) -> None:
-        """Print what nobody has chosen, and what falls short."""
+        """Print settings that are defaults, and a schedule that ends before the run."""
         config = self.context.config
         if told := told_of_end(config.lr_scheduler, steps):
             self._log.say(told)
@@ -271,7 +271,7 @@ class Run:
             self._log.say(f"precision: {config.precision.dtype}, by default; masters and state in {masters}")
 
     def _tell(self, loaded: Loaded) -> Mapping[str, Any]:
-        """Print what the run goes on from; what is known of its data."""
+        """Print the point from which the run resumes; returns the known facts of its data."""
         before = loaded.manifest.extra
         if self.context.is_main:
             changed = changes(before.get("facts", {}), self._extra["facts"])
@@ -284,10 +284,10 @@ def fit(
     engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
     save_every: int | None = None, evaluate_every: int | None = None, log: Sequence[str] = (), **loader: Any,
 ) -> Run:  # fmt: skip
-    """Train to `steps` steps in all, in a folder that the same call goes on in. Collective.
+    """Train to `steps` steps in all, in a folder; the same call resumes there. Collective.
 
-    `valid` is evaluated every `evaluate_every` steps (None: as it is saved), and after the last. The rest is as for
-    `Run` and `Run.batches`."""
+    `valid` is evaluated every `evaluate_every` steps (None: with each save), and after the last. Other arguments are as
+    for `Run` and `Run.batches`."""
     run = Run(directory, engine, save_every=save_every, log=log)
     every = evaluate_every or save_every or steps
     for batch in run.batches(dataset, steps=steps, **loader):

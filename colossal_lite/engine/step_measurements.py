@@ -1,4 +1,5 @@
-"""Leaves in a run's folder what its report shows of one step: memory and traffic, and the schedule beside its plan."""
+"""Writes the measurements of one step into a run's folder, for its report: memory, traffic, and schedule beside
+plan."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from colossal_lite.observe.report import MEASURED, SCHEDULE
 
 
 def leave_measurements(engine: Engine, folder: Path | None) -> None:
-    """Write measured.json and schedule.json of the last step of this rank; `folder` None: of another rank, nothing.
+    """Write measured.json and schedule.json of the last step of this rank; on ranks with `folder` None nothing.
 
     Memory over the step is there if a step was metered. Collective over the pipeline. Raises OSError."""
     if folder is None:

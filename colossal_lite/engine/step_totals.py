@@ -1,8 +1,8 @@
 """Sums loss, tokens and squares of a step, on this rank and then in one all-reduce over the world.
 
-Note: the all-reduce has one row of float64, `5 + parameters` numbers: the sums of loss, tokens and squares, whether
-ranks differ (rank_comparison.py), which parameters were used, and, in one number, whether to stop and the samples.
-With `sum_order="ordered"` a square for each block of 1,024 elements stands in place of their sum.  Every rank has the
+Note: the all-reduce has one row of `5 + parameters` float64.  It holds the sums of loss, tokens and squares, whether
+ranks differ (rank_comparison.py), and which parameters were used.  One number holds the request to stop and the
+samples.  With `sum_order="ordered"` a square for each block of 1,024 elements replaces their sum.  Every rank has the
 same row afterwards, so all decide alike.
 """
 
@@ -20,11 +20,11 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
-from colossal_lite.memory.transfers import to_device
+from colossal_lite.memory.transfers import sent
 from colossal_lite.numerics.precision import LossScale
 
 STOP = 1 << 32
-"""a request to stop beside the number of samples: exact for 2**32 samples a step on 2**20 ranks"""
+"""the value of a request to stop, above the samples: exact for 2**32 samples a step on 2**20 ranks"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepTotals:
 
     @property
     def why_skipped(self) -> str:
-        """Why a step with these totals changes nothing."""
+        """Why a step with these totals is skipped."""
         if not self.weight:
             return "no label of the global batch counts"
         if not math.isfinite(self.loss):
@@ -68,14 +68,14 @@ class StepTotals:
 
 @dataclass
 class SkippedSteps:
-    """Tells of skipped steps, and ends a run that skips too many in a row."""
+    """Warns of skipped steps, and ends a run that skips too many in a row."""
 
     limit: int | None
     in_a_row: int = 0
 
     def note(self, skipped: int | None, totals: StepTotals, *, tells: bool) -> None:
-        """After a step; `skipped`: its number if it was skipped. Warns if this rank `tells`. Raises ValueError on every
-        rank at the limit."""
+        """Record a step; `skipped`: its number if it was skipped. Warns if this rank `tells`. Raises ValueError on
+        every rank at the limit."""
         self.in_a_row = 0 if skipped is None else self.in_a_row + 1
         if skipped is None:
             return
@@ -102,7 +102,7 @@ class StepResult:
 
 
 class LocalSums:
-    """Sums of this rank over the micro-batches of a step, on its device, so that adding does not wait for it."""
+    """Sums of this rank over the micro-batches of a step. They stay on its device, so adding does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._row = torch.zeros(3, dtype=torch.float64, device=device)
@@ -118,7 +118,7 @@ class LocalSums:
         return self._row[2]
 
     def weigh_alike(self) -> None:
-        """Give the losses so far the weight 1, as on every other data rank."""
+        """Give the losses so far the weight 1, like the losses of every other data rank."""
         self._row[1] = 1.0
 
     def clear(self) -> None:
@@ -131,11 +131,11 @@ class LocalSums:
 
 
 class OpenStep:
-    """The step under way: its number, its loss scale, and what was summed for it so far."""
+    """The current step: its number, its loss scale, and its sums so far."""
 
     def __init__(self, loss_scale: LossScale, device: torch.device) -> None:
         self.number = 0
-        """Steps made before it."""
+        """Steps made before this one."""
         self.loss_scale = loss_scale
         self.sums = LocalSums(device)
         self.totals: StepTotals | None = None
@@ -149,10 +149,10 @@ class OpenStep:
         self.own_samples = 0
         """Samples that this data coordinate has trained on in this step."""
         self.samples_before = 0
-        """Samples that all steps before it have used, or as a save or a load has stated since."""
+        """Samples of all earlier steps, or the number that a save or a load has set since."""
 
     def clear(self) -> None:
-        """Drop the sums and totals; what counts steps and samples before, and the loss scale, stay."""
+        """Drop the sums and totals. The counts of earlier steps and samples, and the loss scale, stay."""
         self.own_samples = 0
         self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
@@ -162,8 +162,8 @@ def all_reduce_totals(
     mesh: Mesh, told: Tensor, squares: Tensor, chunks: Sequence[Chunk], packed: Sequence[ChunkSpec],
     comparison: RankComparison, *, stop: bool, samples: int,
 ) -> StepTotals:  # fmt: skip
-    """One all-reduce over the world of each rank's (loss, weight) `told` [2], its terms of the sum of `squares`, the
-    entries of its `chunks` in use, its request to `stop`, and its data coordinate's `samples`. Collective.
+    """All-reduces over the world (loss, weight) `told` [2], the terms of the sum of `squares`, and entries in use.
+    The sum also carries each rank's request to `stop`, and its data coordinate's `samples`. Collective.
 
     `packed`: the chunks of the whole pipeline.  Raises as `RankComparison.check` if batches or buffers
     differ, and as `Mesh.check_together` if collectives do."""
@@ -171,11 +171,13 @@ def all_reduce_totals(
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
     counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
     flags = [stop * STOP + counted, *(flag for mine in used for flag in mine)]
-    marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
+    marks = sent(torch.tensor(flags, dtype=torch.float64), told.device)
     differs = comparison.term() + mesh.collectives_differ
     row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
-    total = row[3 + len(flags) :].sum().item()
-    loss, weight, apart, stops_and_samples, *counts = row[: 3 + len(flags)].tolist()
+    told = torch.cat([row[: 3 + len(flags)], row[3 + len(flags) :].sum(0, keepdim=True)])
+    loss, weight, apart, stops_and_samples, *counts, total = (
+        told.tolist()
+    )  # the one wait for the device in a step
     comparison.check(apart)
     mesh.check_together(apart)
     stops, all_samples = divmod(int(stops_and_samples), STOP)

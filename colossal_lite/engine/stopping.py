@@ -4,8 +4,8 @@ Note: a signal.
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank; one that the process ignores (as under nohup) stays ignored.
 Each rank records what it receives, and the all-reduce of the step's totals carries it.  So all ranks stop after the
 same step, at no cost in messages.  A second SIGINT meets the handler of before the launch: it ends the rank at once.
-Launchers send a signal to the process group of a rank.  A forked worker of a torch DataLoader, anybody's, gets a group
-of its own, and lives on (data/worker_signals.py).  One that is spawned, or signalled by its own number, dies; then the
+Launchers send a signal to the process group of a rank.  Any forked worker of a torch DataLoader gets a group of its
+own, and survives (data/worker_signals.py).  A worker dies if it is spawned, or signalled by its own number.  Then the
 loader raises where the loop waits for it, and the run ends as stopped and not saved.  From the first signal on SIGCHLD
 has no handler: that of torch's DataLoader would raise in the middle of the last step.
 
@@ -35,13 +35,13 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
 LOADER_WORKERS = "torch.utils.data._utils.worker"
-"""the module of what a worker of torch's DataLoader runs"""
+"""the module that a worker of torch's DataLoader runs"""
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Stopped(SystemExit):
-    """The run ends, on every rank alike. `code` is its exit code: 0, 3 or 4 (see the note of this file); `step`: steps
-    made; `checkpoint`: the directory that holds them, None if nothing does."""
+    """The run ends, on every rank alike. `code` is its exit code: 0, 3 or 4 (see the note of this file). `step`: steps
+    made. `checkpoint`: the directory that holds them, None if they are not saved."""
 
     def __init__(self, text: str, *, code: int, step: int, checkpoint: Path | None = None) -> None:
         super().__init__(code)
@@ -56,7 +56,7 @@ class StopSignals:
     """Records stop signals while installed. Only the main thread of a process can install handlers."""
 
     answers: bool = False
-    """Whether this process tells a terminal that it has understood a SIGINT."""
+    """Whether this process confirms a SIGINT on the terminal."""
     received: int | None = None
     _replaced: dict[int, Handler] = field(default_factory=dict)
     _of_children: Handler = None
@@ -67,7 +67,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
-            # None: not set from Python, so it could not be put back
+            # None: a handler that was not set from Python, so it could not be restored
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._replaced[number] = signal.signal(number, self._record)
         util.register_after_fork(self, StopSignals._in_a_child)
@@ -85,7 +85,7 @@ class StopSignals:
 
     @property
     def name(self) -> str:
-        """Of the signal that was received last; "" if this rank has received none."""
+        """Name of the last signal received; "" if this rank has received none."""
         return signal.Signals(self.received).name if self.received is not None else ""
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -102,13 +102,13 @@ class StopSignals:
             outer._record(number, frame)
 
     def _in_a_child(self) -> None:
-        """A process of multiprocessing was forked, and this is the one: shield it if it is a loader's worker."""
+        """Called in a process that multiprocessing has forked: shield it if it is a loader's worker."""
         target = getattr(process.current_process(), "_target", None)
         if self._open and getattr(target, "__module__", "") == LOADER_WORKERS:
             begin_worker(None, 0)
 
     def _as_a_child(self, number: int) -> None:
-        """In a process forked since, a loader's worker: a terminal's SIGINT is for the parent, others end it."""
+        """The handler of a forked loader's worker: it ignores a terminal's SIGINT; other signals end it."""
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -117,7 +117,7 @@ class StopSignals:
 def worker_died(
     error: BaseException | None, signals: StopSignals, step: int, *, speaks: bool
 ) -> Stopped | None:
-    """What ends a run whose loader has lost a worker to the signal that this rank has received too; None otherwise."""
+    """The error that ends a run whose loader lost a worker to the signal that this rank also received; else None."""
     text = str(error)
     if not signals.name or not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
         return None
@@ -138,7 +138,7 @@ def _owner(handler: Handler) -> StopSignals | None:
 
 @dataclass(frozen=True)
 class StopPoint:
-    """Where an engine saves when a signal stops it, and what it saves there beside its state."""
+    """The directory where an engine saves when a signal stops it, and the facts that it saves beside its state."""
 
     speaks: bool
     """Whether this rank prints for all."""
@@ -146,7 +146,7 @@ class StopPoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
     samples: Callable[[], int] | None = None
     is_given: bool = False
-    """By `save_on_stop`: other saves do not change it."""
+    """Set by `save_on_stop`; other saves do not change it."""
 
     def after(self, directory: Path, extra: Mapping[str, Any]) -> StopPoint:
         """The point of an engine that has saved to this directory, or resumed from it."""
@@ -155,7 +155,7 @@ class StopPoint:
     def stop(
         self, step: int, who: str, saved: tuple[int, Path] | None, save: Callable[[StopPoint], Path]
     ) -> Stopped:
-        """Save after `step`, unless that is what was `saved` last, and print the one line; the error to raise."""
+        """Save after `step`, unless it was `saved` already, and print one line. Returns the error to raise."""
         head = f"stopped by {who or 'a signal to another rank'} after step {step}"
         path, why = (
             None,

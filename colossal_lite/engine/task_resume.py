@@ -1,7 +1,7 @@
-"""Parks an engine's state in the host store when it closes, and resumes the next engine of the task from it.
+"""Parks an engine's state in the host store when it closes, and resumes the task's next engine from it.
 
 Note: the records of a task (`TaskRecords`) are in host memory that outlives the engine.  They stay there.
-Parked beside them are steps, step counts, loss scale and buffers, and the layout of the records.  An engine compares
+Steps, step counts, loss scale and buffers are parked beside them, and the layout of the records.  An engine compares
 that layout with its own.  All ranks resume the same step. If one cannot, all raise the reason and none resumes.
 """
 
@@ -38,7 +38,8 @@ class TaskResume:
         return self.outlives and not self._has_left
 
     def resume(self) -> Mapping[str, Any] | None:
-        """Use the records of the engine before. Returns its facts; None if there was none. Collective with a store.
+        """Use the records of the engine before. Returns its facts; None if there was no engine. Collective with a
+        store.
 
         Raises ValueError on every rank if one cannot resume."""
         if not self.outlives:
@@ -69,7 +70,7 @@ class TaskResume:
         return kept.facts
 
     def park(self, steps: int, samples: int, loss_scale: Any) -> ParkedState:
-        """Copy all state to the store; it must be at rest. Returns what is not in the records."""
+        """Copy all state to the store; no copy may be in flight. Returns the state outside the records."""
         self._chunked.park(steps)
         facts = {
             "steps": steps,
@@ -81,7 +82,7 @@ class TaskResume:
         return ParkedState(self._form(), facts)
 
     def release(self, parked: ParkedState | None) -> None:
-        """Give the records back. None: the state is not complete, and no engine may resume from it."""
+        """Release the records. None: the state is not complete, and no engine may resume from it."""
         if self._has_left:
             return
         self._has_left = True
@@ -102,7 +103,7 @@ class TaskResume:
 
 
 def _differs(was: Any, wanted: Any) -> str:
-    """The first that differs of a chunk's entries, owned elements, dtype and records."""
+    """The first difference of a chunk's entries, owned elements, dtype and records."""
     if was is None or wanted is None:
         return "there is none now" if wanted is None else "it is new"
     for what, old, new in zip(("entries", "owned elements", "dtype", "records"), was, wanted, strict=False):

@@ -2,7 +2,7 @@
 
 Note: three times, one list of actions.
 An update needs its summed gradient, and two numbers of the step: the divisor (tokens and clip factor) and the learning
-rate.  Both are known at the end of a step, and every update runs then.  Where state is copied over a link, updates are
+rate.  Both are known at the end of a step, and every update runs then.  If state is copied over a link, updates are
 deferred and run beside the next forward (zero/deferred_updates.py).  With `optimizer.update_when="backward"` the ranks
 agree on the tokens before backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
 (zero/backward_updates.py).  The actions are the same, `Updates._actions`.  Cost within backward: one more all-reduce of
@@ -57,9 +57,11 @@ class Updates:
         self._in_backward = (
             UpdatesInBackward(chunks) if sharding_of(config).frees_gradient_on_update else None
         )
-        self._used: dict[int, Sequence[bool]] = {}  # as far as it is known in backward
+        self._used: dict[int, Sequence[bool]] = {}  # known so far in backward
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed)
+        elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
+            hooks.hand_on(optimizer.send_gradient)
 
     @property
     def within_backward(self) -> bool:
@@ -73,7 +75,7 @@ class Updates:
 
     @property
     def defers(self) -> bool:
-        """Whether updates run beside the next forward: where state is copied over a link. Compiled blocks cannot run
+        """Whether updates run beside the next forward: if state is copied over a link. Compiled blocks cannot run
         updates."""
         state = self._optimizer
         moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
@@ -82,8 +84,8 @@ class Updates:
     # ---- at the end of a step ----
 
     def deferred(self, totals: StepTotals, factor: float) -> DeferredUpdates:
-        """The updates of a step; `factor` of the learning rate. Counts the weights as changed from now on, whenever
-        the updates run."""
+        """The updates of a step; `factor` of the learning rate. Counts the weights as changed now, although the updates
+        may run later."""
         for chunk in self._chunks:
             if any(totals.used[chunk.spec.id]):
                 chunk.count_change()
@@ -93,8 +95,8 @@ class Updates:
     # ---- within backward ----
 
     def begin(self, told: Tensor, factor: float, comparison: RankComparison) -> None:
-        """Before a backward that updates: sum the (loss, weight) `told` by each rank, to divide by. Collective. Raises
-        as `RankComparison.check`."""
+        """Before a backward that updates: all-reduce each rank's (loss, weight) `told` to get the divisor. Collective.
+        Raises as `RankComparison.check`."""
         assert self._in_backward is not None
         loss, weight, apart = self._mesh.world.all_reduce(torch.cat([told, comparison.term()])).tolist()
         comparison.check(apart)
@@ -122,11 +124,11 @@ class Updates:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether some time-shared weights are in no buffer until their update (memory/chunk.py)."""
+        """Whether some time-shared weights have no buffer until their update (memory/chunk.py)."""
         return any(chunk.lacks_weights for chunk in self._chunks)
 
     def remake(self) -> None:
-        """After a step without updates: compute weights that are in no buffer from their masters."""
+        """After a step without updates: compute weights that have no buffer from their masters."""
         optimizer = self._optimizer
         if not self.lacks_weights or not isinstance(optimizer, ChunkOptimizer):
             return
@@ -140,7 +142,7 @@ class Updates:
         self._weights.update(DeferredUpdates(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
 
     def refuse_within(self, what: str) -> None:
-        """Raises ValueError while some weights are new and others old, or some are in no buffer."""
+        """Raises ValueError while some weights are new and others old, or some have no buffer."""
         if self.lacks_weights:
             raise ValueError(
                 f"{what}: between the last backward of a step and its updates the device has gradients in the place of "
@@ -198,7 +200,7 @@ class Updates:
                 self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:
-        """After the update of a chunk: start the gather of its new weights where the next forward needs it."""
+        """After the update of a chunk: start the gather of its new weights if the next forward needs it."""
         self._metering.updated(chunk.spec.id)
         chunk.run_deferred()
         self._weights.updated(chunk, changed=any(used[chunk.spec.id]))
@@ -216,6 +218,6 @@ class Updates:
 def spoilt(why: str) -> ValueError:
     """The error for weights that an incomplete step has updated."""
     return ValueError(
-        f"{why} in backward (optimizer.update_when='backward'), so that they are a mix; legal: load a checkpoint, or "
+        f"{why} in backward (optimizer.update_when='backward'), so they are a mix; legal: load a checkpoint, or "
         f"optimizer.update_when='step', which skips such a step"
     )

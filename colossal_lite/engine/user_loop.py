@@ -1,10 +1,10 @@
 """Runs forward and backward for a user's own training loop, one micro-batch a call.
 
-Note: what such a loop gets.
+Note: the parts of such a loop.
 The loop calls `engine(x)`, computes its own loss, and calls `engine.backward(loss)` and `engine.step()`.  Logits are
-gathered over vocabulary, tokens and samples, so every tensor rank has the loss of the whole micro-batch.  One of them
-reports it.  Samples are counted over the micro-batches of a step, so each has dropout masks of its own.  A pipeline is
-refused, since only the engine can run its plan.  Auxiliary losses are refused too.
+gathered over vocabulary, tokens and samples.  So every tensor rank has the loss of the whole micro-batch, and one of
+them reports it.  Samples are counted over the micro-batches of a step, so each has dropout masks of its own.  A
+pipeline is refused, since only the engine can run its plan.  Auxiliary losses are refused too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UserLoop:
         self._tokens: int | None = None  # of its sequences, if they were padded
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """This rank's part of the micro-batch that the model is called with. Sets the dropout counters."""
+        """This rank's part of the arguments of a call of the model. Sets the dropout counters."""
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
@@ -80,7 +80,7 @@ class UserLoop:
         return with_logits(outputs, whole)
 
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
-        """Add the gradient of `loss`; `factor` of the learning rate, for updates in backward."""
+        """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
         self._refuse("backward")
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
@@ -91,7 +91,7 @@ class UserLoop:
         if step.by_count is not None:
             _refuse_second_backward(self._config)
         step.by_count = count is not None
-        is_scaled = step.loss_scale.scale != 1.0  # then, and only then, a count on the device is waited for
+        is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
         self._parts.before_backward()
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -111,7 +111,7 @@ class UserLoop:
             self._reduce_all()
 
     def finish(self) -> None:
-        """Start the reductions that are left, before the ranks agree. Raises ValueError without a `backward`."""
+        """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
         if not self._step.by_count:

@@ -322,6 +322,11 @@ class Chunk(LocalShard, WeightChunk):
     # ---- gradients ----
 
     @property
+    def is_final_when_summed(self) -> bool:
+        """Whether the last sum of a step is its gradient, with no sum over copies or gather behind it."""
+        return not self._sums_copies and not (self.by_micro_batch and self.owned != self._scattered)
+
+    @property
     def takes_room(self) -> bool:
         """Whether a sum in flight has slots, for its own gradient or for the parts of other ranks."""
         return self.scatters or self.by_micro_batch

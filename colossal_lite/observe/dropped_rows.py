@@ -1,4 +1,4 @@
-"""Writes rows of a log to files, and counts what could not be written: a full disk ends no run."""
+"""Writes rows of a log to files, and counts the rows that could not be written: a full disk ends no run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DroppedRows:
 
 
 class JsonLines:
-    """Writes rows to a file, one JSON object a line, whole or not at all. Of a file that is there, rows up to
-    `keep_step` stay: what a killed run wrote after its last checkpoint is written again. Raises OSError."""
+    """Writes rows to a file, one JSON object a line, whole or not at all. Of an existing file, rows up to `keep_step`
+    stay. A killed run's later rows are dropped, because the resumed run writes them again. Raises OSError."""
 
     def __init__(self, path: Path, keep_step: int = 0) -> None:
         kept = list(_rows_up_to(path, keep_step)) if keep_step and path.exists() else []
@@ -78,7 +78,7 @@ def _finite(value: Any) -> Any:
 
 
 class RankFile(logging.Handler):
-    """Appends records to a file, opened for each: nothing is held back, and nothing raises when it cannot."""
+    """Appends records to a file, opened for each. No record is buffered, and a failed write does not raise."""
 
     def __init__(self, path: Path, dropped: DroppedRows) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 Note: storages, not tensors.
 Views share their bytes, so each storage counts once, from the operation that makes it until it is freed.  The meter
 sees every operation of torch's dispatcher while it is active.  So it also works on meta tensors, which hold no bytes:
-the planner measures a run without its devices that way.  The storages alive at the end of a forward pass are those
-that autograd saves for backward, recomputation included.  Workspace inside one operation is invisible to it.
+the planner measures a run that way without its devices.  The storages alive at the end of a forward pass are those that
+autograd saves for backward, recomputation included.  It does not see workspace inside one operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages made while this is active and still alive. Operations run by `run`."""
+    """Counts bytes of storages made while this is active and still alive. `run` executes each operation."""
 
     def __init__(self, run: Callable[[Any, Any, Any], Any] = _plainly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def window(self) -> int:
-        """The peak since this was last called; a new window begins with what is alive now."""
+        """The peak since the last call; the next window starts from the bytes alive now."""
         peak, self.peak_bytes = self.peak_bytes, self.now_bytes
         return peak
 
@@ -69,9 +69,9 @@ class AllocatedBytes:
     included. The peak is reset at each beginning."""
 
     def __init__(self, device: torch.device, base_bytes: int, allocator: Any = torch.cuda) -> None:
-        """`allocator`: what has torch.cuda's statistics."""
+        """`allocator`: a module with torch.cuda's memory statistics."""
         self._device, self._allocator = device, allocator
-        # What is said to be there and is not must not hide what comes.
+        # A base larger than the allocated bytes would hide later allocations.
         self._base_bytes = min(base_bytes, allocator.memory_allocated(device))
         self.peak_bytes = 0
 
@@ -85,7 +85,7 @@ class AllocatedBytes:
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """A stretch of a step: live bytes at its end, and at the most within it."""
+    """A part of a step: live bytes at its end, and their peak within it."""
 
     name: str
     live_bytes: int
@@ -112,12 +112,12 @@ class StepMeter(LiveBytes):
         self._highest, self._moments = self.moments, []
 
     def moment(self, name: str) -> None:
-        """Ends a moment of the step."""
+        """End a moment of the step, and name it."""
         self._moments.append(MemoryMoment(name, self.now_bytes, self.window()))
 
     @property
     def moments(self) -> tuple[MemoryMoment, ...]:
-        """Of the step that held most; what came after the last one that was named is `end`."""
+        """The moments of the step that held most. `end` is the part after the last named moment."""
         here = tuple(self._moments)
         if here and self.peak_bytes > self.now_bytes:
             here = (*here, MemoryMoment("end", self.now_bytes, self.peak_bytes))
@@ -125,11 +125,11 @@ class StepMeter(LiveBytes):
 
     @property
     def most_bytes(self) -> int:
-        """Live at the worst moment of all steps."""
+        """Live bytes at the worst moment of all steps."""
         return max(_most(self._highest), _most(self._moments), self.peak_bytes)
 
     def forward_ended(self, shapes: Sequence[Sequence[int]]) -> None:
-        """One of a step's micro-batches, whose shapes these are, has gone forward on this rank."""
+        """Record that one micro-batch of a step, with these shapes, has gone forward on this rank."""
         self.kept_bytes = max(self.kept_bytes, self.now_bytes)
         sizes = [(len(shapes) * shape[0], shape[1] if len(shape) > 1 else 1) for shape in shapes]
         self.shape = max(self.shape, *sizes)

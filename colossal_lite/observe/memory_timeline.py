@@ -1,9 +1,9 @@
 """Draws the memory of a rank over the moments of a step, by kind and tier, beside the plan's forecast.
 
 Note: moments.
-Model state is allocated once, so its levels are flat.  `activations` are the bytes alive at the end of a moment, and
-`temporaries` the rest of the peak within it.  The highest column is the peak of the report.  Forecasts are those of
-`plan`, for the worst moment.
+Model state is allocated once, so its levels are flat.  `activations` are the bytes alive at the end of a moment.
+`temporaries` are the rest of the peak within it.  The highest column is the peak of the report.  The forecasts are
+those of `plan`, for the worst moment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from colossal_lite.observe.tables import BYTES, Rows, size
 
 @dataclass(frozen=True)
 class Level:
-    """Bytes of one kind on one tier: at each moment, and at the most by the plan."""
+    """Bytes of one kind on one tier: at each moment, and the plan's maximum."""
 
     kind: str
     tier: str
@@ -29,7 +29,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one kind at the highest moment of its tier, beside the plan's."""
+    """Bytes of one kind at the highest moment of its tier, beside the plan's forecast."""
 
     kind: str
     tier: str
@@ -49,7 +49,7 @@ class MemoryTimeline:
         return tuple(dict.fromkeys(level.tier for level in self.levels))
 
     def totals_bytes(self, tier: str) -> tuple[int, ...]:
-        """All kinds together, at each moment."""
+        """Bytes of all kinds together, at each moment."""
         of_tier = [level.measured_bytes for level in self.levels if level.tier == tier]
         return tuple(map(sum, zip(*of_tier, strict=True)))
 
@@ -57,7 +57,7 @@ class MemoryTimeline:
         return max(self.totals_bytes(tier), default=0)
 
     def forecast_bytes(self, tier: str) -> int | None:
-        """The peak by the plan; None where a part of it has no forecast."""
+        """The plan's peak; None where a part of it has no forecast."""
         of_tier = [level.forecast_bytes for level in self.levels if level.tier == tier]
         return None if None in of_tier else sum(held for held in of_tier if held is not None)
 
@@ -67,7 +67,7 @@ class MemoryTimeline:
 
     @classmethod
     def parse(cls, text: str) -> MemoryTimeline:
-        """What `json` has written."""
+        """Reads the text that `json` has written."""
         found = json.loads(text)
         levels = (
             Level(row["kind"], row["tier"], tuple(row["measured_bytes"]), row["forecast_bytes"])
@@ -76,7 +76,7 @@ class MemoryTimeline:
         return cls(tuple(found["moments"]), tuple(levels))
 
     def __str__(self) -> str:
-        """Bytes of each kind at the highest moment of its tier, and at the most by the plan."""
+        """Bytes of each kind at the highest moment of its tier, and the plan's maximum."""
         rows = []
         for tier in self.tiers:
             totals = self.totals_bytes(tier)
@@ -88,8 +88,8 @@ class MemoryTimeline:
         return str(Rows(rows))
 
     def svg(self, width: int = 960) -> str:
-        """A chart for each tier: a column for each moment, its kinds stacked, and a dashed line where the plan has the
-        peak.  Every box has its moment, kind and bytes as a tip."""
+        """A chart for each tier: a column for each moment, with its kinds stacked. A dashed line marks the plan's peak.
+        The tip of each box shows its moment, kind and bytes."""
         kinds = dict.fromkeys(level.kind for level in self.levels if any(level.measured_bytes))
         colours = {kind: PALETTE[number % len(PALETTE)] for number, kind in enumerate(kinds)}
         lines, y = legend(colours, 24, 4, width)
@@ -124,7 +124,7 @@ class MemoryTimeline:
         return lines
 
     def _names(self, x: Scale, bottom: float) -> list[str]:
-        """Under the columns their moments, or as many of them as fit."""
+        """Names of the moments under the columns, as many as fit."""
         heads = {"forward": "F", "backward": "B", "update": "U"}
         names = []
         for moment in self.moments:

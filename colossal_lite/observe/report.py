@@ -1,8 +1,8 @@
-"""Writes report.html of a run from the files in its folder: curves, where time went, memory, schedule, configuration.
+"""Writes report.html of a run from the files in its folder: curves, time, memory, schedule, configuration.
 
 Note: one file.
-It holds its drawings and its style, asks for nothing from outside, and runs no script.  Where a run has left no file,
-the page says what would leave it.
+It contains its drawings and its style, loads nothing from outside, and runs no script.  Where a file of the run is
+missing, the page says which call writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colossal_lite.schedule.plan import COMPUTE
 
 REPORT, MEASURED, SCHEDULE = "report.html", "measured.json", "schedule.json"
 POINTS = 240
-"""Of a curve at the most; each is the mean of the steps that it stands for."""
+"""Most points of a curve; each is the mean of the steps that it stands for."""
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#656d76;--rule:#d8dee4;--bar:#4c8dd6}
 @media(prefers-color-scheme:dark){:root{--paper:#16191d;--ink:#d5dbe3;--soft:#939ba5;--rule:#30363d}}
@@ -52,12 +52,12 @@ th{color:var(--soft)}td.n,th.n{text-align:right;white-space:nowrap}
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run has left in its folder; empty where there is no such file."""
+    """The files in the folder of a run; a missing file is empty."""
 
     folder: Path
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Of a file of JSON lines. A last line that a kill cut short is left out; ValueError for any other."""
+        """Rows of a file of JSON lines. A last line that a kill cut short is left out; ValueError for any other."""
         path = self.folder / name
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
@@ -198,7 +198,7 @@ def _rate_chart(timing: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _time_bars(files: RunFiles, measured: Mapping[str, Any]) -> str:
-    """Of the run since it was last started, by span; then of a step, on rank 0."""
+    """Time of the run since its last start, by span; then time of a step on rank 0."""
     events = files.mapping("trace.json").get("traceEvents", [])
     spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
     if not spans:
@@ -229,7 +229,7 @@ def _time_bars(files: RunFiles, measured: Mapping[str, Any]) -> str:
 
 
 def _own_s(spans: Sequence[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of each name, less those of spans within it: a save is within its step."""
+    """Seconds of each name, without spans nested in it: a save is within its step."""
     own, around = dict[str, float](), list[tuple[str, float]]()
     for name, start, dur in sorted(spans, key=lambda span: (span[1], -span[2])):
         while around and around[-1][1] <= start:
@@ -270,7 +270,7 @@ def _schedule(text: str) -> tuple[str, str]:
 
 
 def _beside(measured: Mapping[str, Any]) -> str:
-    """The most that rank 0 held, beside the plan; and what it sent and moved in a step."""
+    """The peak memory of rank 0 beside the plan, and the bytes that it sent and moved in a step."""
     rows = []
     for row in measured.get("memory", []):
         plan_bytes, peak_bytes = row["forecast_bytes"], row["peak_bytes"]
@@ -298,7 +298,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings(run: Mapping[str, Any]) -> str:
-    """Every setting as it was resolved, and the facts of the caller's own."""
+    """Every resolved setting, and the caller's own facts."""
     config = run.get("config", {})
     facts = {name: value for name, value in run.items() if name != "config" and value not in ({}, None)}
     words = {

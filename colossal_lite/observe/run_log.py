@@ -1,10 +1,10 @@
 """Logs the steps of a run: rows of JSON in files, a progress line, a timeline.
 
 Note: two kinds of numbers.
-`metrics.jsonl` and `evaluation.jsonl` hold what seed, configuration and data determine: the same command twice gives
-the same bytes.  Times, rates and memory differ from run to run and go to `timing.jsonl`.  Every row is written at once,
-so a killed run keeps its rows.  Rows that a full disk does not take are dropped, counted and told.  A number that is
-not finite is null, because JSON has no other word.
+`metrics.jsonl` and `evaluation.jsonl` hold numbers that seed, configuration and data determine.  The same command twice
+writes the same bytes.  Times, rates and memory differ from run to run and go to `timing.jsonl`.  Every row is written
+at once, so a killed run keeps its rows.  Rows that do not fit on a full disk are dropped, counted and reported.  A
+number that is not finite is written as null, because JSON has no other word.
 Nothing is sampled: time is read at the calls, memory once a step, and no thread runs.  One rank logs. On the others
 the same calls do nothing.
 """
@@ -46,7 +46,7 @@ class StepRow:
     loss: float
     """nats per token, mean over the valid tokens of the global batch"""
     bits_per_byte: float | None
-    """the same in bits per byte of text; None where the bytes of a token are not known"""
+    """the same in bits per byte of text; None where the bytes of a token are unknown"""
     grad_norm: float
     """before clipping"""
     lr: float
@@ -68,7 +68,7 @@ class TimingRow:
     tokens_per_s: float
     """of all ranks"""
     mfu: float | None
-    """share of the devices' peak that the model's own FLOPs took; None where no peak is known"""
+    """share of the devices' peak that the model's own FLOPs take; None where no peak is known"""
     memory_bytes: int
     """host: resident now; CUDA: the most that was allocated so far"""
 
@@ -86,9 +86,9 @@ class EvaluationRow:
 
 
 REDRAW_NS = 250_000_000
-"""between two drawings of the moving line: more often costs more than it tells"""
+"""between two drawings of the moving line: more often would slow the run"""
 LINE_NS = 10_000_000_000
-"""between two lines where none can move: in a pipe or a file"""
+"""between two printed lines where no line can move: in a pipe or a file"""
 
 
 class LogStep(Protocol):
@@ -110,22 +110,22 @@ class LogStep(Protocol):
 
 @dataclass(frozen=True)
 class Scale:
-    """Constants of a run by which its numbers compare with those of other runs."""
+    """Constants of a run that make its numbers comparable with other runs."""
 
     bytes_per_token: float | None = None
-    """of the text: 1 for a vocabulary of bytes; None where nobody has said"""
+    """of the text: 1 for a vocabulary of bytes; None if unknown"""
     flops_per_token: float = 0.0
     """`model_flops_per_token`"""
     peak_flops: float | None = None
     """of all devices together; None where no peak is known"""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Of a loss in nats per token."""
+        """Bits per byte of a loss in nats per token."""
         return loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def progress_line(row: StepRow, timing: TimingRow, total_steps: int | None, width: int) -> str:
-    """Formats one step as a line of at most `width` columns, with what fits of the rest."""
+    """Formats one step as a line of at most `width` columns; fields that do not fit are left out."""
     of = f"{row.step:>{len(str(total_steps))}}/{total_steps}" if total_steps else str(row.step)
     left = max((total_steps or 0) - row.step, 0) * timing.step_s
     line = "  ".join(
@@ -161,9 +161,9 @@ class RunLog:
     """Logs one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
 
     A terminal shows one line that moves. Elsewhere a line is printed for the first step, then every ten seconds. The
-    rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. The timeline goes to
-    trace.json at the end, and report.html is made of them. With `folder` None nothing is written or printed, as on all
-    ranks but one.
+    rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. At the end the timeline is
+    written to trace.json, and report.html is made from these files. With `folder` None nothing is written or printed:
+    only one rank has a folder.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class RunLog:
         console: Console | None = None, clock: Callable[[], int] = time.perf_counter_ns, resumed_step: int = 0,
         also: Sequence[Sink] = (),
     ) -> None:  # fmt: skip
-        """`resumed_step`: the step a resumed run goes on from, whose rows so far are kept; `also`: further
-        places that numbers go to (`run_sinks`)."""
+        """`resumed_step`: the last step of a resumed run, whose rows up to it are kept. `also`: further sinks of the
+        numbers (`run_sinks`)."""
         self._resumed_step, self._sinks = resumed_step, tuple(also)
         self.timeline = LogTimeline(clock=clock)
         self.total_steps = total_steps
-        """The step that the run ends with; None: not known yet."""
+        """The last step of the run; None: not known yet."""
         self._folder, self._scale, self._device, self._clock = folder, scale, device, clock
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._files: dict[type, JsonLines] = {}
@@ -222,7 +222,7 @@ class RunLog:
         self._files[kind] = JsonLines(path, self._resumed_step)
 
     def _write(self, group: str, row: StepRow | EvaluationRow, timing: TimingRow | None = None) -> None:
-        """Add a row, and its time, to the files and the other places."""
+        """Write a row, and its time, to the files and the further sinks."""
         for each in filter(None, (row, timing)):
             if type(each) in self._files:
                 self.dropped.attempt(partial(self._files[type(each)].write, each))
@@ -231,7 +231,7 @@ class RunLog:
             self.dropped.attempt(partial(sink.write, group, row.step, values))
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Write what the run is to run.json."""
+        """Write the facts of the run to run.json."""
         if self._folder is not None:
             text = json.dumps(facts, indent=2)
             self.dropped.attempt(partial((self._folder / "run.json").write_text, text, "utf-8"))
@@ -254,7 +254,7 @@ class RunLog:
         self._lap_ns = self._clock()
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Record and show the held-out loss after a step; the time since then counts for no step."""
+        """Record and show the held-out loss after a step. The time since then counts for no step."""
         if self._folder is None:
             return
         row = EvaluationRow(step, loss, self._scale.bits_per_byte(loss))
@@ -264,15 +264,15 @@ class RunLog:
         self._lap_ns = self._clock()
 
     def say(self, text: str) -> None:
-        """Prints a line above the one that moves."""
+        """Print a line above the moving one."""
         if self._folder is not None:
             try:
                 self._console.print(text, markup=False)
-            except OSError as error:  # printed text goes to a full disk
+            except OSError as error:  # standard output on a full disk
                 self.dropped.count, self.dropped.reason = self.dropped.count + 1, str(error)
 
     def lap(self) -> None:
-        """Leaves the time since the last step out of the timing: the run was saved."""
+        """Leave the time since the last step out of the timing: a save took it."""
         self._lap_ns = self._clock()
 
     def _timing(self, step: int, tokens: float, seconds: float) -> TimingRow:
@@ -301,7 +301,7 @@ class RunLog:
             self._stop_line()
 
     def _stop_line(self) -> None:
-        """Leave the moving line as it is."""
+        """End the moving line and keep its last text."""
         if self._line:
             self._line.refresh()
             self._line.stop()

@@ -26,10 +26,10 @@ IDLE = "#80808038"
 def svg(
     predicted: ScheduleTimeline, measured: ScheduleTimeline | None = None, width: int | None = None
 ) -> str:
-    """The compute of each rank as a row of boxes, and beneath it the measured one on the same axis of seconds.
+    """The compute of each rank as a row of boxes, with the measured one beneath it on the same axis of seconds.
 
-    A box has the number of its micro-batch where that fits, and its action and seconds as a tip. `width` None: as wide
-    as the numbers need, 960 to 4,000 pixels.
+    A box shows the number of its micro-batch where that fits; its tip has action and seconds. `width` None: as wide as
+    the numbers need, 960 to 4,000 pixels.
     """
     named = {"predicted": predicted} | ({} if measured is None else {"measured": measured})
     drawn = {
@@ -71,7 +71,7 @@ def _is_drawn(span: ActionSpan) -> bool:
 
 
 def _width(spans: list[ActionSpan], longest_s: float, left: float) -> int:
-    """So wide that the number of a micro-batch fits into nine boxes of ten."""
+    """A width at which the number of a micro-batch fits into nine boxes of ten."""
     lengths_s = sorted(span.end_s - span.start_s for span in spans if span.action.kind in COMPUTE_KINDS)
     if not lengths_s:
         return 960
@@ -90,7 +90,7 @@ def _span(span: ActionSpan, begin_s: float, scale: Scale, y: float, further: boo
     x, w = scale.at(start_s), scale.at(long_s) - scale.start
     tip = f"{span.action} {seconds(long_s)} from {seconds(start_s)}"
     number = "" if span.action.micro_batch is None else str(span.action.micro_batch)
-    # a gap of a pixel tells neighbours of one colour apart
+    # a gap of a pixel separates neighbours of one colour
     return list(box(x, y, max(w - 1, w / 2), 20, _look(span.action.kind, further)[1], tip, number))
 
 
@@ -126,7 +126,7 @@ class ScheduleReport:
     def of(
         cls, plan: Plan, measured: ScheduleTimeline, cost: Callable[[Action], float], shape: Shape
     ) -> ScheduleReport:
-        """cost: of a compute action, in any unit: it is scaled so that all compute takes the seconds that it took."""
+        """`cost` of a compute action may have any unit. It is scaled so that all compute takes its measured seconds."""
         begin_s = min((span.start_s for span in measured.spans), default=0.0)
         spans = (
             span._replace(start_s=span.start_s - begin_s, end_s=span.end_s - begin_s)
@@ -139,7 +139,7 @@ class ScheduleReport:
 
     @classmethod
     def parse(cls, text: str) -> ScheduleReport:
-        """What `trace` has written, to a nanosecond."""
+        """Reads the text that `trace` has written, to a nanosecond."""
         events = json.loads(text)["traceEvents"]
         places = {e["pid"]: e["args"]["name"].split() for e in events if e["name"] == "process_name"}
         found: dict[str, list[ActionSpan]] = {"predicted": [], "measured": []}

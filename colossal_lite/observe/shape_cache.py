@@ -2,10 +2,10 @@
 
 Note: shape here means shape, strides and dtype (`TensorMeta`).
 On the meta device an operation only computes the shapes of its results.  Torch does much of that in Python: 1 to 6 ms
-for a norm, its backward or a GELU, and it loads its compiler.  So the operations of a transformer have rules of their
-own (`shape_rules`), and torch computes the others.  A dry run repeats the same operations in every block, with
+for a norm, its backward or a GELU, and loads its compiler for it.  So the operations of a transformer have rules of
+their own (`shape_rules`), and torch computes the others.  A dry run repeats the same operations in every block, with
 arguments of the same shapes.  A cached result is a new empty tensor.  So an operation is cached only if its schema
-changes and returns none of its arguments, and if torch's first result kept to that.  Cost: 20 us an operation.
+neither changes nor returns an argument, and torch's first result agreed.  Cost: 20 us an operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ShapeCache(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given: dict[Hashable, ResultMeta | None] = {}
-        """By operation and shapes of its arguments; None: the result cannot be cached."""
+        """Results by operation and shapes of its arguments; None: the result cannot be cached."""
         self._is_pure: dict[Any, bool] = {}
 
     @classmethod
@@ -63,7 +63,7 @@ class ShapeCache(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that it writes, and gives, as it is; None if that is for torch to say."""
+    """The tensor that an operation writes and returns unchanged in shape; None if torch must compute it."""
     if func in IN_PLACE and _is_here(args, kwargs):
         return args[0]  # type: ignore[no-any-return]
     if func not in GIVEN_OUT or not _is_here((args, kwargs), {}):
@@ -74,13 +74,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _by_rule(func: Any, args: Any, kwargs: Any) -> ResultMeta | None:
-    """What our own rules say that it gives; None if that is for torch to say."""
+    """The result shapes by our own rules; None if torch must compute them."""
     rule = RULES.get(func)
     return rule(*args, **kwargs) if rule is not None and _is_here(args, kwargs) else None
 
 
 def _is_here(args: Any, kwargs: Any) -> bool:
-    """Whether what an operation takes is on meta, and what it gives is to be there."""
+    """Whether an operation's arguments are on meta, and its results should be."""
     tensors, device = list(tensors_in(args)), kwargs.get("device")
     if not all(x.is_meta for x in tensors):
         return False
@@ -88,7 +88,7 @@ def _is_here(args: Any, kwargs: Any) -> bool:
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results of an operation, which holds them in lists at the most."""
+    """The tensors among arguments or results of an operation; they may be in lists."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, (tuple, list)):
@@ -100,7 +100,7 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 
 def _is_pure(func: Any) -> bool:
-    """Whether by its schema it changes nothing and gives nothing but new tensors."""
+    """Whether by its schema an operation changes no argument and returns only new tensors."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.returns:
         return False
@@ -110,7 +110,7 @@ def _is_pure(func: Any) -> bool:
 
 
 def _key(given: Any) -> Hashable | None:
-    """What of an argument the forms of the results depend on; None for what is not known."""
+    """The properties of an argument that decide the result shapes; None for unknown types."""
     if isinstance(given, Tensor):
         return (given.shape, given.stride(), given.dtype) if given.is_meta and not given.is_sparse else None
     if isinstance(given, (tuple, list)):
@@ -120,7 +120,7 @@ def _key(given: Any) -> Hashable | None:
 
 
 def _forms(out: Any, given: Any) -> ResultMeta | None:
-    """The forms of results that lie in storages of their own, each as large as its form needs."""
+    """The shapes of results, if each has a storage of its own, no larger than its shape needs."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen = {storage_of(x) for x in tensors_in(given)}
     for x in results:

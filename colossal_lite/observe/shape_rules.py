@@ -23,16 +23,16 @@ aten = torch.ops.aten
 TensorMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""
 ResultMeta = tuple[TensorMeta | None, ...]
-"""What an operation gives; None: nothing there."""
+"""Result shapes of an operation; None in it: no tensor there."""
 Rule = Callable[..., ResultMeta | None]
-"""From the arguments of an operation to its result shapes; None where torch computes them."""
+"""Computes result shapes from the arguments of an operation; returns None where torch must compute them."""
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""The dtype that 16 bits are computed in."""
+"""The dtype in which 16-bit values are computed."""
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor."""
     return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1][: len(shape)]
 
 
@@ -41,7 +41,7 @@ def _dense(shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, each once, in whatever order of dims."""
+    """Whether the elements fill one interval of memory, each once, in any order of dims."""
     if x.is_contiguous():
         return True
     expected = 1
@@ -53,8 +53,8 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _wants_swap(tensors: Sequence[Tensor], inner: int, outer: int) -> int:
-    """By the first tensor that can tell, 1: `inner` should lie further out than `outer`; -1: it should not; 0: none can
-    tell."""
+    """Compares two dims by the first tensor that orders them. 1: `inner` should be further out than `outer`; -1: it
+    should not; 0: no tensor orders them."""
     for x in tensors:
         a, b = x.stride(inner), x.stride(outer)
         if a == 0 or b == 0:
@@ -68,7 +68,7 @@ def _wants_swap(tensors: Sequence[Tensor], inner: int, outer: int) -> int:
 
 
 def _strides_like(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of a new dense tensor whose dims lie in the order of these, all of one shape (TensorIterator's order)."""
+    """Strides of a new dense tensor with the order of dims of these, all of one shape (TensorIterator's order)."""
     shape, dims = tensors[0].shape, tensors[0].dim()
     if dims < 2 or 0 in shape or all(x.is_contiguous() for x in tensors):
         return strides_of(shape)
@@ -141,7 +141,7 @@ def _chosen(condition: Tensor, *given: Any) -> torch.dtype | None:
 
 
 def _pointwise(dtype_of: Callable[..., torch.dtype | None], *, conditions: int = 0) -> Rule:
-    """All but the first so many tensors are converted to the dtype that is computed in before they are broadcast."""
+    """Tensors, except the first `conditions`, are converted to the dtype of the computation before broadcasting."""
 
     def rule(*given: Any, **options: Any) -> ResultMeta | None:
         tensors = [x for x in given if isinstance(x, Tensor)]
@@ -166,7 +166,7 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _alike(one: Tensor, other: Tensor, **options: Any) -> ResultMeta | None:
-    """Of two tensors whose dims lie in one order: for what torch does in several operations."""
+    """Result of two tensors with one order of dims, for operations that torch splits into several."""
     is_plain = one.shape == other.shape and one.dtype is other.dtype and one.dtype.is_floating_point
     strides = _strides_like([one]), _strides_like([other])
     return ((tuple(one.shape), strides[0], one.dtype),) if is_plain and strides[0] == strides[1] else None
@@ -183,7 +183,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
 
 
 def _reduced(x: Tensor, dims: Sequence[int] | None, keepdim: bool) -> tuple[int, ...] | None:
-    """The shape that is left; of no dims, all are meant."""
+    """The remaining shape; no dims means all."""
     over = {dim % max(x.dim(), 1) for dim in dims or range(x.dim()) if -x.dim() <= dim < x.dim()}
     if len(over) != (len(dims) if dims else x.dim()):
         return None
@@ -216,7 +216,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> ResultMeta | None:
     if not -first.dim() <= dim < first.dim() or len(rest) > 1 or any(x.dim() != first.dim() for x in tensors):
         return None
     if first.dim() > 3 and all(x.stride(1) <= x.stride(-1) for x in tensors):
-        return None  # channels may lie last
+        return None  # channels may be last in memory
     shape = (*first.shape[:at], sum(x.shape[at] for x in tensors), *first.shape[at + 1 :])
     return (_dense(shape, _common(tensors)),)
 
@@ -264,7 +264,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options:
     return (_like(query), log_sums) if query.numel() else None
 
 
-# ---- norms, tables, what is new ----
+# ---- norms, tables, new tensors ----
 
 
 def _layer_norm(
@@ -371,7 +371,7 @@ RULES: Mapping[Any, Rule] = {
 }  # fmt: skip
 
 GIVEN_OUT: Mapping[Any, Rule] = {aten.mul.out: _pointwise(_promoted), aten.cat.out: _cat}
-"""What gives the tensor `out=` that it is given, if that has the form that the rule says."""
+"""Operations that return their `out=` tensor, if it has the shape of the rule."""
 
 IN_PLACE = frozenset(
     (
@@ -379,4 +379,4 @@ IN_PLACE = frozenset(
         aten.lerp_.Tensor, aten.scatter_add_.default, aten.zero_.default, aten.fill_.Scalar,
     )
 )  # fmt: skip
-"""What gives its first argument, of the form that it has."""
+"""Operations that return their first argument with its shape unchanged."""

@@ -15,8 +15,8 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`. A resumed run hides what came after the step
-    that it goes on from."""
+    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`. A resumed run hides rows after the step that it
+    resumes from."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -33,8 +33,8 @@ class TensorBoard:
 
 
 class WandB:
-    """An offline run in `folder/wandb`, one each time that the run is started; nothing leaves the machine until
-    `wandb sync` is called on it. It prints nothing, and leaves printed text alone."""
+    """An offline run in `folder/wandb`, a new one at each start. Nothing leaves the machine until `wandb sync` is
+    called on it. It prints nothing, and leaves printed text alone."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], resumed_step: int) -> None:
         import wandb
@@ -66,8 +66,8 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
 def run_sinks(
     names: Sequence[str], folder: Path | None, facts: Mapping[str, Any], resumed_step: int = 0
 ) -> tuple[Sink, ...]:
-    """Makes the named sinks of a run, which goes on after `resumed_step`; none if `folder` is None. `facts` describe
-    the run.
+    """Makes the named sinks of a run that resumes after `resumed_step`; none if `folder` is None. `facts` describe the
+    run.
 
     Raises ValueError for an unknown name, and for one whose package is not installed.
     """

@@ -63,7 +63,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", css: str = "") -
 def box(
     x: float, y: float, width: float, height: float, fill: str, tip: str = "", words: str = ""
 ) -> Sequence[str]:
-    """A rectangle with a tip, and with words in its middle where they fit."""
+    """A rectangle with a tip, and with words in its middle if they fit."""
     told = f"<title>{escape(tip)}</title>" if tip else ""
     rect = (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}">{told}</rect>'
@@ -107,7 +107,7 @@ def named(name: str, scale: Scale) -> str:
 
 
 def legend(entries: Mapping[str, str], y: float, left: float, width: float) -> tuple[list[str], float]:
-    """Names beside boxes of their colours, in as many lines as they need; and where the next thing begins."""
+    """Names beside boxes of their colours, in as many lines as needed; and the y below them."""
     x, out = left, list[str]()
     for name, colour in entries.items():
         wide = 26 + len(name) * CHARACTER
@@ -119,7 +119,7 @@ def legend(entries: Mapping[str, str], y: float, left: float, width: float) -> t
 
 
 def drawing(width: float, height: float, elements: Iterable[str], title: str) -> str:
-    """An SVG image of these elements; `title` is told to who cannot see it."""
+    """An SVG image of these elements; `title` is its text for screen readers."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '

@@ -24,7 +24,7 @@ def size(number: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """Seconds, such as `12.5 ms`; from two minutes on `2 min 05 s`, from two hours on `2 h 05 min`."""
+    """Seconds, such as `12.5 ms`. From two minutes on as `2 min 05 s`, from two hours on as `2 h 05 min`."""
     if number >= 120:
         parts, names = divmod(round(number), 60), ("min", "s")
         if number >= 7200:
@@ -59,7 +59,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
 
 
 class Rows(tuple[Row, ...]):
-    """Rows of a report, all of one dataclass: a tuple that prints as a table, in the units that its fields name."""
+    """Rows of a report, all of one dataclass. The tuple prints as a table, in the units of its field names."""
 
     def __str__(self) -> str:
         if not self:

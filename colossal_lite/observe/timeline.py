@@ -24,7 +24,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class LogSpan:
-    """A named stretch of time on one track."""
+    """A named interval of time on one track."""
 
     name: str
     track: str

@@ -2,7 +2,8 @@
 
 Note: one thread, and slots.
 What an update needs from the device is copied to slots on the host.  A gradient takes one of `ahead_down + 1`, as it is
-used up there.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
+used up there.  With `early` it takes one of its own in the last backward, right behind its sum, and waits there for the
+norm.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
 copied back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State
 on the host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does
 not wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for
@@ -59,7 +60,7 @@ def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuff
     return (
         GRADIENT_DOWN.wide(mix.gradient_width),
         WEIGHTS_BOTH.wide(mix.weight_width),
-        WEIGHTS_UP.wide(mix.gradient_width),
+        WEIGHTS_UP.wide(mix.new_weight_width),
     )
 
 
@@ -119,10 +120,20 @@ class HostUpdates:
         """By the formula: of the slots."""
         return updating_bytes(self._chunks, self.crossings, self._mix)
 
+    def send(self, index: int) -> None:
+        """The gradient of a chunk is final, in backward or behind it: begin to copy it, where it leaves early."""
+        crossing = self.crossings.get(index)
+        if self._mix.early and crossing is not None and ChunkPart.GRADIENT in crossing.down:
+            self.bring(index, ChunkPart.GRADIENT)
+
     def bring(self, index: int, part: ChunkPart) -> None:
         """Begin to copy a chunk's gradient or weights to the host."""
         slots, source = self._of(index, part)
-        slot, free = slots.take()
+        if (index, part) in self._came:  # of a step that was discarded
+            slot, before = self._came[index, part]
+            free: Sequence[Transfer] = (before,)
+        else:
+            slot, free = slots.take()
         here = slot[: source.numel()]
         self._came[index, part] = slot, self._down.copy(here, source, after=free)
 

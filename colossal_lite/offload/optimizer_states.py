@@ -32,7 +32,7 @@ from torch import Tensor
 
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed, executor_for
+from colossal_lite.memory.copy_streams import LinkSpeeds, executor_for
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.offload.pieces import VISITING, StateKind
@@ -53,15 +53,14 @@ class OffloadedOptimizerStates:
 
     def __init__(
         self, chunks: Sequence[Chunk], states: Sequence[Mapping[str, torch.dtype]], timeout_s: float,
-        speed: LinkSpeed, places: TaskRecords, *, mix: UpdateMix = ALL_ON_DEVICE,
+        speeds: LinkSpeeds, places: TaskRecords, *, mix: UpdateMix = ALL_ON_DEVICE,
         on_disk: Collection[int] | None = None, open_file: OpenFile | None = None,
-        disk_speed: LinkSpeed = AS_IT_COPIES, shares: bool = False,
+        shares: bool = False,
     ) -> None:  # fmt: skip
-        """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; `speed` of the links
-        between device and host; records rest in `places`, but those of the chunks `on_disk` (None: none ever does) in
-        what `open_file` makes (None: nowhere; nothing is ever read or written), which is no faster than `disk_speed`,
-        both ways together; `mix`: those updated on the host are not copied to the device; `shares`: there are no places
-        on the device before `settle_places`. Raises DiskError."""
+        """`states`: for each chunk its state tensors, which begin as zeros, by name and dtype; no copy is faster than
+        `speeds`; records rest in `places`, but those of the chunks `on_disk` (None: none ever does) in what `open_file`
+        makes (None: nowhere; nothing is ever read or written); `mix`: those updated on the host are not copied to the
+        device; `shares`: there are no places on the device before `settle_places`. Raises DiskError."""
         self._chunks, self._mix = tuple(chunks), mix
         self._records = tuple(record_of(chunk, some) for chunk, some in zip(chunks, states, strict=True))
         self._dtype, device = chunks[0].types.state, chunks[0].device
@@ -70,7 +69,7 @@ class OffloadedOptimizerStates:
         self.disk: DiskStorage | None = None
         """None where no record ever rests on disk."""
         if on_disk is not None:
-            self.disk = DiskStorage(self._records, self._dtype, device, open_file, disk_speed, timeout_s)
+            self.disk = DiskStorage(self._records, self._dtype, device, open_file, speeds.disk, timeout_s)
         is_all = self.disk is not None and len(on_disk or ()) == len(self._chunks)
         self._default_storage: StateStorage = self.disk if self.disk is not None and is_all else self._host
         on_disk_now = {index for index in on_disk or () if self._records[index].size}
@@ -84,8 +83,8 @@ class OffloadedOptimizerStates:
             self.settle_places(None)
         self._here: dict[int, Tensor] = {}
         self._incoming: dict[int, Transfer] = {}
-        self.up = Link("h2d", executor_for(device, speed), timeout_s=timeout_s)
-        self.down = Link("d2h", executor_for(device, speed), timeout_s=timeout_s)
+        self.up = Link("h2d", executor_for(device, speeds.up), timeout_s=timeout_s)
+        self.down = Link("d2h", executor_for(device, speeds.down), timeout_s=timeout_s)
         if self.disk is not None:
             self.disk.begin(on_disk_now)
         for index, storage in self._storage_of.items():

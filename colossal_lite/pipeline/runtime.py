@@ -54,7 +54,7 @@ class Work:
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
     of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
     defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
-    here, and its forward is passed over.
+    here, and its forward is passed over; gather: does UNSHARD and RESHARD.
     """
 
     forward: Callable[[int, int, Any], Any]
@@ -63,6 +63,7 @@ class Work:
     defer_weight_grads: Callable[[], AbstractContextManager[DeferredWeightGrads]]
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
+    gather: Callable[[Action], None]
     reduce: Callable[[Action], None]
     tied_reduce: Callable[[Action], None]
 
@@ -277,6 +278,8 @@ class _Step:
                 self._send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
                 self._receive(action)
+            case ActionKind.UNSHARD | ActionKind.RESHARD:
+                self.work.gather(action)
             case ActionKind.REDUCE:
                 self.work.reduce(action)
             case ActionKind.TIED_REDUCE:

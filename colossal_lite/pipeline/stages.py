@@ -91,6 +91,14 @@ class Stages:
                 f"model: forward gets {', '.join(filter(None, given_names))}; labels go to the loss alone"
             )
             raise
+        except IndexError as error:
+            if batch.inputs.numel() and not batch.inputs.is_floating_point():
+                low, high = batch.inputs.aminmax()
+                error.add_note(
+                    f"batch: the ids go from {low} to {high}, and {tuple(batch.inputs.shape)} is their shape; "
+                    f"legal: ids below the rows of the embedding, and positions below those of its table"
+                )
+            raise
         if stage < self.last:
             flat(given, f"stage {stage}, by its last unit {self.sections.parts[stop - 1].name!r},")
         return given

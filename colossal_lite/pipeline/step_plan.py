@@ -13,6 +13,7 @@ from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, placements, ranks_of
 from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.simulator import StageCosts
+from colossal_lite.schedule.stage_gathers import StageWeights, add_gathers
 from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat
 
 
@@ -23,7 +24,8 @@ class StepShape:
     micro_batches: of each of `turns` parts (gradient accumulation); chunks: of each stage, none where nothing
     trains; trainable: for each stage whether anything of it trains; costs: for `auto`, and for where messages stand;
     ahead: RECVs are posted before the compute under which they hide, or block; placement: rank of each stage, once a
-    model is laid out: by then `auto` has no choice of it, whatever the costs, the micro-batches or the direction.
+    model is laid out: by then `auto` has no choice of it, whatever the costs, the micro-batches or the direction;
+    weights: those that are gathered for each stage, None where none is.
     """
 
     micro_batches: int
@@ -36,6 +38,7 @@ class StepShape:
     costs: StageCosts | None = None
     placement: tuple[int, ...] | None = None
     update: Literal["step", "backward"] = "step"
+    weights: StageWeights | None = None
 
 
 def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
@@ -49,6 +52,9 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         plan = add_messages(plan, step.costs, ahead=step.ahead)
     if step.backward:
         plan = freeze(plan, step.trainable)
+    if step.weights is not None:
+        plan = add_gathers(plan, step.weights)
+    if step.backward:
         plan = add_step(plan, dict(enumerate(step.stages_per_rank)), step.reduce, step.update)
     shape = Shape(
         pipeline.stages,
@@ -56,7 +62,8 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         trainable=step.trainable,
         backward=step.backward,
     )
-    check(plan, shapes={0: shape}, strict=not step.ahead)
+    memory = None if step.weights is None else step.weights.memory()
+    check(plan, shapes={0: shape}, memory=memory, strict=not step.ahead)
     return plan
 
 

@@ -1,11 +1,11 @@
-"""Finds the configurations nearest to one that does not fit, which do.
+"""Searches for the configurations that fit and are nearest to one that does not.
 
 Note: the search.
-A candidate changes some of: ZeRO stage, parts of a step, recomputation, tensor and pipeline size, and where state
-rests, each towards less memory.  Candidates come by what their changes cost a run (`Choice.distance`).  One is passed
-over if it goes at least as far in everything as one that fits.  So is one whose least memory is too much: its state,
-cut evenly, and activations that shrink with the parts of a step.  All others are planned, on every stage of the
-pipeline, as `colossal-lite plan` plans them.  The number of plans bounds the time: some 0.1 s each.
+A candidate changes some of: ZeRO stage, parts of a step, recomputation, tensor and pipeline size, tiers of state.  Each
+change saves memory.  Candidates are ordered by what their changes cost a run (`Choice.distance`).  A candidate is
+skipped if one that fits changes no more in every field.  It is skipped too if its least memory is too much:
+its state, cut evenly, and activations that shrink with the parts of a step.  All others are planned on every stage of
+the pipeline, as `colossal-lite plan` does.  The number of plans bounds the time: some 0.1 s each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PLACEMENTS = ("device", "host", "auto")
 SHARDED_FROM = {"weights": 3, "gradients": 2, "masters": 1, "optimizer": 1}
 """Kinds of state, and the ZeRO stage from which each is cut over the data axis."""
 EVEN = 0.97
-"""What of a kind is surely there: the rest may be alignment, or the same at any size."""
+"""Share of an even split that is certain; the rest may be alignment, or the same at any size."""
 Settings = tuple[tuple[str, str | int], ...]
 
 
 class Choice(NamedTuple):
-    """What a candidate sets; a larger value needs less memory on a device."""
+    """The settings of a candidate; a larger value needs less memory on a device."""
 
     stage: int
     parts: int
@@ -46,19 +46,19 @@ class Choice(NamedTuple):
     tensor: int
     pipeline: int
     place: int
-    """Index in PLACEMENTS; beyond it where the placement is another, and stays."""
+    """Index in PLACEMENTS; beyond it for any other placement, which stays."""
 
     @property
     def state(self) -> tuple[int, ...]:
-        """What the bytes beside activations depend on."""
+        """The fields that decide the bytes of state."""
         return self.stage, self.tensor, self.pipeline, self.place
 
     def goes_as_far_as(self, other: Choice) -> bool:
-        """Whether it needs no more memory than `other` in anything."""
+        """Whether it needs no more memory than `other` in every field."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
     def distance(self, given: Choice) -> float:
-        """What the changes cost a run: each counts, and more if it moves, waits or computes more."""
+        """The cost of the changes for a run: each counts, and more if it moves, waits or computes more."""
         changed = sum(mine != theirs for mine, theirs in zip(self, given, strict=True))
         return (
             changed
@@ -73,14 +73,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A configuration that fits: what it changes, and the plan of its fullest rank."""
+    """A configuration that fits: its changes, and the plan of its fullest rank."""
 
     settings: Settings
     plan: RunPlan
 
     @property
     def options(self) -> str:
-        """For the command line, or a dict: `--zero.stage 3`."""
+        """The changes as command-line options: `--zero.stage 3`."""
         return " ".join(f"--{path} {value}" for path, value in self.settings)
 
 
@@ -105,7 +105,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned, but for the configuration; arguments of `plan`."""
+    """Arguments of `plan` besides the configuration."""
 
     model: GPTConfig | Builder
     batch: int
@@ -148,7 +148,7 @@ def advise(config: Config, asked: Request, count: int = 3) -> Advice:
 def _until_one_does_not_fit(
     config: Config, settings: Settings, pipeline: int, asked: Request
 ) -> Iterator[RunPlan]:
-    """Plans of one rank of each stage of the pipeline; none of what the configuration cannot be."""
+    """Plans of one rank of each stage of the pipeline; none for a configuration that is refused."""
     try:
         changed = Config.load(config, [f"--{path}={value}" for path, value in settings])
         for coord in range(pipeline):
@@ -156,7 +156,7 @@ def _until_one_does_not_fit(
             yield made
             if not made.fits:
                 return
-    except ValueError:  # whoever asks for it is told why
+    except ValueError:  # this candidate is refused: it is no advice
         return
 
 
@@ -169,9 +169,9 @@ class _Search:
     base: RunPlan
     facts: ModelFacts | None
     kept: dict[Choice, tuple[int, int]] = field(default_factory=dict)
-    """What was planned: samples of a part, and the bytes that they keep for backward."""
+    """Of each planned choice: samples of a part, and the bytes that they keep for backward."""
     floors: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """By `Choice.state`: what was planned beside activations and what comes on top of them."""
+    """By `Choice.state`: planned bytes besides activations and temporaries."""
 
     def __post_init__(self) -> None:
         place = self.config.memory.placement
@@ -186,7 +186,7 @@ class _Search:
         self.learn(self.given, self.base)
 
     def learn(self, choice: Choice, made: RunPlan) -> None:
-        """Keep what backward needs: in proportion to the samples, and at best cut evenly over tensor ranks."""
+        """Record the bytes that backward needs: in proportion to the samples, at best cut evenly over tensor ranks."""
         kept = made.bytes_of("activations") + made.bytes_of("logits")
         self.kept[choice] = self._part_samples(choice), kept
         self.floors[choice.state] = made.peak_bytes - kept - made.bytes_of("temporaries")
@@ -197,7 +197,7 @@ class _Search:
         return sorted(found - {self.given}, key=lambda choice: (choice.distance(self.given), choice))
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Tensor and pipeline sizes that the model can have and the world is a multiple of."""
+        """Tensor and pipeline sizes that the model allows and that divide the world."""
         parallel, world_size = self.config.parallel, self.asked.world_size
         if self.facts is None:
             yield self.given.tensor, self.given.pipeline
@@ -217,14 +217,14 @@ class _Search:
         powers = range(max(1, local_samples // given.parts).bit_length())
         places = range(given.place, len(PLACEMENTS)) if given.place < len(PLACEMENTS) else [given.place]
         for place, recomputes, power in product(places, range(given.recomputes, 2), powers):
-            for stage in range(given.stage, (3 if pipeline > 1 else 4) if shards > 1 else given.stage + 1):
+            for stage in range(given.stage, 4 if shards > 1 else given.stage + 1):
                 yield Choice(stage, given.parts << power, recomputes, tensor, pipeline, place)
 
     def _data(self, tensor: int, pipeline: int) -> int:
         return self.asked.world_size // (tensor * pipeline * self.config.parallel.sequence.size)
 
     def settings(self, choice: Choice) -> Settings:
-        """What differs from the given configuration, as options."""
+        """The settings that differ from the given configuration, as options."""
         named: dict[str, tuple[int | str, int | str]] = {
             "zero.stage": (choice.stage, self.given.stage),
             "gradient_accumulation": (choice.parts, self.given.parts),
@@ -248,7 +248,7 @@ class _Search:
         return tuple(made)
 
     def least_bytes(self, choice: Choice) -> int:
-        """What the fullest rank holds at the least: its even share of the state, and activations if they are known."""
+        """The least bytes of the fullest rank: its even share of the state, and activations if they are known."""
         zero, sequence = self.config.zero, self.config.parallel.sequence.size
 
         def shards(stage: int, data: int, from_stage: int) -> int:

@@ -2,11 +2,11 @@
 
 Note: where the figures come from.
 Layer traffic is the modes' own `planned_payload`.  Weights, activations and gradients come from `planner.plan` for the
-same mesh, so a row is what a run would do.  *Payload* is what a rank passes to collectives.  *Wire* is what it must
-send at least: 2 (n-1)/n of an all-reduce, (n-1)/n of every other collective.  Each call is a wait for the slowest peer.
+same mesh, so a row equals a run.  *Payload* is the bytes that a rank passes to collectives.  *Wire* is the least that
+it must send: 2 (n-1)/n of an all-reduce, (n-1)/n of every other collective.  Each call waits for the slowest peer.
 
-Wire is linear in the tokens of a micro-batch, a T + b.  1D has no b, since it moves no weights; grids have a smaller a.
-Where the lines of two modes on as many ranks cross, the second begins to pay.
+Wire is linear in the tokens T of a micro-batch: a T + b.  1D moves no weights, so its b is 0; grids have a smaller a.
+Above the crossing of the lines of two modes, on as many ranks, the second one sends less.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 
 @dataclass(frozen=True)
 class ModeCost:
-    """One rank's step under one tensor mode. Bytes of all its micro-batches."""
+    """The step of one rank under one tensor mode. Bytes of all its micro-batches."""
 
     tensor: TensorConfig
     data: int
     layers_payload_bytes: int
     layers_wire_bytes: int
     calls: int
-    """Of the layers: how often a rank waits for others."""
+    """Calls of the layers: how often a rank waits for others."""
     gradients_wire_bytes: int
     weights_bytes: int
     activations_bytes: int
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """What moves least, what holds least, and when a grid pays, in words."""
+        """The mode that moves least, the mode that holds least, and the size above which a grid pays, in words."""
         least, lightest = self.rows[0], min(self.rows, key=lambda row: row.peak_bytes)
         said = [
             f"{least.title} moves least: {size(least.wire_bytes)} a rank and step",
@@ -107,7 +107,7 @@ class Comparison:
 def compare_tensor(
     config: Config | Mapping[str, Any], model: GPTConfig, *, batch: int, sequence: int, world_size: int
 ) -> Comparison:
-    """Every way to share out the ranks that `config` leaves to data and tensor parallelism, in every tensor mode.
+    """Compares every split of the ranks that `config` leaves to data and tensor parallelism, in every tensor mode.
 
     `batch`: samples a step, over all ranks.  Nothing is allocated.  Raises ConfigError where no mode is legal.
     """
@@ -203,7 +203,7 @@ def layer_traffic(
 
 
 def wire_bytes(rows: Sequence[LedgerRow], layout: MeshLayout) -> int:
-    """What one rank must send for these rows, with algorithms that waste nothing (parallel.md 1.0)."""
+    """The bytes that one rank must send for these rows, with optimal algorithms (parallel.md 1.0)."""
     total = 0.0
     for row in rows:
         axes = [axis.name for axis in layout.axes] if row.axis == "world" else row.axis.split("*")
@@ -225,7 +225,7 @@ def pays_above_tokens(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> 
 
 
 def _line(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> tuple[float, float]:
-    """(bytes a token, bytes whatever the tokens) that one rank sends for a micro-batch."""
+    """(bytes a token, constant bytes) that one rank sends for a micro-batch."""
     layout = MeshLayout.build(tensor=tensor.axis())
     batch, facts = tensor.size**2, facts_of_config(model)  # every mode divides it
     one, two = (
@@ -236,7 +236,7 @@ def _line(tensor: TensorConfig, model: GPTConfig, itemsize: int) -> tuple[float,
 
 
 def table(made: Comparison) -> Any:
-    """A comparison as a rich table, with the verdict and what is refused below it."""
+    """A comparison as a rich table, with the verdict and the refused meshes below it."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,8 +1,8 @@
 """Runs one micro-batch of a model on the meta device, and counts its memory and traffic on this rank.
 
-Note: the real `parallelize` cuts the real model, over communicators that only count.  A model of ours with more than
-three blocks is measured with two and with three.  The difference is added for each further block: all but the packing
-is linear in the blocks.  Cost: some milliseconds a block.
+Note: the real `parallelize` shards the real model, over communicators that only count.  A model of ours with more than
+three blocks is measured with two and with three.  The difference is added for each further block.  All except the
+packing is linear in the blocks.  Cost: some milliseconds a block.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MEASURED_BLOCKS = (2, 3)
 class Cost:
     """One micro-batch: payload and calls per (operation, axis), and live bytes beside the state.
 
-    `until` is the peak until the gradients of the last block have come, `after` the peak from then on: what a further
-    block adds to the one it does not add to the other.
+    `until` is the peak until the gradients of the last block have arrived, `after` the peak from then on.  A further
+    block adds bytes to only one of the two.
     """
 
     payload: Mapping[tuple[str, str], int]
@@ -74,7 +74,7 @@ class Cost:
     after: int
 
     def further(self, other: Cost, blocks: int) -> Cost:
-        """This cost with `blocks` more blocks, of which `other` has one."""
+        """This cost with `blocks` more blocks. `other` is the cost with one more."""
 
         def line(a: int, b: int) -> int:
             return a + blocks * (b - a)
@@ -88,8 +88,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Whole:
-    """What of a model does not depend on the batch: elements of each parameter on this rank, in the order of their use,
-    and its spec."""
+    """The facts of a model that do not depend on the batch: elements of each parameter on this rank, in the order of
+    their use, and its spec."""
 
     trainable: Mapping[str, int]
     frozen: Mapping[str, int]
@@ -97,12 +97,12 @@ class Whole:
     names: tuple[str, ...]
     blocks: tuple[str, ...]
     reported_numbers: int
-    """Numbers of its part of a batch that each data rank sends to the others."""
+    """Numbers about its part of a batch that each data rank sends to the others."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
     ) -> tuple[ChunkSpec, ...]:
-        """The chunks of its parameters, those that do not train last."""
+        """The chunks of its parameters, frozen ones last."""
         both = {**self.trainable, **self.frozen}
         numels = {name: both[name] for name in self.specs}
         return pack_chunks(numels, self.specs, config, layout, homes, self.blocks, self.frozen)
@@ -110,7 +110,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class DryRun:
-    """How a model is run without tensors."""
+    """Runs a model without tensors."""
 
     config: Config
     mesh: Mesh
@@ -138,9 +138,7 @@ class DryRun:
             device_type="meta",
             streams=streams,
         )
-        for block in blocks_of(
-            module
-        ).values():  # backward may run them again, and no mode reaches into backward
+        for block in blocks_of(module).values():  # backward may run them again, outside the modes
             block.forward = partial(_with_flash, block.forward)
             if isinstance(block, Block):  # a pipeline may run its halves
                 block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
@@ -162,7 +160,7 @@ class DryRun:
         )
 
     def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
-        """What this rank sees of a micro-batch of `samples`."""
+        """This rank's part of a micro-batch of `samples`."""
         ids = torch.zeros(samples, self.sequence, dtype=torch.int64, device=META)
         numbers = torch.arange(samples, device=META)
         part = done.local_part(Batch((ids,), {}, labels=ids, samples=numbers))
@@ -170,7 +168,7 @@ class DryRun:
         return part
 
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
-        """One micro-batch forward and backward, as the engine runs it: gradients are taken away as they come."""
+        """One micro-batch forward and backward, as the engine runs it: gradients are freed as they arrive."""
         self.mesh.ledger.clear()
         meter = LiveBytes(self.forms.run)
         if not self.trains:
@@ -214,7 +212,7 @@ class DryRun:
     def _evaluated(
         self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int, meter: LiveBytes
     ) -> Cost:
-        """One micro-batch forward, of which nothing is kept."""
+        """One micro-batch forward that saves nothing for backward."""
         with _FlashAttention(), meter, torch.no_grad():
             part = self.batch(done, streams, samples)
             with streams.forward():
@@ -231,7 +229,7 @@ class DryRun:
     def trace(
         self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
     ) -> tuple[Trace, tuple[WeightChunk, ...]]:
-        """The order in which one micro-batch reads weights, and the chunks of this module that it speaks of."""
+        """The order in which one micro-batch reads weights, and the chunks that it names."""
         whole, named = self.whole(module, done), dict(module.named_parameters())
         packed = whole.packed(self.config, self.mesh.layout)
         chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
@@ -254,7 +252,7 @@ class DryRun:
     def stages(
         self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
     ) -> dict[int, StageCost]:
-        """What one micro-batch costs on each stage."""
+        """The cost of one micro-batch on each stage."""
         with self.forms:
             part = self.batch(done, streams, samples)
         found: dict[int, StageCost] = {}
@@ -277,7 +275,7 @@ class DryRun:
                 payload={(r.operation, r.axis): r.payload_bytes for r in rows},
                 calls={(r.operation, r.axis): r.calls for r in rows},
             )
-            if splits:  # of which a plan may run some backwards in one part
+            if splits:  # a plan may still run some backwards in one part
                 whole, _ = run(None)
                 cost = replace(cost, peaks={**cost.peaks, ActionKind.B: whole.peaks[ActionKind.I]})
             found[stage] = cost
@@ -290,8 +288,8 @@ class DryRun:
         self, stages: Stages, stage: int, carried: Tensor | None, part: Batch, done: Parallelized,
         streams: DropoutStreams, queue: WeightGradStore | None,
     ) -> tuple[StageCost, Tensor]:  # fmt: skip
-        """A micro-batch on one stage, backward in two parts if there is a queue, and something like what it gives:
-        tensors that come from elsewhere lie in slots, or are another stage's, and are not metered here."""
+        """A micro-batch on one stage, and a tensor like its output. Backward has two parts if there is a queue.
+        Tensors from other stages have buffers of their own, so they are not metered here."""
         leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
         meter, came, logits = LiveBytes(self.forms.run), list[Tensor](), 0
         with _FlashAttention(), meter:
@@ -329,7 +327,7 @@ class DryRun:
                 del root
             peaks = {ActionKind.F: peak, ActionKind.I: meter.window(), ActionKind.B: 0}
             if leaf is not None:
-                leaf.grad = None  # goes on
+                leaf.grad = None  # it is sent to the stage before
             waiting = meter.now_bytes
             meter.window()
             with torch.no_grad():
@@ -419,7 +417,7 @@ _READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Attention by the kernel that real devices take: on meta, torch would choose the one that keeps a T x T matrix.
+    """Computes attention by the kernel of real devices. On meta, torch would choose one that keeps a T x T matrix.
     Raises ValuesError where a value is read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

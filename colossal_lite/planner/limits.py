@@ -1,4 +1,4 @@
-"""Refuses sizes at which a plan would run on for minutes, before anything is built."""
+"""Refuses sizes for which planning would take minutes, before anything is built."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MOST_LAYERS = 4_096
 MOST_RANKS = 1_000_000
 MOST_TURNS = 100_000
 MOST_BYTES = 2**60
-"""Of one tensor: torch counts its bytes in 63 bits."""
+"""Largest size of one tensor: torch counts its bytes in 63 bits."""
 
 
 def check_sizes(
     config: Config, facts: ModelFacts | None, *, batch: int, sequence: int, world_size: int, rank: int = 0
 ) -> None:
-    """Raises ConfigError for sizes that are none, and for those that no plan is made for."""
+    """Raises ConfigError for sizes that are not positive or not within the mesh, and for those too large to plan."""
     refuse(_problems(config, facts, batch, sequence, world_size, rank))
 
 

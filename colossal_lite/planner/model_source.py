@@ -1,4 +1,4 @@
-"""Finds the model that a plan is asked for: sizes by name or field, a Hugging Face folder, or a function."""
+"""Finds the model to plan: sizes by name or field, a Hugging Face folder, or a function."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ LEGAL = (
 
 
 def find_model(text: str) -> GPTConfig | Builder:
-    """What `plan` takes: the sizes of a GPT-2 or Llama, or what builds another model. Raises ValueError.
+    """The model argument of `plan`: sizes of a GPT-2 or Llama, or a function that builds another model.
 
-    A folder of the GPT-2 or Llama family is planned as our GPT of those sizes, any other as transformers builds it.
+    A folder of the GPT-2 or Llama family is planned as our GPT of those sizes. Any other is planned as transformers
+    builds it. Raises ValueError.
     """
     path = Path(text)
     if path.name == "config.json":
@@ -75,7 +76,7 @@ def _of_function(place: str, name: str) -> Builder:
                 found = runpy.run_path(place, run_name="colossal_lite_model").get(name)
             else:
                 found = getattr(importlib.import_module(place), name, None)
-    except Exception as error:  # whatever the user's file raises is the user's to read, on one line
+    except Exception as error:  # any error of the user's file is reported on one line
         raise ValueError(f"model: {place}: {type(error).__name__}: {error}; legal: {LEGAL}") from error
     if not callable(found):
         raise ValueError(f"model: {place} has no function {name!r}; legal: {LEGAL}")
@@ -101,7 +102,7 @@ def _first_on_the_path(folder: Path) -> Iterator[None]:
 def parse_model(text: str) -> GPTConfig:
     """From `gpt2-124M`, `llama-8B`, fields such as `layers=6,width=384`, or both: `llama-8B,layers=4`.
 
-    Raises ValueError naming what is legal.
+    Raises ValueError with the legal names.
     """
     head, *rest = text.split(",")
     if "=" in head:

@@ -19,7 +19,8 @@ from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.packing import ChunkSpec, stages_of
+from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.pipeline.model_units import traced_units
@@ -33,14 +34,16 @@ from colossal_lite.planner.step_estimate import (
     exchange_rows,
     memory_rows,
     record_agreement,
+    record_gather,
     samples_of,
 )
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
-from colossal_lite.schedule.gather_plan import Trace, gather_plan
+from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
 from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
 from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
-from colossal_lite.zero.build_chunks import build_chunks, sharding_of
+from colossal_lite.schedule.stage_gathers import gather_slots
+from colossal_lite.zero.build_chunks import build_chunks, build_frozen, sharding_of
 
 BY_THE_CLOCK = (
     "partition 'profiled': a run is cut by the clock, perhaps otherwise; this is the cut by the formula"
@@ -50,14 +53,14 @@ BY_THE_CLOCK = (
 def staged_plan(
     dry: DryRun, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
 ) -> RunPlan:
-    """The step of one rank of a pipeline: its stages measured one by one, and its list of actions walked."""
+    """The step of one rank of a pipeline: measures its stages one by one, and walks its list of actions."""
     config, mesh = dry.config, dry.mesh
     pipeline = config.parallel.pipeline
     count, pieces = _pieces(config, batch, mesh)
     builder = partial(GPT, model) if isinstance(model, GPTConfig) else model
     module, done, streams = dry.built(builder)
     whole_units = traced_units(on_meta(builder))
-    # Nothing runs here: stages that a run cuts by the clock are cut by the formula.
+    # Nothing runs here, so stages that a run cuts by measured time are cut by the formula.
     stages = lay_out(
         module, facts, pipeline, mesh.coord("pipeline"), None, whole_units and whole_units.on(module)
     )
@@ -68,7 +71,8 @@ def staged_plan(
         whole.trainable, mine, whole.specs, config, mesh, META,
         lambda spec: stages.is_first_holder(stages_of(spec)),
     )  # fmt: skip
-    shape = shape_of(config, stages, packed, count)
+    frozen = build_frozen(mine, config, mesh, META)
+    shape = shape_of(config, mesh.layout, stages, packed, count)
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
@@ -79,7 +83,9 @@ def staged_plan(
             _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
         )
     mesh.ledger.clear()
-    _record_pipeline(made[stages.coord], chunks, packed, config, mesh, whole, costs, pieces, stages)
+    _record_pipeline(
+        made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
+    )  # fmt: skip
     local = Whole(
         {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
         {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
@@ -88,7 +94,7 @@ def staged_plan(
     rows = mesh.ledger.rows()
     assert shape.costs is not None
     memory, updates = _pipeline_memory(
-        made[stages.coord], chunks, config, local, costs, pieces, stages, slots
+        made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
     )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
@@ -127,15 +133,17 @@ def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...
 
 
 def _record_pipeline(
-    actions: Sequence[Action], chunks: tuple[Chunk, ...], packed: Sequence[ChunkSpec], config: Config, mesh: Mesh,
-    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...],
+    packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, whole: Whole,
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
-    """What the list of one rank communicates, and a step beside it."""
+    """Record the communication of one rank's list, and of the rest of a step."""
     if mesh.size("data") > 1:
         mesh.axis("data").all_gather(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
         )
     of = {chunk.spec.id: chunk for chunk in chunks}
+    weights: dict[int | None, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
     axis = mesh.axis("pipeline").axis
     for action in actions:
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
@@ -143,6 +151,8 @@ def _record_pipeline(
             chunk = of[action.chunk or 0]
             for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
                 mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
+        elif action.kind is ActionKind.UNSHARD:
+            record_gather(weights[action.chunk], near=action.resource == FROM_NEAR)
         elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
@@ -156,14 +166,14 @@ def _record_pipeline(
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
     for chunk in chunks:
         chunk.conclude()
-    record_agreement(chunks, packed, sharding_of(config), mesh, whole)
+    record_agreement(chunks, [*filter(trains, packed)], sharding_of(config), mesh, whole)
 
 
 def _pipeline_memory(
-    actions: Sequence[Action], chunks: tuple[Chunk, ...], config: Config, whole: Whole,
-    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
+    actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
+    whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
 ) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
-    """The rows of any plan, with what lives at the fullest moment of the list, and `slots` of messages; and where
+    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
     updates run, in words."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
@@ -173,8 +183,12 @@ def _pipeline_memory(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
     )
     worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
+    weights = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
+    numels = {index: chunk.spec.numel for index, chunk in weights.items()}
+    parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
+    gathered = gather_slots(actions, numels, parts)
     rows, _, updates = memory_rows(
-        config, chunks, gather_plan(Trace((), ()), {}, num_chunks=len(chunks)), whole, worst
+        config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
     )
     largest = 0
     for action in actions:
@@ -186,7 +200,7 @@ def _pipeline_memory(
 
 
 def _whole_bytes(chunk: Chunk) -> int:
-    """Of all gradients of a chunk."""
+    """Bytes of all gradients of a chunk."""
     return chunk.spec.numel * chunk.gradient.element_size()
 
 
@@ -194,7 +208,7 @@ def _unread(
     made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
     pieces: Sequence[int], header_bytes: int, *, blocks: bool,
 ) -> int:  # fmt: skip
-    """The most that the messages of this rank take of its host's memory, if they go that way."""
+    """The most host memory that unread messages of this rank take, if they pass through shared memory."""
     of = {chunk.spec.id: chunk for chunk in chunks}
 
     def sent_bytes(action: Action) -> int:
@@ -210,7 +224,7 @@ def _unread(
 
 
 def _told(pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline) -> str:
-    """The schedule by the costs of its stages: its cut, its bubble, and what its ranks hold."""
+    """The schedule with the costs of its stages: its cut, its bubble, and the activations of its ranks."""
     live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
     return "\n".join(
         [

@@ -1,11 +1,11 @@
-"""Plans the memory and traffic of one rank, in a world that need not exist.
+"""Plans the memory and traffic of one rank, in a world of any size that need not exist.
 
 Note: figures are measured, not stated a second time.
-`plan` runs one micro-batch of the real model on meta tensors (dry_run.py).  It makes the real chunks, reduces them, and
-builds the real optimizer there (step_estimate.py; with a pipeline, pipeline_estimate.py).  So bytes on each axis and
+`plan` runs one micro-batch of the real model on meta tensors (dry_run.py).  There it makes and reduces the real chunks,
+and builds the real optimizer (step_estimate.py; with a pipeline, pipeline_estimate.py).  So bytes on each axis and
 bytes of state are those of the engine by construction.  This file states only how often each part runs in a step.
-`activations` are alive when a forward pass ends.  `temporaries` come on top at the peak of forward, backward or update.
-Cost: some milliseconds a block of a model, at any size of the world.
+`activations` are alive when a forward pass ends.  `temporaries` are on top of them at the peak of forward, backward or
+update.  Cost: some milliseconds a block of a model, at any size of the world.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ def plan(
 ) -> RunPlan:
     """The step of `rank` in a world of `world_size`, for `batch` samples of `sequence` tokens a step over all ranks.
 
-    `model` is a GPTConfig or whatever builds a module that maps ids [B, T] to logits; `layers` its plan, as
-    `initialize` takes it; `device_bytes` the memory of a device, if it is known; `one_host`: all ranks are processes
-    of one host's CPUs; not `trains`: of what a forward holds beside the state, that of an evaluation (without a
-    pipeline).  Nothing is allocated and no other rank is needed.  Raises ConfigError for what the config
-    cannot do with this world or this model.
+    `model` is a GPTConfig, or a function that builds a module that maps ids [B, T] to logits.  `layers` is its plan, as
+    for `initialize`.  `device_bytes`: memory of a device, if known.  `one_host`: all ranks are processes of one host's
+    CPUs.  Without `trains` the activations are those of an evaluation (not with a pipeline).  Nothing is allocated and
+    no other rank is needed.  Raises ConfigError if the config does not fit this world or this model.
     """
     config, facts = _check_request(Config.load(config), model, batch, sequence, world_size, rank)
     mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
@@ -76,7 +75,12 @@ def plan(
     frozen = build_frozen(packed, config, mesh, META)
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
-    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen)
+    tokens = sum(pieces) * sequence // mesh.size("sequence")
+    each = (
+        8 if config.activation_checkpoint == "full" else 6
+    )  # of a weight and token: forward once or twice, backward
+    operations = each * tokens * sum(whole.trainable.values())
+    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
     memory += exchange_rows(mesh)
@@ -98,7 +102,7 @@ def plan(
 
 
 def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[LedgerRow, ...]:
-    """What a step sends: `rows`, and what its micro-batches do."""
+    """The traffic of a step: `rows`, and the collectives of its micro-batches."""
     traffic = Counter({(row.operation, row.axis): row.payload_bytes for row in rows})
     calls = Counter({(row.operation, row.axis): row.calls for row in rows})
     for cost in micro_batches:
@@ -108,14 +112,14 @@ def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[L
 
 
 def facts_of_model(model: GPTConfig | Builder) -> ModelFacts | None:
-    """The sizes of a model; None for one of neither family that is known."""
+    """The sizes of a model; None for a model of neither known family."""
     if isinstance(model, GPTConfig):
         return facts_of_config(model)
     return facts_of(on_meta(model))
 
 
 def facts_of_config(model: GPTConfig) -> ModelFacts:
-    """The sizes of a model of ours that need not be built."""
+    """The sizes of a model of ours, without building it."""
     return ModelFacts(
         layers=model.layers, heads=model.heads, kv_heads=model.key_heads, width=model.width,
         ffn=model.ffn_width, vocabulary=model.vocabulary, sequence=model.sequence, tied=model.tied,
@@ -126,7 +130,8 @@ def facts_of_config(model: GPTConfig) -> ModelFacts:
 def _check_request(
     config: Config, model: GPTConfig | Builder, batch: int, sequence: int, world_size: int, rank: int
 ) -> tuple[Config, ModelFacts | None]:
-    """The config for this world, and the sizes of the model. Raises ConfigError for what cannot be planned."""
+    """The config for this world, and the sizes of the model. Raises ConfigError for a request that cannot be
+    planned."""
     config.check_built()
     facts = facts_of_model(model)
     check_sizes(config, facts, batch=batch, sequence=sequence, world_size=world_size, rank=rank)

@@ -1,7 +1,7 @@
 """Holds the planned memory and traffic of one rank's step, and prints them.
 
-Note: `peak` counts tensors, which is what a device holds.  A process on a CPU holds more, `process_bytes`: the
-libraries that it loads after torch, and freed memory that its allocator keeps.
+Note: `peak` counts tensors, as a device holds them.  A process on a CPU holds more, `process_bytes`: libraries that are
+loaded after torch, and freed memory that its allocator keeps.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.observe.tables import size
 from colossal_lite.schedule.simulator import ScheduleTimeline
 
-# Of a process on a CPU, measured with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
-# resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: what glibc keeps of the
-# memory that is freed within a step, 14 to 26 % of it over five models of 260 to 620 MB; with its threshold for mapping
-# held at 128 KiB (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
+# Overheads of a process on a CPU, with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
+# resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: glibc keeps 14 to 26 % of
+# the memory that a step frees, over five models of 260 to 620 MB.  With its threshold for mapping at 128 KiB
+# (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
 LIBRARIES_BYTES = 40 * 2**20
 COMPILER_BYTES = 140 * 2**20
-"""Of torch's compiler, which torch loads the first time that a block is computed again or compiled."""
+"""Bytes of torch's compiler, which torch loads when a block is first computed again or compiled."""
 ALLOCATOR_SHARE = 0.2
 
 STATE = (
@@ -30,12 +30,12 @@ STATE = (
 
 
 MOST_NAMED = 3
-"""Kinds of memory in the first lines of a plan."""
+"""Kinds of memory that the first lines of a plan name."""
 
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """Bytes of one kind on this rank at the worst moment of a step, what they are made of, and on which tier."""
+    """Bytes of one kind on one tier of this rank, at the worst moment of a step, and their composition."""
 
     kind: str
     bytes: int
@@ -45,7 +45,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class Term:
-    """One number of the batch arithmetic, and where it comes from."""
+    """One number of the batch arithmetic, and its origin."""
 
     name: str
     value: int
@@ -54,13 +54,13 @@ class Term:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One rank's step: what it holds, what it moves, how the batch is cut. Prints as a table."""
+    """One rank's step: its memory, its traffic, and the parts of the batch. Prints as a table."""
 
     layout: str
     rank: int
     world_size: int
     parameters: int
-    """Of the whole model, ties once."""
+    """Parameters of the whole model, ties counted once."""
     local_parameters: int
     memory: tuple[MemoryTerm, ...]
     traffic: tuple[LedgerRow, ...]
@@ -69,15 +69,15 @@ class RunPlan:
     """Samples of each part that this rank runs in a step."""
     device_bytes: int | None = None
     schedule: str = ""
-    """The pipeline's, in words: its cut, its bubble and what its ranks hold; empty without one."""
+    """The pipeline's schedule in words: its cut, its bubble, its activations; empty without a pipeline."""
     timeline: ScheduleTimeline | None = None
-    """Of the pipeline's schedule, by the costs of its stages."""
+    """The pipeline's schedule with the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     updates: str = ""
     """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
     libraries_bytes: int = LIBRARIES_BYTES
-    """That a process on a CPU loads beside torch's import."""
+    """Bytes that a process on a CPU loads after torch's import."""
 
     @property
     def peak_bytes(self) -> int:
@@ -91,18 +91,18 @@ class RunPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the file of state on disk."""
+        """Bytes of the file of state on disk."""
         return sum(row.bytes for row in self.memory if row.tier == "disk")
 
     @property
     def state_bytes(self) -> int:
-        """Allocated on the device from the first step to the last."""
+        """Bytes allocated on the device from the first step to the last."""
         return sum(row.bytes for row in self.memory if row.kind in STATE and row.tier == "device")
 
     @property
     def process_bytes(self) -> int:
-        """What a process on a CPU holds at the most, less what importing torch takes. Where ranks read what others
-        have posted, they read about as much as they post, and have it resident too."""
+        """The most that a process on a CPU holds, less the import of torch. Ranks that exchange through shared memory
+        read about as much as they post. Those pages are resident too."""
         kept = round(ALLOCATOR_SHARE * (self.peak_bytes - self.state_bytes))
         return self.peak_bytes + self.host_bytes + self.bytes_of("exchange") + self.libraries_bytes + kept
 
@@ -118,7 +118,7 @@ class RunPlan:
 
     @property
     def bubble(self) -> float:
-        """Share of the step that the pipeline's ranks wait, by the costs of its stages; 0 without one."""
+        """Share of the step that the pipeline's ranks wait, with the costs of its stages; 0 without a pipeline."""
         return 0.0 if self.timeline is None else self.timeline.idle_share()
 
     def bytes_of(self, kind: str) -> int:
@@ -150,7 +150,7 @@ class RunPlan:
 
     @property
     def head(self) -> tuple[str, ...]:
-        """The answer in three lines: whether it fits, what fills the peak, what a step moves and how long it waits."""
+        """The answer in three lines: whether it fits, the largest kinds of memory, and a step's traffic and bubble."""
         rows = sorted(
             (row for row in self.memory if row.tier == "device" and row.bytes), key=lambda row: -row.bytes
         )
@@ -169,13 +169,13 @@ class RunPlan:
 
 
 def libraries_bytes(config: Config) -> int:
-    """What a process that trains so loads beside torch's import; what compiling itself takes is not known."""
+    """Bytes that a process with this configuration loads after torch's import, without the compiler's workspace."""
     compiler = config.activation_checkpoint != "none" or config.compile != "none"
     return LIBRARIES_BYTES + COMPILER_BYTES * compiler
 
 
 def table(made: RunPlan) -> Any:
-    """What a plan is made of, as rich tables, one under the other; `head` comes before."""
+    """The parts of a plan, as rich tables, one under the other; `head` comes before."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,10 +1,10 @@
 """Measures the rest of a planned step: state and its tiers, reductions, totals, batch sizes.
 
 Note: bytes of state are those of the real chunks and the real optimizer on the meta device.  Collectives are those that
-the chunks call on a communicator that counts.  `temporaries` include the receive buffers of an exchange, as on gloo
-(native collectives take as much or less), but not the transport's own buffers.  Ranks on CPUs of one host need no
-receive buffers: they read shared memory.  The row `exchange` is what two successive exchanges post there.  A rank far
-ahead of the others may have posted more.
+the chunks call on a communicator that counts.  `temporaries` include the receive buffers of an exchange, as on gloo.
+Native collectives take as much or less.  The transport's own buffers are not included.  Ranks on CPUs of one host need
+no receive buffers: they read shared memory.  The row `exchange` is what two successive exchanges post there.  A rank
+far ahead of the others may have posted more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def record_step(
     chunks: tuple[Chunk, ...], gathers: GatherPlan, config: Config, mesh: Mesh, whole: Whole,
     frozen: tuple[WeightChunk, ...],
 ) -> None:  # fmt: skip
-    """Communicate what a step sends besides its micro-batches: batch sizes, gradients, totals, weights."""
+    """Record the communication of a step besides its micro-batches: batch sizes, gradients, totals, weights."""
     if whole.reported_numbers:
         mesh.axis("data").all_gather(torch.empty(1, whole.reported_numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
@@ -63,19 +63,21 @@ def record_step(
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
         for index, times in gathers.gathers(near=near).items():
-            gathered = (*chunks, *frozen)[index]
-            comm = gathered.groups.near if near else gathered.shards
-            sent_bytes = gathered.types.wire_bytes(gathered.spec.numel // comm.size)
-            part = torch.empty(sent_bytes, dtype=torch.uint8, device=META)
             for _ in range(times * config.gradient_accumulation):
-                comm.all_gather(part)
+                record_gather((*chunks, *frozen)[index], near=near)
+
+
+def record_gather(chunk: WeightChunk, *, near: bool) -> None:
+    """Gather the weights of a chunk, from the neighbours or from all ranks of a copy."""
+    comm = chunk.groups.near if near else chunk.shards
+    sent_bytes = chunk.types.wire_bytes(chunk.spec.numel // comm.size)
+    comm.all_gather(torch.empty(sent_bytes, dtype=torch.uint8, device=META))
 
 
 def record_agreement(
     chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
 ) -> None:
-    """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the
-    whole pipeline."""
+    """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the whole pipeline."""
     # Loss, weight, stop with samples, apart; what was used; squares.
     numel = 4 + sum(len(spec.entries) for spec in packed) + 1
     if sharding.ordered:
@@ -87,11 +89,11 @@ def record_agreement(
 
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
-    frozen: tuple[WeightChunk, ...] = (),
+    frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0,
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
     """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
-    words."""
-    choice = UpdateChoice(config.memory, TORCH, META)
+    words. `operations` as `UpdateChoice` has them."""
+    choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),
@@ -163,7 +165,7 @@ def _gradient_rows(config: Config, chunks: Sequence[Chunk]) -> tuple[MemoryTerm,
 
 
 def _state_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimizer) -> Iterator[MemoryTerm]:
-    """Optimizer states, and the buffers through which they pass."""
+    """Optimizer states, and the staging buffers of their copies."""
     origin = f"{config.optimizer.type}, {_name(wide_as(Precision.of(config.precision).master))}"
     for tier, some in _by_tier(chunks, optimizer).items():
         yield MemoryTerm("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), origin, tier)
@@ -197,7 +199,7 @@ def _placed(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, frozen: tuple[WeightChunk, ...],
     optimizer: ChunkOptimizer, rows: Sequence[MemoryTerm],
 ) -> StatePlacement:  # fmt: skip
-    """Where the state is kept under the budget of the config, beside these rows."""
+    """The placement of the state under the budget of the config, beside these rows."""
     parts = config.gradient_accumulation
     plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
     fixed = fixed_of(chunks, optimizer) | {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
@@ -207,14 +209,14 @@ def _placed(
 
 
 def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:
-    """Of the chunks that do not train, or of what is in none."""
+    """Bytes of the frozen chunks, or of the frozen parameters if these are in no chunk."""
     in_chunks = {entry.name for chunk in frozen for entry in chunk.spec.entries}
     apart = sum(numel for name, numel in whole.frozen.items() if name not in in_chunks)
     return sum(chunk.resting_bytes for chunk in frozen) + ChunkTypes.of(precision).resting_bytes(apart)
 
 
 def exchange_rows(mesh: Mesh, unread: int = 0) -> tuple[MemoryTerm, ...]:
-    """Bytes in shared memory for other ranks to read, with `unread` messages of a pipeline; each is aligned to a cache
+    """Bytes in shared memory for other ranks to read, with `unread` messages of a pipeline. Each is aligned to a cache
     line."""
     posted = mesh.ledger.shared_bytes + unread
     posted += -posted % ALIGN_BYTES

@@ -155,7 +155,7 @@ def gather_plan(
     chunks whose shard is fetched from the host. `parts`: elements that this rank would store of the chunks that
     neighbours store."""
     moments = (*trace.forward, *trace.backward)
-    resident = _residents([m.needs for m in moments], prefetch, reshard_after_forward)
+    resident = residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
     gathers = _gathers([m.needs for m in moments], resident, on_host)
     first: dict[int, int] = {}
@@ -163,10 +163,7 @@ def gather_plan(
         first.setdefault(chunk, moment_of)
     again = {chunk for chunk, moment_of in gathers if moment_of != first[chunk]}
     slots_numel = max((offset + numels[c] for place in places for c, offset in place.items()), default=0)
-    kept, arena_numel = dict[int, int](), slots_numel
-    for chunk in sorted(again & (parts or {}).keys()):
-        kept[chunk] = arena_numel
-        arena_numel += (parts or {})[chunk]
+    kept, arena_numel = parts_behind(slots_numel, again, parts or {})
     steps: list[GatherStep] = []
     before: Mapping[int, int] = {}
     launched = 0
@@ -190,11 +187,21 @@ def gather_plan(
     )
 
 
+def parts_behind(slots_numel: int, again: set[int], parts: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Of the chunks that are gathered `again` those of which neighbours store `parts`, with the offsets of these behind
+    the slots, and the elements of the whole arena."""
+    kept, arena_numel = dict[int, int](), slots_numel
+    for chunk in sorted(again & parts.keys()):
+        kept[chunk] = arena_numel
+        arena_numel += parts[chunk]
+    return kept, arena_numel
+
+
 def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
     return Action(kind, stage=0, chunk=chunk, resource=resource)
 
 
-def _residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
+def residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list[int]]:
     """The chunks that are resident at each moment, in the order of their use."""
     if reshard:
         # Moments that need the same, at the turn, count as one: nothing is gathered between them.

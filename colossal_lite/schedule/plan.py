@@ -284,7 +284,8 @@ class Memory:
     them uses up; made: those of them that the backward of a (task, stage) makes on the device, the others
     are there at first; sizes_bytes, activation_bytes (for one F of a (task, stage)) count as 0 where left
     out; budget_bytes: for each tier, no limit where left out; apart: chunks that on a tier share the budget of
-    this name, and not the tier's.
+    this name, and not the tier's; sharded: of `uses`, those that ranks share, and that take their bytes on the
+    device from UNSHARD to RESHARD.
     """
 
     home: Mapping[Chunk, str]
@@ -298,6 +299,7 @@ class Memory:
     spent: frozenset[Chunk] = frozenset()
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[Chunk, str], str] = field(default_factory=dict)
+    sharded: frozenset[Chunk] = frozenset()
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:

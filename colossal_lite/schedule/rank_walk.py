@@ -62,14 +62,15 @@ class TierCopies:
 
     def write(self, node: int, key: Key, tier: str, version: int) -> None:
         if (key, tier) not in self.version:
-            self._take(node, key, tier)
+            self.take(node, key, tier)
         self._overwrite(node, key, tier)
         if (key, tier) in self.writer:
             self.table.needs[node].append(self.writer[key, tier])
         self.version[key, tier] = self.newest[key] = version
         self.writer[key, tier] = node
 
-    def _take(self, node: int, key: Key, tier: str) -> None:
+    def take(self, node: int, key: Key, tier: str) -> None:
+        """Count the bytes of a copy against the budget of its tier."""
         tier = self._budget_of(key, tier)
         size, budget = self._size_bytes(key), self.memory.budget_bytes.get(tier)
         self.used[tier] += size
@@ -87,12 +88,16 @@ class TierCopies:
         if self.version.pop((key, tier), None) is None:
             self.table.fault(f"{_name(key)} is not on the {tier}", node)
             return
+        self.free(node, key, tier)
+        self._overwrite(node, key, tier)
+        self.writer.pop((key, tier), None)
+
+    def free(self, node: int, key: Key, tier: str) -> None:
+        """The bytes of a copy are free when this action is done."""
         budget = self._budget_of(key, tier)
         self.used[budget] -= self._size_bytes(key)
         if self.table.actions[node].resource != COMPUTE:
             self.freeing[budget].append((node, self._size_bytes(key)))
-        self._overwrite(node, key, tier)
-        self.writer.pop((key, tier), None)
 
     def _overwrite(self, node: int, key: Key, tier: str) -> None:
         self.table.needs[node] += [other for other in self.readers.pop((key, tier), []) if other != node]
@@ -138,7 +143,7 @@ class RankWalk:
         chunks |= {chunk for stage, made in memory.made.items() if stage in stages for chunk in made}
         self.tiers = TierCopies(memory, chunks & memory.home.keys(), table)
         self.live = self.peak = 0
-        self.gathered: set[tuple[int, int | None, int | None]] = set()
+        self.gathered: dict[tuple[int, int | None, int | None], int] = {}  # and the UNSHARD
         self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
         self.begun: set[tuple[int, int | None]] = set()
         self.due = Counter((a.task, a.stage) for a in mine if self._frees(a))
@@ -168,11 +173,18 @@ class RankWalk:
         assert action.stage is not None
         stage, activations = (action.task, action.stage), work_of(action)
         self.begun.add(stage)
+        gathered = {(task, chunk): unshard for (task, _, chunk), unshard in self.gathered.items()}
         for chunk in self.memory.uses.get(stage, ()):
-            self.tiers.read(node, chunk, "device")
-        for weights in self.sharded - self.gathered:
+            if chunk not in self.memory.sharded:
+                self.tiers.read(node, chunk, "device")
+            elif chunk in gathered:
+                self.table.needs[node].append(gathered[chunk])
+            else:
+                self.table.fault(f"{_name(chunk)} is not gathered", node)
+        for weights in self.sharded - self.gathered.keys():
             if weights[:2] == stage:
                 self.table.fault("its weights are not gathered", node)
+        self.table.needs[node] += [n for weights, n in self.gathered.items() if weights[:2] == stage]
         if action.kind is not ActionKind.F:
             self.tiers.read(node, activations, "device")
         elif self.table.shapes[action.task].backward_kinds(action.stage):
@@ -203,7 +215,13 @@ class RankWalk:
         weights = _weights(action)
         if (action.kind is ActionKind.UNSHARD) == (weights in self.gathered):
             self.table.fault("is gathered already" if weights in self.gathered else "is not gathered", node)
-        (self.gathered.add if action.kind is ActionKind.UNSHARD else self.gathered.discard)(weights)
+        chunk = None if action.chunk is None else (action.task, action.chunk)
+        if action.kind is ActionKind.UNSHARD:
+            self.gathered[weights] = node
+            if chunk in self.memory.sharded:
+                self.tiers.take(node, chunk, "device")
+        elif self.gathered.pop(weights, None) is not None and chunk in self.memory.sharded:
+            self.tiers.free(node, chunk, "device")
 
     def _step(self, node: int, action: Action) -> None:
         """Apply a REDUCE, TIED_REDUCE or UPDATE. An UPDATE before its stage's first F belongs to the step before."""

@@ -1,7 +1,7 @@
 """Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to what is needed.
 
-Passes: `add_messages` adds SEND and RECV, `add_unshard` the gathers of ZeRO-3, `add_step` REDUCE, TIED_REDUCE and
-UPDATE.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
+Passes: `add_messages` adds SEND and RECV, `add_step` REDUCE, TIED_REDUCE and UPDATE; schedule/stage_gathers.py adds
+the gathers of ZeRO-3.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
         kind = ActionKind.RECV_F if use.kind is ActionKind.F else ActionKind.RECV_B
         after[sender, place].append(reading.hops[source, user])
         after[receiver, until - 1].append(replace(use, kind=kind, resource=""))
-    return _insert(plan, after)
+    return insert(plan, after)
 
 
 def _unit_seconds(action: Action) -> float:
     return float(action.kind in COMPUTE_KINDS) + (action.kind is ActionKind.B)
 
 
-def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
+def insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Plan:
     """Insert actions after position (rank, i) of a plan; i = -1 is before the first."""
 
     def one(rank: int) -> Iterator[Action]:
@@ -85,33 +85,6 @@ def _insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Pl
             yield from after.get((rank, i), ())
 
     return Plan(tuple(tuple(one(rank)) for rank in range(len(plan))))
-
-
-def add_unshard(plan: Plan, prefetch: int = 1) -> Plan:
-    """Adds the gathers of ZeRO-3: the weights of a stage are gathered before each run of its actions, dropped after
-    it.
-
-    The gather of a run is posted `prefetch` runs ahead, so at most prefetch + 1 stages are gathered at once. A gather
-    right after its drop is left out, with the drop. Gathers a rank: gpipe, 1f1b and zb-h1 1, bfs 2v - 1, the
-    depth-first schedules about 2m.
-    """
-    after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, actions in enumerate(plan):
-        runs: list[tuple[int, int, int]] = []  # stage, first place, last place
-        for i, action in enumerate(actions):
-            if action.kind in COMPUTE_KINDS and action.stage is not None:
-                same = bool(runs) and runs[-1][0] == action.stage
-                runs[-1:] = [(action.stage, runs[-1][1], i)] if same else [*runs[-1:], (action.stage, i, i)]
-        held: list[int] = []
-        for n, (stage, first, last) in enumerate(runs):
-            for ahead, _, _ in runs[n : n + 1 + prefetch]:
-                if ahead not in held:
-                    after[rank, first - 1].append(Action(ActionKind.UNSHARD, stage=ahead))
-                    held.append(ahead)
-            if stage not in (ahead for ahead, _, _ in runs[n + 1 : n + 2 + prefetch]):
-                after[rank, _past_sends(actions, last)].append(Action(ActionKind.RESHARD, stage=stage))
-                held.remove(stage)
-    return _insert(plan, after)
 
 
 def add_step(
@@ -137,7 +110,7 @@ def add_step(
     after: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(plan):
         ends = [(i, a) for i, a in enumerate(actions) if a.kind in (ActionKind.W, ActionKind.B)]
-        last = {a.stage: _past_sends(actions, i) for i, a in ends if a.stage is not None}
+        last = {a.stage: past_sends(actions, i) for i, a in ends if a.stage is not None}
         # Of a chunk's stages on this rank the one that ends last speaks for it.
         speaker: dict[int, int] = {}
         for stage in sorted(last, key=lambda s: last[s]):
@@ -152,7 +125,7 @@ def add_step(
             else:
                 for i, a in ends:
                     if a.stage == stage:
-                        place = rank, _past_sends(actions, i)
+                        place = rank, past_sends(actions, i)
                         after[place].append(replace(action, micro_batch=a.micro_batch))
         late.sort(
             key=lambda a: (a.kind is ActionKind.REDUCE, a.chunk)
@@ -161,7 +134,7 @@ def add_step(
         after[rank, len(actions) - 1] += late
         if update == "backward":
             after[rank, len(actions) - 1] = _interleaved(after[rank, len(actions) - 1])
-    return _insert(plan, after)
+    return insert(plan, after)
 
 
 def _interleaved(ends: Sequence[Action]) -> list[Action]:
@@ -169,7 +142,7 @@ def _interleaved(ends: Sequence[Action]) -> list[Action]:
     return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is ActionKind.UPDATE))
 
 
-def _past_sends(actions: Sequence[Action], i: int) -> int:
+def past_sends(actions: Sequence[Action], i: int) -> int:
     """The last of the SENDs that follow position i: a neighbour waits for them."""
     while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
         i += 1

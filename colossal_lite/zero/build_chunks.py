@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colossal_lite.config.errors import Problem, refuse, shown
+from colossal_lite.config.errors import Problem, refuse
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
@@ -21,7 +21,6 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 from colossal_lite.memory.packing import (
@@ -51,7 +50,7 @@ from colossal_lite.schedule.step_moments import (
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.update_choice import UpdateChoice
+from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
@@ -196,8 +195,7 @@ def chunk_optimizer(
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
             records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
-            speed=LinkSpeed(memory.link_bandwidth, memory.link_latency_s),
-            disk_speed=LinkSpeed(memory.disk_bandwidth), open_file=open_file, seed=config.seed,
+            speeds=emulated_speeds(choice.given), open_file=open_file, seed=config.seed,
             choice=choice, backward=config.optimizer.update_when == "backward",
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
@@ -211,10 +209,10 @@ def chunk_optimizer(
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
+    for line in choice.notices if mesh.rank == 0 else ():
+        print(line, file=sys.stderr)
     if choice.found is None:
         return made, config
-    if mesh.rank == 0:
-        print(f"memory.update_on='auto' is {shown(choice.found)}: {choice.lanes}", file=sys.stderr)
     return made, config.derived("memory", update_on=choice.found)
 
 

@@ -4,7 +4,8 @@ Note: gates.
 From stage 1 on a rank updates its shard of a chunk and gathers the others' shards, chunk by chunk in forward order,
 while the next forward already runs.  A hook before the forward of every module with parameters waits for their chunks.
 So a chunk that is used late has all the time before it.  A parameter that is read in any other way during its gather is
-NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py).  The gates also run
+NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py), or the
+list of a pipeline does (zero/stage_weights.py).  The gates also run
 deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
 gathered, they run one chunk ahead.
 """
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 
 
@@ -58,6 +60,16 @@ class ForwardGates:
         """Around the backward of one micro-batch, also where this rank has none."""
         self.run_deferred()
         yield
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """This rank's list of a step or evaluation begins."""
+
+    def gather(self, action: Action) -> None:
+        """Do an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
+        raise AssertionError(f"{action}: no weights are sharded here")
+
+    def arrive(self, stage: int) -> None:
+        """Wait for the weights of a stage that computes next."""
 
     def flush(self) -> None:
         """Finish deferred updates and gathers."""

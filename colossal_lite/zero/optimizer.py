@@ -29,7 +29,7 @@ from torch import Tensor
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.copy_streams import AS_IT_COPIES, LinkSpeed
+from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
@@ -113,13 +113,13 @@ class ChunkOptimizer(OptimizerState):
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        records: TaskRecords, placement: str = "device", timeout_s: float = 600.0, speed: LinkSpeed = AS_IT_COPIES,
-        disk_speed: LinkSpeed = AS_IT_COPIES, open_file: OpenFile | None = None,
+        records: TaskRecords, placement: str = "device", timeout_s: float = 600.0,
+        speeds: LinkSpeeds = ALL_AS_THEY_COPY, open_file: OpenFile | None = None,
         seed: int = 0, choice: Choice = _on_device, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
-        on disk (None: no limit); `speed` of the link to it, `disk_speed` of the disk; `open_file` makes the disk's
+        on disk (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's
         file; None where no step is taken; `seed` of what rounds narrow states; `choice` says which are updated on
         the host, where their records rest off the device; `backward`: updates come in the order of gradients.  Raises
         DiskError."""
@@ -140,8 +140,8 @@ class ChunkOptimizer(OptimizerState):
                 updated = self._mix.on_host & {*sizes}
                 on_disk = spilled(sizes, host_room - updating_bytes(self._chunks, updated, self._mix))
             self.tiers = OffloadedOptimizerStates(
-                self._chunks, forms, timeout_s, speed, records,
-                mix=self._mix, on_disk=on_disk, open_file=open_file, disk_speed=disk_speed, shares=shares,
+                self._chunks, forms, timeout_s, speeds, records,
+                mix=self._mix, on_disk=on_disk, open_file=open_file, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
@@ -304,6 +304,16 @@ class ChunkOptimizer(OptimizerState):
     def _is_on_host(self, index: int) -> bool:
         return self.host_updates is not None and index in self.host_updates.crossings
 
+    def send_gradient(self, chunk: Chunk) -> None:
+        """The gradient of a chunk is final: it leaves for its update on the host, where it leaves early."""
+        if self.host_updates is not None:
+            self.host_updates.send(self._index[chunk.spec.id])
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave in backward for updates on the host."""
+        return self.host_updates is not None and self._mix.early
+
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
         weights on the same link."""
@@ -403,6 +413,7 @@ class ChunkOptimizer(OptimizerState):
             below=READ_AHEAD, moving=moving,
             on_disk=self.tiers.on_disk if self.tiers else (),
             on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
+            early=self._mix.early,
             backward=self._backward,
         )  # fmt: skip
 

@@ -5,17 +5,14 @@ A gate requests weights before the forward of the module that owns them.  In bac
 unpacks a saved tensor that lies in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
 run in order, up to the one that has the weights.  So every rank makes the same gathers and reductions in the same
 order, whatever modules it leaves out.  At the end of a forward or backward the remaining steps run.  A weight that the
-plan has dropped is an error, never an old value: a parameter that is not gathered is NaN, and saving one is an error
-too.
+plan has dropped is an error, never an old value.
 
 The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
 are complete.  They reduce the gradients that are complete on any rank, gather what any of them wants, and record it.
 That record is the trace.  The arena is allocated when the trace ends; nothing is allocated after that.
 
-Saved views.  Autograd saves views of weights, which would read other bytes when a chunk gets another slot.  So saved
-tensors that lie in a slot are stored as (chunk, offset, strides) and rebuilt on use.  A recomputed block saves real
-views, which live until its own backward ends.  Its weights are not dropped before, because nothing requests another
-unit.  For a tensor that a hook packs, torch does not check whether it was modified.  This hook does.
+Slots and saved views are in zero/weight_slots.py.  The weights of a recomputed block are not dropped before its
+backward has ended, because nothing requests another unit.
 Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
 Frozen weights are gathered and dropped like the others, in chunks of their own.  Backward requests them where an input
 gradient needs them, so those in front of the first trained weight are gathered once.
@@ -23,7 +20,7 @@ gradient needs them, so those in front of the first trained weight are gathered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
@@ -34,17 +31,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.link import Link
-from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPlan, GatherStep, Needs, Trace
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero.build_chunks import slots_of
-from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gather_units import contexts_of, plan_of, units_of
-from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
+from colossal_lite.zero.gradient_hooks import GradientHooks
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 NOTHING: Needs = frozenset()
 
@@ -55,7 +50,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
-class ParameterGather(ForwardGates):
+class ParameterGather(ShardedWeights):
     """Gathers the weights of one model unit by unit, `prefetch` units ahead."""
 
     def __init__(
@@ -66,25 +61,17 @@ class ParameterGather(ForwardGates):
         """`frozen`: the chunks that do not train, numbered behind `chunks`."""
         self._hooks, self._world = hooks, world
         self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
-        self._all: tuple[WeightChunk, ...] = (*chunks, *frozen)
-        self._units = units_of(self._all)
-        self._placeholders = {chunk.placeholder: chunk for chunk in self._all if chunk.is_sharded}
+        self._ordered: tuple[WeightChunk, ...] = (*chunks, *frozen)
+        self._units = units_of(self._ordered)
         self.trace: Trace | None = None
         """The order in which the first micro-batch read the weights; None until its end."""
         self.plan: GatherPlan | None = None
         """What a micro-batch does, by the trace."""
-        self.up: Link | None = None
-        """The link for shards that rest on the host."""
-        self._arena: Tensor | None = None
-        self.most_numel = self.most_held_numel = 0
-        """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
         self._phase = Phase.IDLE
         self._steps: tuple[GatherStep, ...] = ()
         self._next = 0  # the step to execute next
         self._current = NOTHING  # gathered now
         self._parents: list[Needs] = []  # of the modules that have begun their forward and not ended it
-        self._resident: dict[int, int] = {}  # chunk -> offset
-        self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
         self._has_new_plan = False  # whether the plan is new
@@ -92,16 +79,12 @@ class ParameterGather(ForwardGates):
         super().__init__(module, parameters, chunks, frozen)
 
     @property
-    def arena_bytes(self) -> int:
-        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+    def _planned_numel(self) -> int:
+        return 0 if self.plan is None else self.plan.arena_numel
 
     @property
-    def most_bytes(self) -> int:
-        return self.most_numel * self._all[0].local_shard.element_size()
-
-    @property
-    def forecast_bytes(self) -> int:
-        return 0 if self.plan is None else self.plan.arena_numel * self._all[0].types.compute.itemsize
+    def _kept(self) -> Mapping[int, int]:
+        return {} if self.plan is None else self.plan.kept
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -137,10 +120,6 @@ class ParameterGather(ForwardGates):
         self._make_resident({})
         return True
 
-    def for_readers(self) -> None:
-        """Run deferred updates. The gathers for the next forward go on."""
-        self.run_deferred()
-
     @property
     def _first(self) -> int:
         return self._last_trained(self.plan.forward[0].resident) if self.plan and self.plan.forward else 0
@@ -151,25 +130,10 @@ class ParameterGather(ForwardGates):
             self._fetch(chunk.spec.id, offset)
             self._gather(chunk.spec.id)
 
-    def remove(self) -> None:
-        """Remove the gates, and leave full weights on every rank. Collective."""
-        self.flush()
-        for chunk in self._all:
-            if chunk.is_sharded:
-                self._fetch(chunk.spec.id, None)
-                self._gather(chunk.spec.id)
-                chunk.finish_gather()
-                chunk.keep()
-        self._resident.clear()  # for good
-        super().remove()
-
     # ---- requests ----
 
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
-        # A chunk that one rank alone keeps is never gathered (a weight cut by tensor parallelism, where data has size
-        # 1, beside norms that the tensor ranks share). Its update may be deferred all the same.
-        if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
-            yield owner.register_forward_pre_hook(partial(self._enter, whole))
+        yield from super()._gates(owner, needed)
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
         if not needs:
             return
@@ -191,29 +155,9 @@ class ParameterGather(ForwardGates):
     def _held(self) -> Needs:
         return self._parents[-1] if self._parents else NOTHING
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
-        storage = tensor.untyped_storage()._cdata
-        if self._arena is None or storage == self._arena.untyped_storage()._cdata:
-            for index in self._resident:
-                if (view := self._all[index].saved(tensor)) is not None:
-                    return view
-        if (chunk := self._placeholders.get(storage)) is not None:
-            names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
-            raise ValueError(
-                f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
-                f"calling the module that owns it; or use zero.stage=2"
-            )
-        return tensor, tensor._version
-
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
         if isinstance(saved, tuple):
-            tensor, version = saved
-            if tensor._version != version:
-                raise ValueError(
-                    f"backward: a tensor {list(tensor.shape)} that the forward has saved was modified by an inplace "
-                    f"operation since; if it is a weight that step has updated, call backward before step"
-                )
-            return tensor
+            return self._checked(saved)
         if self._phase is Phase.IDLE:
             raise ValueError(
                 "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "
@@ -334,53 +278,6 @@ class ParameterGather(ForwardGates):
             self._all[index].finish_gather()
         self._current = needs
 
-    def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
-        """Give a chunk its slot. Then start the copy of its own shard if that rests on the host, else the gather of all
-        shards, or of the parts at the neighbours."""
-        chunk = self._all[index]
-        numel = chunk.spec.numel
-        if self._arena is None or offset is None:
-            slot = torch.empty(numel, dtype=chunk.types.compute, device=chunk.device)
-        else:
-            slot = self._arena[offset : offset + numel]
-        if near:
-            chunk.unshard_near(slot, self._part(index))
-        elif chunk.weights_at_rest is not None and self.up is not None:
-            chunk.fetch(slot, self.up)
-        else:
-            chunk.unshard(slot)
-        self._resident[index] = -1 if offset is None else offset
-        if self._arena is not None and offset is not None:
-            self._count(offset + numel)
-
-    def _count(self, stop: int) -> None:
-        """The arena is used up to element `stop`."""
-        self.most_numel = max(self.most_numel, stop)
-        held = sum(self._all[index].spec.numel for index in self._resident)
-        self.most_held_numel = max(self.most_held_numel, held)
-
-    def _gather(self, index: int) -> None:
-        """Start to gather the other shards, if that has not begun."""
-        if self._all[index].weights is WeightState.FETCHING:
-            self._all[index].gather_fetched()
-
-    def _part(self, index: int) -> Tensor:
-        assert self.plan is not None and self._arena is not None
-        start = self.plan.kept[index]
-        return self._arena[start : start + self._all[index].part_numel]
-
-    def _keep_part(self, index: int) -> None:
-        """Before the first drop of a chunk in a micro-batch: store this rank's part for the neighbours."""
-        if self.plan is not None and index in self.plan.kept and index not in self._has_part:
-            part = self._part(index)
-            self._all[index].keep_part(part)
-            self._count(self.plan.kept[index] + part.numel())
-            self._has_part.add(index)
-
-    def _drop(self, index: int) -> None:
-        self._all[index].reshard()
-        del self._resident[index]
-
     def _make_resident(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
         """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those from the host are only
         fetched."""
@@ -392,10 +289,6 @@ class ParameterGather(ForwardGates):
             self._fetch(index, offset)
         for index in coming if gathers else ():
             self._gather(index)
-
-    def _last_trained(self, indices: Iterable[int]) -> int:
-        """The last of these chunks that has updates; -1: none."""
-        return max((index for index in indices if index < len(self._chunks)), default=-1)
 
     # ---- the first micro-batch ----
 
@@ -428,19 +321,15 @@ class ParameterGather(ForwardGates):
             self.replan()
             assert self.plan is not None
             with _disable_current_modes():  # what the model keeps is measured, not this
-                self._arena = torch.zeros(
-                    self.plan.arena_numel,
-                    dtype=self._all[0].types.compute,
-                    device=self._all[0].device,
-                )
+                self._allocate(self.plan.arena_numel)
 
     def planned(self, prefetch: int) -> GatherPlan | None:
         """What the plan would be with so many units ahead; None while there is no trace."""
         if self.trace is None:
             return None
         return plan_of(
-            self.trace.covering(contexts_of(self._all), self._units),
-            self._all,
+            self.trace.covering(contexts_of(self._ordered), self._units),
+            self._ordered,
             prefetch=prefetch,
             reshard_after_forward=self._reshard_after_forward,
         )
@@ -448,22 +337,3 @@ class ParameterGather(ForwardGates):
     def replan(self) -> None:
         """Plan again after shards have changed tiers; the order of gathers and the slots do not change."""
         self.plan = self.planned(self.prefetch)
-
-    def _before_state_dict(self) -> None:
-        if not self._names_only:
-            raise ValueError(
-                "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
-            )
-
-
-def weights_of(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
-    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
-) -> ForwardGates:  # fmt: skip
-    """The gates that these chunks need; `parameters` by the names that the chunks have for them."""
-    if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
-        return ForwardGates(module, parameters, chunks)
-    return ParameterGather(
-        module, parameters, chunks, hooks.only, world, frozen=frozen,
-        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
-    )  # fmt: skip

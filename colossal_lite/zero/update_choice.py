@@ -2,27 +2,28 @@
 
 Note: one choice for all ranks.
 Ranks take the smallest of their rates, and then of their choices the middle one.  So all who share a chunk update it
-on the same side.  Cost: measuring takes about a second, once an engine, where `memory.update_on="auto"` has no rates.
+on the same side.  Cost: measuring takes some seconds, once an engine, where `memory.update_on="auto"` has no rates.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from fractions import Fraction
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from colossal_lite.config.memory_schema import MemoryConfig, UpdateOn
-from colossal_lite.kernels import TORCH, Ops
-from colossal_lite.memory.copy_streams import LinkSpeed
-from colossal_lite.memory.transfers import copied_to, to_host
+from colossal_lite.config.errors import shown
+from colossal_lite.config.memory_schema import MemoryConfig, RatesConfig, UpdateOn
+from colossal_lite.config.rates_file import RatesFile, default_file, read_rates
+from colossal_lite.kernels import Ops
+from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
+    Computing,
     Rates,
     UpdateBytes,
     fastest_mix,
@@ -30,11 +31,10 @@ from colossal_lite.schedule.update_rates import (
     simulated_chunks,
     simulated_s,
 )
+from colossal_lite.zero.calibration import machine_name, measure
 
 Gather = Callable[[Any], list[Any]]
 """Returns what each rank gave, on all ranks."""
-MEASURED_NUMEL = 2**20
-TRIALS = 5
 
 
 def alone(value: Any) -> list[Any]:
@@ -45,38 +45,85 @@ def alone(value: Any) -> list[Any]:
 class UpdateChoice:
     """The mix of a rank's chunks, once their bytes are known."""
 
-    def __init__(self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
+    def __init__(
+        self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone, *,
+        operations: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`operations`: floating-point operations of a step's forward and backward here, 0 where they are not known.
+        Raises ValueError for a file of rates that cannot be read."""
+        self._operations = operations
         self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
         self.found: UpdateOn | None = None
         """What "auto" has found, as the config says it; None where it was not asked."""
         self.lanes = ""
         """The mix in words, with its lanes where there are rates; empty where nothing rests off the device."""
+        self.notices: list[str] = []
+        """What rank 0 says."""
+        self.given = memory.rates
+        """The rates of the config, or of its file."""
+        if memory.rates.file is not None:
+            self.given = self._read(Path(memory.rates.file)).rates
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
         """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where
         rates are neither given nor can be measured, and for a number that no chunk has."""
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
-        rates, on_host = given_rates(self._memory), self._memory.on_host
+        early = self._memory.sends_gradients_early
+        work = replace(work, early=early)
+        rates, on_host = rates_of(self.given), self._memory.on_host
         if self._memory.update_on == "auto":
-            rates = self._agreed(rates or self._measured())
+            rates = self._agreed(rates or rates_of(self._found_here()))
             on_host = self._fastest(work, rates, ids)
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
-        mix = mix_of(on_host, ids)
+        mix = replace(mix_of(on_host, ids), early=early)
         share = Fraction(len(mix.on_host), max(len(ids), 1))
         self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
         if rates is not None:
             count = simulated_chunks(work)
-            like = mix if count == len(ids) else mix_of(share, range(count))
-            self.lanes += (
-                f": {lanes_of(work, rates, share)}, {simulated_s(work, rates, like, count):.3g} s simulated"
-            )
+            like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
+            updates_s = simulated_s(work, rates, like, count)
+            self.lanes += f": {lanes_of(work, rates, share)}, {updates_s:.3g} s simulated"
+            if self._operations and self.given.flops:
+                computed_s = self._operations / self.given.flops
+                computing = Computing(computed_s / 3, computed_s * 2 / 3)
+                step_s = simulated_s(work, rates, like, count, computing)
+                self.lanes += f"; a step of {step_s:.3g} s simulated, of which it computes {computed_s:.3g} s"
+        if self.found is not None:
+            self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
         return mix
 
-    def _agreed(self, rates: Rates) -> Rates:
+    def _read(self, path: Path) -> RatesFile:
+        found = read_rates(path)
+        if self._device.type != "meta" and found.machine != (here := machine_name(self._device)):
+            self.notices.append(
+                f"memory.rates: {path} is of another machine, {found.machine!r}; this one is {here!r}"
+            )
+        return found
+
+    def _found_here(self) -> RatesConfig:
+        """The rates that `colossal-lite calibrate` has kept of this machine; else measured now, by all ranks at the
+        same time."""
+        if self._device.type == "meta":
+            raise ValueError(
+                "memory.update_on = 'auto': a plan does not measure this machine; legal: memory.rates="
+                "dict(host_update=, device_update=, up=) of the machine that it is for, or the file of `colossal-lite "
+                "calibrate`"
+            )
+        path = default_file(machine_name(self._device), Path.home() / ".cache")
+        if path.is_file():
+            self.notices.append(f"memory.rates: not given; of {path}")
+            return self._read(path).rates
+        self.notices.append(
+            "memory.rates: not given; measured now, as `colossal-lite calibrate` would keep them"
+        )
+        return measure(self._device, self._ops).rates
+
+    def _agreed(self, rates: Rates | None) -> Rates:
         """The smallest of all ranks. Collective."""
+        assert rates is not None
         return Rates(*(min(row) for row in zip(*self._gather(list(astuple(rates))), strict=True)))
 
     def _fastest(self, work: UpdateBytes, rates: Rates, ids: Sequence[int]) -> Fraction | tuple[int, ...]:
@@ -100,60 +147,18 @@ class UpdateChoice:
                 f"{min(known, default=0)} to {max(known, default=0)}"
             )
 
-    def _measured(self) -> Rates:
-        if self._device.type == "meta":
-            raise ValueError(
-                "memory.update_on = 'auto': a plan does not measure this machine; legal: memory.rates="
-                "dict(host_update=, device_update=, up=, down=) of the machine that it is for"
-            )
-        return measured_rates(
-            self._device, self._ops, LinkSpeed(self._memory.link_bandwidth, self._memory.link_latency_s)
-        )
 
-
-def given_rates(memory: MemoryConfig) -> Rates | None:
-    """The rates of the config; None if it has none."""
-    rates = memory.rates
-    if None in (rates.host_update, rates.device_update, rates.up, rates.down):
+def rates_of(rates: RatesConfig) -> Rates | None:
+    """The rates by which a mix is found; None where there are none."""
+    if rates.host_update is None or rates.device_update is None or rates.up is None:
         return None
-    assert rates.host_update and rates.device_update and rates.up and rates.down
     return Rates(
-        rates.host_update, rates.device_update, rates.up, rates.down, rates.host_memory or inf, rates.call_s
-    )
+        rates.host_update, rates.device_update, rates.up, rates.down or rates.up, rates.host_memory or inf,
+        rates.call_s,
+    )  # fmt: skip
 
 
-def measured_rates(device: torch.device, ops: Ops, speed: LinkSpeed) -> Rates:
-    """Of this machine, by the AdamW of each side and copies of a few megabytes, the best of some trials. A link with an
-    emulated speed has that."""
-    host_s = _seconds(
-        lambda state: _updated(TORCH if device.type != "cpu" else ops, state), torch.device("cpu")
-    )
-    device_s = _seconds(lambda state: _updated(ops, state), device)
-    up = down = copied = (
-        MEASURED_NUMEL * 4 / _seconds(lambda state: state[0].copy_(state[1]), torch.device("cpu"))
-    )
-    if speed.bandwidth_bytes_s:
-        up = down = speed.bandwidth_bytes_s
-    elif device.type != "cpu":
-        up = MEASURED_NUMEL * 4 / _seconds(lambda state: copied_to(state[0], device), torch.device("cpu"))
-        down = MEASURED_NUMEL * 4 / _seconds(lambda state: to_host(state[0]), device)
-    return Rates(MEASURED_NUMEL / host_s, MEASURED_NUMEL / device_s, up, down, 2 * copied, speed.latency_s)
-
-
-def _updated(ops: Ops, state: Sequence[Tensor]) -> None:
-    param, grad, mean, square = state
-    ops.adamw_(param, grad, mean, square, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-
-
-def _seconds(work: Callable[[Sequence[Tensor]], object], device: torch.device) -> float:
-    state = [torch.zeros(MEASURED_NUMEL, device=device) for _ in range(4)]
-    found = []
-    for _ in range(TRIALS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work(state)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return max(min(found[1:]), 1e-9)
+def emulated_speeds(rates: RatesConfig) -> LinkSpeeds:
+    """The speeds of links and disk that a CPU emulates."""
+    up, down = (LinkSpeed(rate, rates.latency_s) for rate in (rates.up, rates.down or rates.up))
+    return LinkSpeeds(up, down, LinkSpeed(rates.disk))

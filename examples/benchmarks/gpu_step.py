@@ -235,6 +235,18 @@ def main() -> int:
 
 
 def one(name: str, side: str, config: GPTConfig, batch: int, device: str, steps: int, top: float) -> Row:
+    """One row. When it returns nothing of its side is left, so that the peak of the next is its own."""
+    try:
+        return trained(name, side, config, batch, device, steps, top)
+    finally:
+        if side == "compile":
+            torch.compiler.reset()  # compiled code holds weights
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def trained(name: str, side: str, config: GPTConfig, batch: int, device: str, steps: int, top: float) -> Row:
     """A side that does not fit or is not installed is a row that says so."""
     with ExitStack() as stack:
         try:
@@ -246,13 +258,8 @@ def one(name: str, side: str, config: GPTConfig, batch: int, device: str, steps:
                 step = plain(config, device, compiled=side == "compile")
             return measured(name, side, step, config, batch, device, steps, top)
         except (ImportError, torch.OutOfMemoryError) as error:
-            return Row(
-                name, side, 0.0, 0.0, 0.0, 0.0, 0.0, float("nan"), f"{type(error).__name__}: {error}"[:200]
-            )
-        finally:
-            gc.collect()  # the next side's peak is its own
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            note = f"{type(error).__name__}: {error}"[:200]
+            return Row(name, side, 0.0, 0.0, 0.0, 0.0, 0.0, float("nan"), note)
 
 
 def setting(device: str) -> dict[str, str]:

@@ -5,7 +5,7 @@
 
 Each layer waits until a deadline instead of computing: 2 units for its forward and 4 for its backward, so that few
 cores are an undisturbed device; all else is the engine's own step, with AdamW's moments on the host
-(`memory.placement="host"`, `memory.link_bandwidth`), which are copied to the device for their update and back.  A
+(`memory.placement="host"`, `memory.rates`), which are copied to the device for their update and back.  A
 record is the state of one layer; its copy takes so many units each way, both ways at once.  Without gates (updates at
 once) only the updates hide the link: that is the last column, by the simulator.
 """
@@ -86,7 +86,7 @@ class _Layer(nn.Module):
 
 def measured(record_units: float, unit_s: float) -> tuple[float, float]:
     """Seconds of the last of some steps, and of them those that its computing waited for the link."""
-    memory = dict(placement="host", link_bandwidth=round(RECORD_BYTES / (record_units * unit_s)))
+    memory = dict(placement="host", rates=dict(up=round(RECORD_BYTES / (record_units * unit_s))))
     config = dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1), memory=memory)
     ids = torch.arange(8).view(2, 4)
     with cl.launch(config) as context, patch.object(build, "CHUNK_BYTES", 4 * WIDTH):  # a chunk a layer

@@ -463,7 +463,7 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         ({"zero": {"shard_size": 2}}, "zero.shard_size", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
-        ({"memory": {"disk_bandwidth": 9}}, "memory.disk_bandwidth", "'device'"),
+        ({"memory": {"rates": {"disk": 9}}}, "memory.rates.disk", "'device'"),
         (
             {"memory": {"placement": "auto", "device_budget": 9, "disk_dir": "x"}},
             "memory.disk_dir",
@@ -475,7 +475,7 @@ def test_the_json_schema_takes_what_load_takes() -> None:
             "memory.disk_dir",
             "'static' does not use the disk",
         ),
-        ({"memory": {"link_latency_s": 0.1}}, "memory.link_latency_s", "nothing moves"),
+        ({"memory": {"rates": {"latency_s": 0.1}}}, "memory.rates.latency_s", "nothing moves"),
         ({"memory": {"host_budget": 1}}, "memory.host_budget", "'device'"),
         ({"memory": {"update_on": "host"}}, "memory.update_on", "updated there"),
         (
@@ -528,7 +528,7 @@ def test_a_setting_without_effect_is_named(raw: dict[str, Any], path: str, reaso
     assert line.startswith(f"{path}=") and "has no effect" in line and reason in line
 
 
-@pytest.mark.parametrize("name, value", [("host_budget", 1), ("disk_dir", "x"), ("disk_bandwidth", 1)])
+@pytest.mark.parametrize("name, value", [("host_budget", 1), ("disk_dir", "x")])
 def test_what_auto_reads_beside_a_device_budget_only_is_named_without_one(name: str, value: Any) -> None:
     lines = Config.load({"memory": {"placement": "auto", name: value}}).warnings()
     assert [line.partition("=")[0] for line in lines] == ["memory.placement", f"memory.{name}"]

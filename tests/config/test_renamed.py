@@ -22,6 +22,9 @@ VALUES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero.shard": (2, 4, {"zero": {"stage": 1}}),
     "optimizer.update": ("backward", "step", {"optimizer": {"type": "adamw"}}),
     "memory.update": ("host", "device", {"memory": {"placement": "host"}}),
+    "memory.link_bandwidth": (10**9, 10**8, {"memory": {"placement": "host"}}),
+    "memory.link_latency_s": (0.5, 0.25, {"memory": {"placement": "host"}}),
+    "memory.disk_bandwidth": (10**9, 10**8, {"memory": {"placement": "disk", "disk_dir": "x"}}),
     "parallel.pipeline.chunks": (2, 4, {"parallel": {"pipeline": {"size": 2, "schedule": "interleaved"}}}),
     "parallel.tensor.regather": (False, True, {"parallel": {"tensor": {"size": 2}}}),
 }

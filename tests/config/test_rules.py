@@ -270,7 +270,7 @@ def test_a_padded_sequence_is_cut_alike_on_both_axes_and_no_length_is_a_problem(
     assert not list(model_problems(config.parallel, facts))
 
 
-def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:
+def test_what_a_gpu_does_not_support_is_refused_there_by_name() -> None:
     def refused(zero: dict[str, object] | None = None, **memory: object) -> list[str]:
         config = Config.load({"zero": zero or {}, "memory": memory})
         assert not list(device_problems(config.memory, config.zero, 4, "cpu"))
@@ -282,8 +282,3 @@ def test_what_only_an_emulated_device_has_is_refused_on_a_gpu_by_name() -> None:
     assert refused(hybrid, placement="host") == [] and refused(hybrid, placement="disk", disk_dir="x") == []
     assert refused(hybrid, placement="auto", device_budget=9) == ["memory.placement"]
     assert refused({"stage": 3}, placement="auto", device_budget=9) == []
-    assert refused(placement="host", link_bandwidth=9) == ["memory.link_bandwidth"]
-    assert refused(placement="disk", disk_dir="x", link_latency_s=0.1, disk_bandwidth=9) == [
-        "memory.link_latency_s",
-        "memory.disk_bandwidth",
-    ]

@@ -90,3 +90,19 @@ def test_ranks_that_wait_for_a_failed_one_are_woken_and_its_error_is_raised() ->
     with pytest.raises(KeyError, match="this rank"):
         run_emulated(world, [partial(run, mesh) for mesh in meshes])
     assert time.perf_counter() - began < 10
+
+
+def two_messages(mesh: Mesh) -> list[Tensor]:
+    """The second is waited for before the first, as a schedule with several stages on a rank does."""
+    comm, here = mesh.axis("tensor"), mesh.rank
+    if here:
+        return [comm.send_async(of(number, 2), 0).wait() for number in (1, 2)]
+    first, second = (comm.receive_async(torch.zeros(2, dtype=torch.float64), 1) for _ in range(2))
+    return [second.wait(), first.wait()]
+
+
+def test_messages_come_in_the_order_of_their_receives_whichever_is_waited_for_first() -> None:
+    world = EmulatedWorld(10.0)
+    meshes = Mesh.emulated(MeshLayout.build(tensor=2), world)
+    second, first = run_emulated(world, [partial(two_messages, mesh) for mesh in meshes])[0]
+    assert torch.equal(first, of(1, 2)) and torch.equal(second, of(2, 2))

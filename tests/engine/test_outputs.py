@@ -85,6 +85,10 @@ def misused(env: RankEnv, how: str) -> str:
                 engine.train_step(batch)
             return str(caught.value.__notes__)
         engine = cl.initialize(model, context=context)
+        if how == "ids":
+            with pytest.raises(IndexError) as caught:
+                engine.train_step((batch[0] + 1000, batch[1]))
+            return str(caught.value.__notes__)
         if how == "twice":
             with pytest.raises(ValueError) as refused:
                 cl.initialize(model, context=context)
@@ -109,6 +113,10 @@ def misused(env: RankEnv, how: str) -> str:
         (
             "twice",
             "model: an engine trains it already; legal: one call of initialize for a model, or engine.close()",
+        ),
+        (
+            "ids",
+            "batch: the ids go from 1000 to 1049, and (8, 8) is their shape; legal: ids below the rows of",
         ),
         (
             "schedule",

@@ -114,7 +114,7 @@ FAULTS_WEIGHTS: Faults = {
     "a saved view is rebuilt elsewhere": (WEIGHTS, "Chunk.saved", _view_from_the_start),
     "slots overlap": (WEIGHTS, "pack_intervals", _one_slot_for_all),
     "reduced before the last use": (WEIGHTS, "GradientHooks.launch", _all_at_once),
-    "dropped while it is used": (WEIGHTS, "_residents", _dropped_while_used),
+    "dropped while it is used": (WEIGHTS, "residents", _dropped_while_used),
     "weights used before they came": (WEIGHTS, "ParameterGather._wait", _used_before_it_came),
     "sharded weights, a parameter left out": (WEIGHTS, "ChunkOptimizer.update", one_step_count),
 }

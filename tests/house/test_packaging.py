@@ -23,7 +23,7 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION
 import colossal_lite
 from colossal_lite.launcher import new_command
 from tests.house.test_layers import house, type_checking_blocks
-from tests.house.test_readme import README, blocks
+from tests.house.test_readme import snippets
 
 ROOT = Path(__file__).parents[2]
 MAPPED = ("kernels", "launcher")
@@ -103,7 +103,8 @@ def test_what_is_tested_is_pinned_once() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin) for pin in pins)
     names = [pin.split("==")[0] for pin in pins]
     assert len(set(names)) == len(names)
-    asked = rows("options", "install_requires") + rows("options.extras_require", "test")
+    asked = rows("options", "install_requires")
+    asked += [row for extra in ("docs", "test") for row in rows("options.extras_require", extra)]
     assert {requirement_name(row) for row in asked} <= set(names)
     assert {"torch==2.13.0", "triton==3.7.1"} <= set(pins)
 
@@ -346,17 +347,17 @@ UNTYPED = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-call
 """A reader's own modules carry no types."""
 
 
-def test_a_project_outside_the_tree_sees_types_and_readme_has_no_error(
+def test_a_project_outside_the_tree_sees_types_and_the_pages_have_no_error(
     editable: Installed, pytestconfig: pytest.Config
 ) -> None:
     """Each name has its own type, and what is wrong is told, a misspelt key too: Any would pass. One run of mypy."""
     (editable.outside / "project.py").write_text(PROJECT)
-    snippets = {f"readme_{line}.py": code for line, code in blocks(README, "python")}
-    first = next(iter(snippets.values()))
-    snippets["planted.py"] = re.sub(r"(config: cl.ConfigDict = dict\()", r"\1sed=1, ", first)
+    files = {f"{name.replace('-', '_')}.py": code for name, code in snippets()}
+    first = next(iter(files.values()))
+    files["planted.py"] = re.sub(r"(config: cl.ConfigDict = dict\()", r"\1sed=1, ", first)
     for name in ("train.py", "config.py"):  # of a new project, which is typed throughout
         (editable.outside / name).write_text(new_command.rendered("first", new_command.GPT)[name])
-    for name, code in snippets.items():
+    for name, code in files.items():
         (editable.outside / name).write_text(UNTYPED + code)
     kept = getattr(pytestconfig, "cache", None)  # none under -p no:cacheprovider
     cache = kept.mkdir("mypy") if kept else editable.outside / "cache"
@@ -369,7 +370,7 @@ def test_a_project_outside_the_tree_sees_types_and_readme_has_no_error(
         f"--cache-dir={cache}",
         "project.py",
         "train.py",
-        *snippets,
+        *files,
     ]
     run = subprocess.run(
         [*command, f"--python-executable={editable.python}"],

@@ -19,7 +19,7 @@ from torch import nn
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import LinkSpeed, ThreadExecutor
+from colossal_lite.memory.copy_streams import LinkSpeeds, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
 from colossal_lite.memory.link import Link, Transfer
@@ -225,7 +225,7 @@ def assert_newest_versions(
         patch.object(Link, "run", delayed),
     ):
         made = optimizer_states.OffloadedOptimizerStates(
-            chunks, states, 20.0, LinkSpeed(), TaskRecords("", torch.device("cpu")),
+            chunks, states, 20.0, LinkSpeeds(), TaskRecords("", torch.device("cpu")),
             mix=UpdateMix(ahead=ahead), on_disk=None if below is None else on_disk(count), open_file=opened,
         )  # fmt: skip
         try:
@@ -295,7 +295,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
     sizes = [draw.choice((CHUNK, 3 * CHUNK)) for _ in range(9)]
     chunks, records_of_task = records(9, sizes), TaskRecords("", torch.device("cpu"))
     made = optimizer_states.OffloadedOptimizerStates(
-        chunks, [{"moment": torch.float32}] * 9, 20.0, LinkSpeed(), records_of_task,
+        chunks, [{"moment": torch.float32}] * 9, 20.0, LinkSpeeds(), records_of_task,
         on_disk=some(range(9)) if seed else (), open_file=opened,
     )  # fmt: skip
     for index in range(9):

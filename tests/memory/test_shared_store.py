@@ -303,7 +303,7 @@ def owed_twice(env: RankEnv, case: Case) -> list[tuple[int, bool]]:
 
 
 def test_a_record_is_pending_while_a_second_update_is_owed_and_the_first_comes_to_rest() -> None:
-    memory = dict(placement="host", link_latency_s=0.2)
+    memory = dict(placement="host", rates=dict(latency_s=0.2))
     case = replace(CASE, layers=1, chunk_bytes=SMALL, config={**CASE.config, "memory": memory})
     (marks,) = run_world(owed_twice, 1, case)
     # What the next forward begins with is updated at once.

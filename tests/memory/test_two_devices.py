@@ -101,7 +101,7 @@ def at_once(env: RankEnv, cases: list[Case]) -> list[Seen]:
 def test_each_of_two_engines_in_a_process_trains_and_counts_as_if_it_were_alone(
     run: Any, tmp_path: Path
 ) -> None:
-    slow = dict(link_bandwidth="200MB", link_latency_s=1e-4)
+    slow = dict(rates=dict(up="200MB", latency_s=1e-4))
     cases = []
     for name, layers in (("a budget", 3), ("half of each", 2)):
         case = replace(placed(name, tmp_path), layers=layers, steps=2)

@@ -15,7 +15,7 @@ import torch
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.copy_streams import CopyExecutor, LinkSpeed, ThreadExecutor
+from colossal_lite.memory.copy_streams import CopyExecutor, LinkSpeed, LinkSpeeds, ThreadExecutor
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import ChunkKey, Item, pack
 from colossal_lite.memory.task_records import TaskRecords
@@ -288,7 +288,7 @@ def test_a_flush_waits_for_a_record_on_its_way_back_although_it_was_asked_for_ag
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     chunk = Chunk(spec, Groups(*[Mesh.serial().axis("data")] * 4), types=types, device=CPU)
     states = optimizer_states.OffloadedOptimizerStates(
-        [chunk], [{"m": torch.float32}], 10.0, LinkSpeed(), TaskRecords("", CPU)
+        [chunk], [{"m": torch.float32}], 10.0, LinkSpeeds(), TaskRecords("", CPU)
     )
     states.fetch(0)
     states.here(0)["m"].fill_(3.0)

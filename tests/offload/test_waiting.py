@@ -118,11 +118,13 @@ def ran(
         if not self.is_updated_on_host(chunk):
             clock.compute(f"U{chunk.spec.id}", seconds.update)
 
-    speeds = dict(link_bandwidth=round(RECORD_BYTES / seconds.copy))
+    rates = dict(up=round(RECORD_BYTES / seconds.copy))
     if memory["placement"] == "disk" and seconds.disk:
-        speeds["disk_bandwidth"] = round(RECORD_BYTES / seconds.disk)
+        rates["disk"] = round(RECORD_BYTES / seconds.disk)
     config = (
-        dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1)) | more | dict(memory=memory | speeds)
+        dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1))
+        | more
+        | dict(memory=memory | dict(rates=rates))
     )
     ids = torch.arange(8).view(2, 4)
     clock.planted_s["cpu"] = seconds.host or seconds.update
@@ -146,7 +148,7 @@ def predicted(
     """By the simulator: seconds waited, and of the step, from the end of one to that of the next."""
     units = [[number] for number in range(LAYERS)]
     plan, memory = run_of(
-        units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host
+        units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host, early=True
     )
     made = simulate(plan, seconds, memory=memory)
     assert on_host or made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
@@ -276,9 +278,11 @@ HOST_BUSY = Seconds(forward=2.0, backward=4.0, update=5.0, copy=1.0)
 
 def host_bound(seconds: Seconds) -> float:
     """Of a lane down, one that updates and one up: what fills them, for the first weights, which a forward needs first
-    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward."""
-    lanes = seconds.copy, seconds.update, seconds.copy / 2
-    return sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
+    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward. All gradients
+    but that one are down when backward ends, unless the link is slower."""
+    lanes = seconds.copy / 2, seconds.update, seconds.copy / 2
+    late = LAYERS * seconds.copy / 2 - (LAYERS - 1) * seconds.backward
+    return max(late, seconds.copy / 2) + sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
 
 
 @pytest.mark.parametrize(

@@ -1074,9 +1074,6 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
     "an optimizer that reads values": (
         replace(PAIR, own=_reads), "", ("optimizer: the callable fails", "meta device", "parallel.pipeline=1"),
     ),
-    "sharded weights": (
-        replace(PAIR, config=dict(zero=dict(stage=3))), "", ("zero.stage = 3", "does not work with a pipeline"),
-    ),
     "micro-batches that a grid cannot cut": (
         replace(PAIR, world_size=8, tensor=4, mode="2d", global_batch=9), "",
         ("a micro-batch of 3 samples does not divide over 2 parts", "such as 2 or 4"),

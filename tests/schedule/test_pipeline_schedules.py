@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from math import inf, nan
 from types import SimpleNamespace
@@ -20,7 +19,8 @@ from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate,
 from colossal_lite.schedule.plan import COMPUTE_KINDS, Action, ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.schedule_drawing import draw
 from colossal_lite.schedule.simulator import StageCosts, simulate
-from colossal_lite.schedule.step_passes import add_messages, add_step, add_unshard, freeze, one_stage, repeat
+from colossal_lite.schedule.stage_gathers import StageWeights, add_gathers
+from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, one_stage, repeat
 
 STATIC = [name for name in SCHEDULES if name != "auto"]
 
@@ -312,29 +312,19 @@ def test_all_passes_together_leave_a_plan_that_runs(
 ) -> None:
     name, p, m, v = case
     m = min(m, 9)
-    plan = add_unshard(add_messages(generate(name, p, m, v), ahead=ahead), prefetch)
     chunks = {stage: (2 * stage, 2 * stage + 1) for stage in range(p * v)}
     chunks[p * v - 1] += (0,) if p * v > 1 else ()
+    weights = StageWeights(tuple(chunks.values()), prefetch)
+    plan = add_gathers(add_messages(generate(name, p, m, v), ahead=ahead), weights)
     whole = add_step(plan, chunks, "micro_batch" if each else "step")
-    check(whole, shapes={0: Shape(p * v, m)})
+    check(whole, shapes={0: Shape(p * v, m)}, memory=weights.memory())
     assert whole.only(*COMPUTE_KINDS) == generate(name, p, m, v)
     simulate(whole, StageCosts.uniform(p * v))
 
 
-def test_gathers_of_zero_3_are_fewest_breadth_first() -> None:
-    def gathers(name: str, m: int, v: int | None = None) -> int:
-        plan = add_unshard(generate(name, 4, m, v), prefetch=0)
-        counts = Counter(rank for rank, mine in enumerate(plan) for a in mine if a.kind is ActionKind.UNSHARD)
-        return max(counts.values())
-
-    assert gathers("1f1b", 16) == gathers("gpipe", 16) == 1
-    assert [gathers("bfs", 16, v) for v in (2, 3, 4)] == [3, 5, 7]
-    assert gathers("interleaved", 16, 2) > 16
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_at_most_one_more_stage_than_the_prefetch_is_gathered(prefetch: int) -> None:
-    for mine in add_unshard(generate("bfs", 2, 3, 4), prefetch):
+    for mine in add_gathers(generate("bfs", 2, 3, 4), StageWeights(tuple((s,) for s in range(8)), prefetch)):
         change = {ActionKind.UNSHARD: 1, ActionKind.RESHARD: -1}
         held = [sum(change.get(a.kind, 0) for a in mine[: i + 1]) for i in range(len(mine))]
         assert max(held) == prefetch + 1 and held[-1] == 0

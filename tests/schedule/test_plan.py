@@ -30,7 +30,8 @@ from colossal_lite.schedule.plan import (
     Shape,
 )
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.step_passes import add_messages, add_step, add_unshard, serial_plan
+from colossal_lite.schedule.stage_gathers import StageWeights, add_gathers
+from colossal_lite.schedule.step_passes import add_messages, add_step, serial_plan
 
 # Text ---------------------------------------------------------------------------------------------
 
@@ -240,7 +241,8 @@ def whole_step(name: str, ranks: int, micro_batches: int) -> tuple[Plan, Shape]:
     shape = Shape.of(plan, 0)
     chunks = {stage: (stage,) for stage in range(shape.stages)} | {shape.stages - 1: (shape.stages - 1, 0)}
     reduce = "micro_batch" if micro_batches % 2 else "step"
-    return add_step(add_unshard(add_messages(plan)), chunks, reduce), shape
+    weights = StageWeights(tuple(chunks[stage] for stage in range(shape.stages)))
+    return add_step(add_gathers(add_messages(plan), weights), chunks, reduce), shape
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -481,7 +481,7 @@ def _draw_config(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
 def _draw_zero(rng: Random, shared: Shared, mesh: Mesh, *, moves: bool) -> dict[str, Any]:
     if shared.whole_tensors:
         return {}
-    stages = {0: 30, 1: 20, 2: 22, 3: 0.3 if mesh.pipeline else 40}
+    stages = {0: 30, 1: 20, 2: 22, 3: 40}
     stage = shared.rare.get("zero") or choose(rng, stages)
     found: dict[str, Any] = {"stage": stage} if stage else {}
     found |= maybe(rng, 0.25, sum_order="ordered")
@@ -526,8 +526,8 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
             found["rates"] = dict(
                 host_update=1e9, device_update=1e10, up=rng.choice([10**9, 10**10]), down=10**10
             ) | maybe(rng, 0.5, host_memory=10**10, call_s=1e-5)
-    found |= maybe(rng, 0.2, link_bandwidth=10**9) | maybe(rng, 0.2, link_latency_s=1e-5)
-    return found
+    speeds = maybe(rng, 0.2, up=10**9, down=10**9) | maybe(rng, 0.2, latency_s=1e-5)
+    return found | ({"rates": speeds | found.get("rates", {})} if speeds else {})
 
 
 def _rest(rng: Random, shared: Shared) -> dict[str, Any]:

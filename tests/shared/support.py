@@ -127,17 +127,25 @@ def measure(a: str, b: str) -> float:
 Matrix = dict[tuple[str, str], str]
 HEAD = """# What goes with what
 
-Written by `pytest tests/house/test_support.py -m campaign`; `test_support.py` in the suite holds it against the rules.
-Each pair of features was trained for one step on real ranks in float64 with SGD, clipping and unevenly ignored labels,
-and every gradient compared with the serial run: a number is the largest relative error (the bound is 1e-10). **R** with
-a number is a refusal, by name and before anything is allocated; the words are below. A dot: the two exclude each other.
-Features that are not built alone (`NOT_BUILT` of `config/rules.py`) are not in the table. Measured on 22 November 2026.
+| in a cell | |
+|---|---|
+| a number | the largest relative error; the bound is 1e-10 |
+| **R** with a number | refused by name, before anything is allocated; the words are below |
+| a dot | the two exclude each other |
 
-Models have one block, two under `1f1b` and `zb-h1`, four under `zb-v`, and Hugging Face's always two, too few for the
-four stages of `zb-v`. `usp` is 2 x 2, but 2 without a ring beside 2.5d, 3d and Hugging Face's models. A pipeline has
-two ranks, and so has data where the world then has no more than 16.
+Features that are not built alone (`NOT_BUILT` of `colossal_lite/config/rules.py`) are not in the table. Models have one
+block, two under `1f1b` and `zb-h1`, and four under `zb-v`. Hugging Face's always have two, too few for the four stages
+of `zb-v`. `usp` is 2 x 2, but 2 without a ring beside 2.5d, 3d and Hugging Face's models. A pipeline has two ranks. So
+has data, if the world then has no more than 16.
 
-Which classes a swap of layers carries, and how a plan is proven, is in `docs/plans.md`.
+Which classes a swap of layers carries, and how a plan is proven: [plans](plans.md).
+
+## Every pair
+
+Each pair of features was trained for one step on real ranks in float64, with SGD, clipping and unevenly ignored labels.
+Every gradient was compared with the serial run. `pytest tests/house/test_support.py -m campaign`, 22 November 2026. In
+the suite `tests/house/test_support.py` compares the page with the rules.
+
 """
 
 
@@ -145,7 +153,7 @@ def write(found: Matrix) -> str:
     """The page for states `exact 1.2e-15` and `refused WORDS` by pair."""
     names = list(FEATURES)
     reasons = list(dict.fromkeys(state for state in found.values() if state.startswith("refused ")))
-    lines = [HEAD, "| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
+    lines = [HEAD + "| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
     for row in names[:-1]:
         cells = []
         for column in names[1:]:
@@ -164,7 +172,9 @@ def read(text: str) -> Matrix:
     """The inverse of `write`."""
     reasons = dict(re.findall(r"^- \*\*(R\d+)\*\* (.*)$", text, re.M))
     table = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.removeprefix(HEAD).splitlines()
+        if line[:1] == "|"
     ]
     columns = table[0][1:]
     found: Matrix = {}

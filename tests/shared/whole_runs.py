@@ -31,6 +31,12 @@ try:
 except SystemExit as ended:
     code = ended.code or 0
     raise
+except Exception as error:  # as Python does: the hook tells the error, and may end the process with a code
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ended:
+        code = ended.code
+    raise SystemExit(code)
 finally:
     with open(f"{note}-{os.environ['RANK']}", "w") as file:
         file.write(f"{os.getpid()} {code}")

@@ -1,0 +1,73 @@
+"""Describes a training as a scheduler sees it: steps left, their costs, and the bounds on the time of many.
+
+Note: two kinds of jobs.
+A job of one part fits its device whole.  Its state is loaded when it comes to a device, and stays while there is room.
+A job of several parts is larger than its device.  Each part of a step (a stage forward or backward) is loaded before it
+is computed, into one of two slots.  The last part of a step leaves the first of the next step in its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, from where it stands. Times are in seconds, sizes in bytes."""
+
+    task: str
+    left: int
+    """Optimizer steps still to make."""
+    step_s: float
+    """Compute of one step."""
+    load_s: float = 0.0
+    """Copies to the device: of the whole state for one part, of all parts of a step for several."""
+    device_bytes: int = 0
+    """What it takes of its device; for several parts, both slots."""
+    host_bytes: int = 0
+    parts: int = 1
+    """Visits of a step, each with its load. See the note of this file."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}={value}: must not be negative"
+            for name, value in vars(self).items()
+            if name not in ("task", "parts") and not value >= 0
+        ]
+        if self.parts < 1:
+            faults.append(f"parts={self.parts}: a step has at least one part")
+        if faults:
+            raise ValueError(f"job {self.task!r}: {'; '.join(faults)}")
+
+    @property
+    def units(self) -> int:
+        """Parts still to compute."""
+        return self.left * self.parts
+
+    @property
+    def unit_s(self) -> float:
+        """Compute of one part."""
+        return self.step_s / self.parts
+
+    @property
+    def unit_load_s(self) -> float:
+        """The load before one part."""
+        return self.load_s / self.parts
+
+    @property
+    def link_s(self) -> float:
+        """Loads of one step that no order can avoid."""
+        return self.unit_load_s * (self.parts - 1)
+
+    @property
+    def alone_s(self) -> float:
+        """The least time of all its steps on one device, when loads hide."""
+        return self.left * max(self.step_s, self.link_s)
+
+
+def lower_bound_s(jobs: Sequence[Job], devices: int) -> float:
+    """No timetable is shorter: the longest job, or the compute or the loads of all jobs spread over the devices."""
+    compute_s = sum(job.left * job.step_s for job in jobs)
+    link_s = sum(job.left * job.link_s for job in jobs)
+    return max([*(job.alone_s for job in jobs), compute_s / devices, link_s / devices], default=0.0)

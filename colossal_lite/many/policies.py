@@ -1,0 +1,160 @@
+"""Chooses which job an idle device takes next: all policies, in one table.
+
+Note: sources.
+`lrtf` is Sharded-LRTF of Hydra (arXiv 2110.08633): the longest remaining time first.  `mcnaughton` is McNaughton's
+wrap-around rule (1959), which is optimal for jobs that may be interrupted, with at most D - 1 moves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from colossal_lite.many.jobs import Job
+
+PolicyName = Literal["fifo", "random", "sjf", "lrtf", "lrtf_affinity", "mcnaughton", "link"]
+AFFINITY = 1.1
+"""How much more the job counts that a device holds already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A job that a device may take now."""
+
+    task: str
+    order: int
+    """Its place in the list of jobs."""
+    left: int
+    """Steps still to make, the open one included."""
+    step_s: float
+    remaining_s: float
+    """As `Job.alone_s`, less the parts of the open step that are done."""
+    load_s: float
+    """Of its next part; 0 if the device holds that already."""
+    is_here: bool
+    """Whether this device computed it last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a policy sees when a device asks."""
+
+    device: int
+    clock_s: float
+    hides_s: float
+    """How long the device still computes, beside which a load hides."""
+    bound_s: float
+    """The lower bound of all that is left, on all devices."""
+    candidates: Sequence[Candidate]
+    """At least one."""
+
+
+Choose = Callable[[Moment], Candidate | None]
+"""None: the device waits until another job is free."""
+Policy = Callable[[Sequence[Job], int, int], Choose]
+"""Makes a choice function for these jobs, so many devices and a seed."""
+
+
+def fifo(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """The first of the list."""
+    return lambda moment: min(moment.candidates, key=lambda c: c.order)
+
+
+def drawn(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """Any, by a seeded draw."""
+    draw = random.Random(seed)
+    return lambda moment: draw.choice(sorted(moment.candidates, key=lambda c: c.order))
+
+
+def sjf(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """The shortest remaining time."""
+    return lambda moment: min(moment.candidates, key=lambda c: (c.remaining_s, c.order))
+
+
+def lrtf(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """The longest remaining time; of equals the one that is here."""
+    return lambda moment: _longest(moment.candidates)
+
+
+def lrtf_affinity(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """As lrtf; the job that is here counts for a tenth more, so there are fewer switches."""
+
+    def worth(c: Candidate) -> tuple[float, int]:
+        return c.remaining_s * (AFFINITY if c.is_here else 1.0), -c.order
+
+    return lambda moment: max(moment.candidates, key=worth)
+
+
+def link(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """A job that the bound waits for, if there is one; else the one whose load hides best.
+
+    Of equals: the heaviest load that hides, then the job that is here, then the longest."""
+
+    def choose(moment: Moment) -> Candidate:
+        critical = [c for c in moment.candidates if c.remaining_s >= moment.bound_s - c.step_s]
+        if critical:
+            return _longest(critical)
+
+        def worth(c: Candidate) -> tuple[float, float, bool, float, int]:
+            exposed_s = max(0.0, c.load_s - moment.hides_s)
+            return -exposed_s, c.load_s, c.is_here, c.remaining_s, -c.order
+
+        return max(moment.candidates, key=worth)
+
+    return choose
+
+
+def mcnaughton(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """Each device takes the first of its list in `wrap_around` that is free."""
+    lists = wrap_around(jobs, devices)
+
+    def choose(moment: Moment) -> Candidate | None:
+        free = {c.task: c for c in moment.candidates}
+        mine = (
+            free[task] for task, after in lists[moment.device] if task in free and free[task].left > after
+        )
+        return next(mine, None)
+
+    return choose
+
+
+def wrap_around(jobs: Sequence[Job], devices: int) -> Sequence[Sequence[tuple[str, int]]]:
+    """For each device its jobs in order, each with the steps that are left of it when it leaves the device.
+
+    The jobs are laid one behind another and cut at every bound; at most devices - 1 are cut."""
+    bound_s = max(sum(job.alone_s for job in jobs) / devices, *(job.alone_s for job in jobs))
+    lists: list[list[tuple[str, int]]] = [[] for _ in range(devices)]
+    device, at_s = 0, 0.0
+    for job in jobs:
+        if not job.left:
+            continue
+        one_s = job.alone_s / job.left
+        fits = job.left if one_s == 0 else round((bound_s - at_s) / one_s)
+        if fits < job.left and device + 1 < devices:
+            if (
+                fits > 0
+            ):  # the end of this device: the job's last steps, as the next one begins with its first
+                lists[device].append((job.task, 0))
+            device, at_s = device + 1, (job.left - max(fits, 0)) * one_s
+            lists[device].append((job.task, max(fits, 0)))
+        else:
+            lists[device].append((job.task, 0))
+            at_s += job.alone_s
+    return lists
+
+
+def _longest(candidates: Sequence[Candidate]) -> Candidate:
+    return max(candidates, key=lambda c: (c.remaining_s, c.is_here, -c.order))
+
+
+POLICIES: Mapping[PolicyName, Policy] = {
+    "fifo": fifo,
+    "random": drawn,
+    "sjf": sjf,
+    "lrtf": lrtf,
+    "lrtf_affinity": lrtf_affinity,
+    "mcnaughton": mcnaughton,
+    "link": link,
+}

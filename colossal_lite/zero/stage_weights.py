@@ -1,0 +1,107 @@
+"""Gathers the weights of pipeline stages where the list of a step says.
+
+Note: the list alone decides (schedule/stage_gathers.py).  An UNSHARD starts the gather of a chunk into its slot, after
+the deferred update of this chunk.  A compute action waits for all chunks of its stage, so its modules need no gate.
+Ranks that share weights run one list, so their gathers have one order, whatever micro-batches are empty here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossal_lite.config.schema import ZeroConfig
+from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.packing import stages_of
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
+from colossal_lite.schedule.gather_plan import FROM_NEAR
+from colossal_lite.schedule.plan import Action, ActionKind
+from colossal_lite.schedule.stage_gathers import GatherSlots, gather_slots
+from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.gradient_hooks import StageHooks
+from colossal_lite.zero.sharded_weights import ParameterGather
+from colossal_lite.zero.weight_slots import ShardedWeights
+
+
+class StageGather(ShardedWeights):
+    """Gathers the weights of the stages on this rank, action by action."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        frozen: Sequence[WeightChunk] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(module, parameters, chunks, frozen)
+        self._actions: Sequence[Action] = ()
+        self.slots = GatherSlots()
+        """Of the list that was followed last."""
+        self._most_planned_numel = 0
+        self._offsets: Iterator[int] = iter(())
+        self._of_stage: dict[int, list[WeightChunk]] = {}
+        for chunk in self._all.values():
+            for stage in stages_of(chunk.spec) if chunk.is_sharded else ():
+                self._of_stage.setdefault(stage, []).append(chunk)
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        if actions is not self._actions:
+            numels = {index: chunk.spec.numel for index, chunk in self._all.items()}
+            parts = {index: chunk.part_numel for index, chunk in self._all.items() if chunk.part_numel}
+            self._actions, self.slots = actions, gather_slots(actions, numels, parts)
+            if self.slots.arena_numel > self._most_planned_numel:
+                self._most_planned_numel = self.slots.arena_numel
+                with _disable_current_modes():  # what the model keeps is measured, not this
+                    self._allocate(self._most_planned_numel)
+        self._offsets = iter(self.slots.offsets)
+        self._has_part.clear()
+
+    def gather(self, action: Action) -> None:
+        index = action.chunk
+        assert index is not None
+        if action.kind is ActionKind.RESHARD:
+            self._keep_part(index)
+            self._drop(index)
+            return
+        self._run_deferred_until(self._last_trained([index]))
+        self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+
+    def arrive(self, stage: int) -> None:
+        for chunk in self._of_stage.get(stage, ()):
+            chunk.finish_gather()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        keeps = torch.is_grad_enabled()
+        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext(), super().forward():
+            yield
+
+    @property
+    def _planned_numel(self) -> int:
+        return self._most_planned_numel
+
+    @property
+    def _kept(self) -> Mapping[int, int]:
+        return self.slots.kept
+
+    def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
+        return self._checked(saved) if isinstance(saved, tuple) else saved.rebuilt()
+
+
+def weights_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
+    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool,
+) -> ForwardGates:  # fmt: skip
+    """The gates that these chunks need; `parameters` by the names that the chunks have for them; `is_staged`: they
+    are of the stages of a pipeline."""
+    if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
+        return ForwardGates(module, parameters, chunks)
+    if is_staged:
+        return StageGather(module, parameters, chunks, frozen)
+    return ParameterGather(
+        module, parameters, chunks, hooks.only, world, frozen=frozen,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Gathers chunks of sharded weights into the slots of one arena, for gates and for plans of pipelines.
+
+Note: saved views.
+Autograd saves views of weights, which would read other bytes when a chunk gets another slot.  So saved tensors that lie
+in a slot are stored as (chunk, offset, strides) and rebuilt on use.  A recomputed block saves real views, which live
+until its own backward ends; its weights are not dropped before.  For a tensor that a hook packs, torch does not check
+whether it was modified.  This hook does.  A weight that is not gathered is an error, never an old value: a parameter is
+then NaN, and saving one is an error too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.link import Link
+from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
+from colossal_lite.zero.forward_hooks import ForwardGates
+
+
+class ShardedWeights(ForwardGates):
+    """Gates of weights that are sharded between their uses."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
+        frozen: Sequence[WeightChunk] = (),
+    ) -> None:  # fmt: skip
+        """As `ForwardGates`; `frozen`: the chunks that do not train."""
+        self._all: dict[int, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
+        self._placeholders = {chunk.placeholder: chunk for chunk in self._all.values() if chunk.is_sharded}
+        self.up: Link | None = None
+        """The link for shards that rest on the host."""
+        self._arena: Tensor | None = None
+        self.most_numel = self.most_held_numel = 0
+        """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
+        self._resident: dict[int, int] = {}  # chunk -> offset
+        self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
+        super().__init__(module, parameters, chunks, frozen)
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+
+    @property
+    def most_bytes(self) -> int:
+        return self.most_numel * self._dtype.itemsize
+
+    @property
+    def forecast_bytes(self) -> int:
+        return self._planned_numel * self._dtype.itemsize
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._all.values())).types.compute
+
+    @property
+    def _planned_numel(self) -> int:
+        """Elements of the arena by the plan; 0 while there is none."""
+        raise NotImplementedError
+
+    @property
+    def _kept(self) -> Mapping[int, int]:
+        """Offsets of the parts that neighbours store, by chunk."""
+        raise NotImplementedError
+
+    def _allocate(self, numel: int) -> None:
+        device = next(iter(self._all.values())).device
+        self._arena = None  # before there is another
+        self._arena = torch.zeros(numel, dtype=self._dtype, device=device)
+
+    def flush(self) -> None:
+        """Run every deferred update."""
+        self.run_deferred()
+
+    def for_readers(self) -> None:
+        """Run deferred updates. The gathers for the next forward go on."""
+        self.run_deferred()
+
+    def remove(self) -> None:
+        """Remove the gates, and leave full weights on every rank. Collective."""
+        self.flush()
+        for index, chunk in self._all.items():
+            if chunk.is_sharded:
+                self._fetch(index, None)
+                self._gather(index)
+                chunk.finish_gather()
+                chunk.keep()
+        self._resident.clear()  # for good
+        super().remove()
+
+    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+        # A chunk that one rank alone keeps is never gathered (a weight cut by tensor parallelism, where data has size
+        # 1, beside norms that the tensor ranks share). Its update may be deferred all the same.
+        if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
+            yield owner.register_forward_pre_hook(partial(self._enter, whole))
+
+    # ---- saved views ----
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
+        storage = tensor.untyped_storage()._cdata
+        if self._arena is None or storage == self._arena.untyped_storage()._cdata:
+            for index in self._resident:
+                if (view := self._all[index].saved(tensor)) is not None:
+                    return view
+        if (chunk := self._placeholders.get(storage)) is not None:
+            names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
+            raise ValueError(
+                f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
+                f"calling the module that owns it; or use zero.stage=2"
+            )
+        return tensor, tensor._version
+
+    @staticmethod
+    def _checked(saved: tuple[Tensor, int]) -> Tensor:
+        """A saved tensor that is no weight. Raises ValueError if it was modified since."""
+        tensor, version = saved
+        if tensor._version != version:
+            raise ValueError(
+                f"backward: a tensor {list(tensor.shape)} that the forward has saved was modified by an inplace "
+                f"operation since; if it is a weight that step has updated, call backward before step"
+            )
+        return tensor
+
+    # ---- gathers and drops ----
+
+    def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
+        """Give a chunk its slot. Then start the copy of its own shard if that rests on the host, else the gather of all
+        shards, or of the parts at the neighbours."""
+        chunk = self._all[index]
+        numel = chunk.spec.numel
+        if self._arena is None or offset is None:
+            slot = torch.empty(numel, dtype=chunk.types.compute, device=chunk.device)
+        else:
+            slot = self._arena[offset : offset + numel]
+        if near:
+            chunk.unshard_near(slot, self._part(index))
+        elif chunk.weights_at_rest is not None and self.up is not None:
+            chunk.fetch(slot, self.up)
+        else:
+            chunk.unshard(slot)
+        self._resident[index] = -1 if offset is None else offset
+        if self._arena is not None and offset is not None:
+            self._count(offset + numel)
+
+    def _count(self, stop: int) -> None:
+        """The arena is used up to element `stop`."""
+        self.most_numel = max(self.most_numel, stop)
+        held = sum(self._all[index].spec.numel for index in self._resident)
+        self.most_held_numel = max(self.most_held_numel, held)
+
+    def _gather(self, index: int) -> None:
+        """Start to gather the other shards, if that has not begun."""
+        if self._all[index].weights is WeightState.FETCHING:
+            self._all[index].gather_fetched()
+
+    def _part(self, index: int) -> Tensor:
+        assert self._arena is not None
+        start = self._kept[index]
+        return self._arena[start : start + self._all[index].part_numel]
+
+    def _keep_part(self, index: int) -> None:
+        """Before the first drop of a chunk: store this rank's part for the neighbours."""
+        if index in self._kept and index not in self._has_part:
+            part = self._part(index)
+            self._all[index].keep_part(part)
+            self._count(self._kept[index] + part.numel())
+            self._has_part.add(index)
+
+    def _drop(self, index: int) -> None:
+        self._all[index].reshard()
+        del self._resident[index]
+
+    def _last_trained(self, indices: Iterable[int]) -> int:
+        """The last place of these chunks among those that have updates; -1: none."""
+        return max((self._place[index] for index in indices if index in self._place), default=-1)
+
+    def _before_state_dict(self) -> None:
+        if not self._names_only:
+            raise ValueError(
+                "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
+            )
