@@ -1,6 +1,6 @@
 """Trains on the loss that a model's own forward gives: finds its argument of labels, and proves that it is a mean.
 
-Note: what is proven.
+Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
 model's loss is a mean over valid labels, whatever it is of each token.  So a small copy is run on a batch and on its
 parts, all labels valid and some ignored, and losses and gradients must add up.

@@ -102,8 +102,8 @@ def parallelize(
     `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
     model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
     from it may be its work.
-    Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
-    not divide, and for a sequence axis under a model whose attention is not known.
+    Raises ValueError before anything is changed: for a plan that leaves a parameter out, for sizes that the axis does
+    not divide; for a sequence axis under a model of unknown attention.
     """
     _check_sequence(module, mesh, sequence_mode, criterion, compiled)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)

@@ -143,7 +143,7 @@ def check_plan(
 def legal_forms(
     mode: str, sequence_parallel: bool | Literal["auto"], regather_inputs: bool
 ) -> tuple[Form, ...]:
-    """What is tried, the cheapest first."""
+    """The candidates, the cheapest first."""
     if "sequence_parallel" not in TENSOR_MODES[mode].reads:
         return (Form(),)
     cuts = [True, False] if sequence_parallel == "auto" else [sequence_parallel]
@@ -294,7 +294,7 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 
 
 def _place(small: SmallCopy, found: Difference) -> str:
-    """Where a copy differs, and what is legal there."""
+    """Where a copy differs, and the legal roles there."""
     where = f"at {_named(small, found.where)}: " if found.where else ""
     return (
         f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "

@@ -2,7 +2,7 @@
 
 Note: sequence.
 Weights are replicated along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
-global positions, so rotary and learned positions, dropout and the loss come out right wherever a token lies.
+global positions, so rotary and learned positions, dropout and the loss come out right for any position of a token.
     contiguous  rank r holds tokens [r T/N, (r+1) T/N)
     zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
                 (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order
@@ -213,7 +213,7 @@ class OnSequence:
     inner: Any
     sequence: SequenceParallel
     longest: int | None = None
-    """Tokens of the longest sequence that the model takes, of which each rank sees a part."""
+    """Tokens of the model's longest sequence; each rank sees a part of it."""
     is_hugging_face: bool = False
     makes_positions: bool = False
     """Whether the model's own code makes positions, of whole sequences."""

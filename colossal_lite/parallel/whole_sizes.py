@@ -3,11 +3,12 @@
 Note: whole sizes.
 The code of an attention or MLP splits, views and chunks by sizes that it keeps under any name, or computes.  All of
 them are of the whole model.  Between a column-wise linear and its row-wise one a rank has a part of the heads or
-features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided where the cut lies, and
+features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided at the cut, and
 torch computes on the part.  So no attribute of a module is changed, and none has to be found.
 
-Where the cut lies behind a call is read from two runs of the call on meta tensors, with whole and with local sizes; the
-answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
+The position of the cut after a call is read from two runs of the call on meta tensors, with whole and with local sizes;
+the answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model
+so.
 
 A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients
 within the region are terms of a sum over the ranks.  The specs of its parameters say so; others enter by `copy`.
@@ -383,7 +384,7 @@ MIXING = {
 
 
 def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises CutError for a call that mixes heads or features of which a rank has a part."""
+    """Raises CutError for a call that mixes sharded heads or features."""
     place, default = MIXING.get(_name(func), (0, None))
     cut: Cut | None = getattr(args[0], "cut", None) if args else None
     if not place or cut is None:
