@@ -51,7 +51,7 @@ class CalibrateCommand:
 
 
 def rows(measured: dict[str, float]) -> list[tuple[str, float, str]]:
-    """What is printed of each figure: its meaning, the figure, the unit."""
+    """The printed columns of each figure: its meaning, the figure, the unit."""
     told = {
         "flops": ("forward and backward of a block", 1e9, "GFLOP/s"),
         "host_update": ("update on the host", 1e9, "G elements/s"),
