@@ -104,7 +104,8 @@ class RatesConfig(Section):
     call_s: NotNegative = 0.0
     """Seconds of overhead for the host update of each chunk."""
     flops: Positive | None = None
-    """Floating-point operations a second of forward and backward; `plan` predicts seconds of a step by it."""
+    """Floating-point operations a second of forward and backward. `plan` predicts the seconds of a step by it, without
+    a pipeline."""
 
     def errors(self) -> Iterable[SettingError]:
         if self.file is not None and len(self.model_fields_set) > 1:

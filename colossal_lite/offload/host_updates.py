@@ -213,5 +213,5 @@ def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tens
 
 def _run(part: HostShard, job: Job, *, is_whole: bool) -> None:
     if not is_whole and not part.updates_weights:
-        part.local_shard.copy_(part.master)  # of what is not updated
+        part.local_shard.copy_(part.master)  # of elements that are not updated
     job(part)

@@ -89,11 +89,11 @@ def record_agreement(
 
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
-    frozen: tuple[WeightChunk, ...] = (),
+    frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0,
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
     """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
-    words."""
-    choice = UpdateChoice(config.memory, TORCH, META)
+    words. `operations` as `UpdateChoice` has them."""
+    choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),

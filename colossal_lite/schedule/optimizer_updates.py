@@ -132,7 +132,7 @@ def run_of(
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
 
-    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights. F and
+    `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
     update on the host.
     """

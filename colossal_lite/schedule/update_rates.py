@@ -1,8 +1,8 @@
 """Models the lanes of an update phase by measured rates, and finds the share of chunks that the host updates fastest.
 
 Note: the model (arXiv 2410.21316, section 4).
-Of N_c elements updated on the host and N_x streamed to the device, with s, g, w bytes of record, gradient and weight an
-element, and a bytes of host memory that an update on the host reads and writes:
+N_c elements are updated on the host, N_x streamed to the device.  A record, gradient and weight have s, g, w bytes an
+element.  A host update reads and writes a bytes of host memory an element.
 
     host     N_c / U_c + calls          up     (s N_x + w N_c) / B_up         device   N_x / U_d
     down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m

@@ -28,7 +28,7 @@ class UpdatesInBackward:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
         self._deferred: DeferredUpdates | None = None
-        self._waits = False  # from the first chunk on of which this rank lacks a gradient
+        self._waits = False  # from the first chunk on that lacks a gradient on this rank
 
     @property
     def goes(self) -> bool:

@@ -111,7 +111,7 @@ class GradientHooks:
 
     @property
     def ready(self) -> int:
-        """Chunks, counted from the last, of which every gradient has come in this backward."""
+        """Chunks, counted from the last, whose gradients have all come in this backward."""
         complete = self._next
         while complete >= 0 and self._missing[complete] == 0:
             complete -= 1
@@ -255,8 +255,8 @@ def nothing(chunk: Chunk) -> None:
 
 class StageHooks:
     """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
-    that several stages use, which are complete only when the last of these is at the end of a step, and are summed then
-    in any case. Chunks are named by their numbers."""
+    that several stages use. These are complete only when the last stage ends its step, and are
+    always summed then. Chunks are named by their numbers."""
 
     def __init__(
         self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False

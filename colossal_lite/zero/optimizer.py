@@ -118,11 +118,10 @@ class ChunkOptimizer(OptimizerState):
         seed: int = 0, choice: Choice = _on_device, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
-        `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
-        on disk (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's
-        file; None where no step is taken; `seed` of what rounds narrow states; `choice` says which are updated on
-        the host, where their records rest off the device; `backward`: updates come in the order of gradients.  Raises
-        DiskError."""
+        `records`, where those may take `host_room` bytes with what their updates need there, and the rest is on disk
+        (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's file; None where no step is
+        taken; `seed` of what rounds narrow states; `choice` says which are updated on the host, where their records
+        rest off the device; `backward`: updates come in the order of gradients.  Raises DiskError."""
         self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
@@ -407,7 +406,7 @@ class ChunkOptimizer(OptimizerState):
         self.plan = self._planned(moving)
 
     def _planned(self, moving: Collection[int] | None) -> Plan:
-        """The updates; `moving`: the chunks of which something rests off the device, None: all or none."""
+        """The updates; `moving`: the chunks with state off the device, None: all or none."""
         return update_plan(
             len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
             below=READ_AHEAD, moving=moving,

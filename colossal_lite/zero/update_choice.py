@@ -23,6 +23,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
+    Computing,
     Rates,
     UpdateBytes,
     fastest_mix,
@@ -44,8 +45,13 @@ def alone(value: Any) -> list[Any]:
 class UpdateChoice:
     """The mix of a rank's chunks, once their bytes are known."""
 
-    def __init__(self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
-        """Raises ValueError for a file of rates that cannot be read."""
+    def __init__(
+        self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone, *,
+        operations: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`operations`: floating-point operations of a step's forward and backward here, 0 where they are not known.
+        Raises ValueError for a file of rates that cannot be read."""
+        self._operations = operations
         self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
         self.found: UpdateOn | None = None
         """What "auto" has found, as the config says it; None where it was not asked."""
@@ -77,10 +83,14 @@ class UpdateChoice:
         self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
         if rates is not None:
             count = simulated_chunks(work)
-            like = mix if count == len(ids) else mix_of(share, range(count))
-            self.lanes += (
-                f": {lanes_of(work, rates, share)}, {simulated_s(work, rates, like, count):.3g} s simulated"
-            )
+            like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
+            updates_s = simulated_s(work, rates, like, count)
+            self.lanes += f": {lanes_of(work, rates, share)}, {updates_s:.3g} s simulated"
+            if self._operations and self.given.flops:
+                computed_s = self._operations / self.given.flops
+                computing = Computing(computed_s / 3, computed_s * 2 / 3)
+                step_s = simulated_s(work, rates, like, count, computing)
+                self.lanes += f"; a step of {step_s:.3g} s simulated, of which it computes {computed_s:.3g} s"
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
         return mix

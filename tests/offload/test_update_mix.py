@@ -133,9 +133,9 @@ def resolved_of(env: RankEnv, rates: dict[str, Any], update_on: Any, directory: 
 @pytest.mark.parametrize("update_on", ["auto", {"every": 2}, "host"])
 def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> None:
     model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
-    memory = dict(placement="host", update_on=update_on, rates=RATES)
+    memory = dict(placement="host", update_on=update_on, rates=RATES | dict(flops=1e9))
     told = str(plan(dict(memory=memory), model, batch=2, sequence=8, world_size=1))
-    assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated", told)
+    assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated; a step of", told)
 
 
 @pytest.mark.parametrize("update_on, gone", [({"host": (0, 99)}, "99"), ({"host": (8,)}, "8")])
