@@ -102,6 +102,7 @@ def memory_rows(
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
         choice=choice,
+        backward=config.optimizer.update_when == "backward",
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (
