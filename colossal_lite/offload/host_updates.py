@@ -85,30 +85,23 @@ class HostUpdates:
         self._came: dict[tuple[int, ChunkPart], tuple[Tensor, Transfer]] = {}
         self._made: dict[int, tuple[Tensor, Transfer]] = {}  # new weights in a slot
         self._coming: dict[int, Transfer] = {}
+        self._leaving: dict[int, Transfer] = {}  # copies that read a gradient
 
     def settle(self, on_host: Collection[int]) -> None:
         """These chunks are updated on the host from now on. Nothing may be on its way."""
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self.host_bytes = 0
-        chunks, crossings = self._chunks, self.crossings
         down, two_ways, up = _slots_of(self._mix)
-        self._gradients = self._slots(
-            down,
-            {i: chunks[i].gradient for i, c in crossings.items() if ChunkPart.GRADIENT in c.down},
-        )
-        self._both = self._slots(
-            two_ways,
-            {i: chunks[i].local_shard for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down},
-        )
-        self._written = self._slots(
-            up,
-            {
-                i: chunks[i].local_shard
-                for i, c in crossings.items()
-                if c.up and ChunkPart.WEIGHTS not in c.down
-            },
-        )
+        if not self.crossings:
+            return
+        first = self._chunks[next(iter(self.crossings))]
+        coming = [i for i, c in self.crossings.items() if ChunkPart.GRADIENT in c.down]
+        both = [i for i, c in self.crossings.items() if ChunkPart.WEIGHTS in c.down]
+        written = [i for i, c in self.crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down]
+        self._gradients = self._slots(down, coming, first.gradient.dtype)
+        self._both = self._slots(two_ways, both, first.local_shard.dtype)
+        self._written = self._slots(up, written, first.local_shard.dtype)
 
     @property
     def most_bytes(self) -> int:
@@ -135,7 +128,15 @@ class HostUpdates:
         else:
             slot, free = slots.take()
         here = slot[: source.numel()]
-        self._came[index, part] = slot, self._down.copy(here, source, after=free)
+        came = self._down.copy(here, source, after=free)
+        self._came[index, part] = slot, came
+        if part is ChunkPart.GRADIENT:
+            self._leaving[index] = came
+
+    def leaving(self, index: int) -> tuple[Transfer, ...]:
+        """What still reads the gradient of a chunk whose update has started. It can be asked once."""
+        came = self._leaving.pop(index, None)
+        return () if came is None else (came,)
 
     def update(
         self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool,
@@ -193,12 +194,11 @@ class HostUpdates:
             else (self._both, chunk.local_shard)
         )
 
-    def _slots(self, slot: StagingBuffer, like: Mapping[int, Tensor]) -> Buffers:
-        if not like:
-            return Buffers(())
-        some = tuple(like.values())
-        numel, dtype = max(tensor.numel() for tensor in some), some[0].dtype
-        slots = [host_room(numel, dtype, self._chunks[0].device) for _ in range(slot.buffers(like))]
+    def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
+        """For what this rank owns of these chunks. A gradient that is freed on its update has no size now."""
+        owned = [chunk.owned[1] - chunk.owned[0] for chunk in (self._chunks[index] for index in indices)]
+        count = slot.buffers(dict.fromkeys(indices)) if indices else 0
+        slots = [host_room(max(owned), dtype, self._chunks[0].device) for _ in range(count)]
         self.host_bytes += sum(room.nbytes for room in slots)
         return Buffers(slots)
 

@@ -89,7 +89,9 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
     calls, tokens, positions = _run(small)
     blocks = list(_blocks(model))
     roles: dict[str, str] = {name: "block" for name in blocks}
-    roles |= {name: "embedding:whole" for name in tokens} | {name: "position" for name in positions}
+    # Sequences are whole outside of blocks. A model without blocks has no place where they would be cut.
+    embedding = "embedding:whole" if blocks else "embedding"
+    roles |= {name: embedding for name in tokens} | {name: "position" for name in positions}
     if (head := _head(small, calls, blocks)) is not None:
         roles[head] = "lm_head"
     whole: dict[str, str] = {}

@@ -102,6 +102,7 @@ def memory_rows(
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
         choice=choice,
+        backward=config.optimizer.update_when == "backward",
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (
@@ -128,6 +129,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
     compute = Precision.of(config.precision).compute
+    units = "stages" if config.parallel.pipeline.size > 1 else "blocks"
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     return (
@@ -139,7 +141,7 @@ def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -
         MemoryTerm(
             "gathered",
             gathers.arena_numel * compute.itemsize,
-            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+            f"slots of {units}, {config.zero.prefetch} ahead of the one that computes",
         ),
     )
 

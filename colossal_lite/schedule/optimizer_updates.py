@@ -84,13 +84,16 @@ def update_plan(
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
     of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
     there were no others. None: it is on the host. `moving`: the chunks of which something is off the device; None: all.
-    `on_host`: chunks that are updated on the host, and what of them crosses the link; none with `backward`. `early`:
-    their gradients have come in backward."""
+    `on_host`: chunks that are updated on the host, and what of them crosses the link; with `backward` none of it
+    before their turn, because their gradients come one after the other. `early`: their gradients have come in backward,
+    before the plan begins."""
     if backward:
-        assert not on_host, "an update within backward runs where the gradient is"
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
-        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=disk, moving=away)
-        return Plan((tuple(replace(a, chunk=num_chunks - 1 - (a.chunk or 0)) for a in actions_of),))
+        host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}
+        (actions_of,) = update_plan(
+            num_chunks, ahead=ahead, ahead_down=0, below=below, on_disk=disk, moving=away, on_host=host
+        )
+        return Plan((tuple(_turned(action, num_chunks) for action in actions_of),))
     actions: list[Action] = []
     there = _there(num_chunks, below, on_disk)
     places = {chunk: place for place, chunk in enumerate(there)}
@@ -258,6 +261,12 @@ def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
 def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
     """The same chunks, counted from the last one."""
     return None if some is None else {num_chunks - 1 - chunk for chunk in some}
+
+
+def _turned(action: Action, num_chunks: int) -> Action:
+    """The same for the chunk with this number from the last one."""
+    part, chunk = part_of(action.chunk or 0, num_chunks)
+    return replace(action, chunk=part.of(num_chunks - 1 - chunk, num_chunks))
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:

@@ -32,9 +32,12 @@ class DeferredUpdates:
         handlers: Mapping[ActionKind, Callable[[Action], None]],
         end: Callable[[], None],
         arrive: Callable[[int], None] = lambda chunk: None,
+        *,
+        by_gradient: bool = False,
     ) -> None:
         """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
-        host; `end` is called when all are done."""
+        host; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no
+        action of another one starts with it."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.
@@ -44,7 +47,8 @@ class DeferredUpdates:
             part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
             if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
                 self._stops.setdefault(chunk, stop)
-            stop = number if holds_up(action) else stop
+            is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
+            stop = number if holds_up(action) or by_gradient and is_own else stop
         self._coming: deque[int] = deque()  # updates on the host that have started
         self._last: int | None = None
         self._failure: Exception | None = None
@@ -59,6 +63,19 @@ class DeferredUpdates:
         if chunk != self._last:  # an update may itself ask for what it has just made
             self._run(self._stops[chunk])
             self._settle(chunk)
+
+    def start(self, chunk: int) -> None:
+        """As `until`, but updates on the host only start."""
+        self._run(self._stops[chunk])
+
+    def drain(self) -> None:
+        """Wait for the updates on the host that have started; the others never run. One that fails only tells what the
+        caller knows: some weights are of this step and others are not."""
+        while self._coming:
+            try:
+                self._arrive(self._coming.popleft())
+            except Exception as error:
+                self.mark_failed(error)
 
     def finish(self) -> None:
         """Run all that is left. If an action has raised, this raises the same, each time."""

@@ -19,7 +19,7 @@ or is updated on the host (offload/host_updates.py).  zero/optimizer_state.py ha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -30,7 +30,7 @@ from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
-from colossal_lite.memory.link import Link
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
@@ -131,6 +131,8 @@ class ChunkOptimizer(OptimizerState):
             shares or placement == "disk" or host_room is not None
         ):  # budgets and slots of the disk are for one ahead
             self._mix = UpdateMix(self._mix.on_host)
+        if backward:  # a gradient comes down when it is summed, and not before
+            self._mix = replace(self._mix, ahead_down=0, early=False)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
@@ -289,6 +291,10 @@ class ChunkOptimizer(OptimizerState):
         or its update have raised."""
         assert self.host_updates is not None
         self.host_updates.arrived(self._index[chunk.spec.id])
+
+    def leaving(self, chunk: Chunk) -> tuple[Transfer, ...]:
+        """The copies that still read the gradient of a chunk whose update on the host has started."""
+        return self.host_updates.leaving(self._index[chunk.spec.id]) if self.host_updates else ()
 
     @property
     def update_bytes(self) -> int:
