@@ -1,4 +1,4 @@
-"""Cross-entropy of x @ weight.T that never holds all logits.
+"""Computes the cross-entropy of x @ weight.T without holding all logits.
 
 Rows are taken in chunks whose logits fit a budget.  Each chunk's logits become their own gradient in place.
 They give their share of dx and dweight at once (Cut Your Losses, arXiv 2411.09009, keeps

@@ -1,5 +1,5 @@
-"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) over the last dimension, alone or behind the
-residual addition and its dropout.
+"""Computes LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) over the last dimension, alone or after
+the residual addition and its dropout.
 
     layer: y = (s - mean) * rstd * weight + bias        rstd = 1 / sqrt(variance + eps), biased variance
     rms:   y = s * rstd * weight                        rstd = 1 / sqrt(mean(s**2) + eps)

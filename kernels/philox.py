@@ -1,4 +1,4 @@
-"""Counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
+"""Draws counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
 1, 2, 3").
 
 Note: a draw is a pure function of a key and a counter, so no stream has a state. A rank computes the bits of any

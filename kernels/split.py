@@ -1,4 +1,4 @@
-"""Master weights in two halves: bf16 weights that the model sees, and beside them what float32 knows more.
+"""Splits float32 master weights into two halves: the model's bf16 weights, and the bits that these lack.
 
     high = bf16(p), rounded to nearest even        distance = bits(p) - (bits(high) << 16)
     residual = distance as int16                   tie = (distance == 2**15)

@@ -42,9 +42,9 @@ SIMULATED = 48
 COARSE = 8
 """Shares at equal distances that are simulated first."""
 FEW = 12
-"""Chunks of which each is placed by itself."""
+"""Chunks, each placed by itself."""
 STEPS = 3
-"""Simulated steps, the last of which counts."""
+"""Simulated steps; the last one counts."""
 NEAR = 2
 """Chunks more or fewer that are simulated around the best so far."""
 
@@ -215,7 +215,7 @@ def _ends_step(action: Action) -> bool:
 
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
-    """The updates of `count` chunks that hold all the elements, nothing of which begins before the norm is known."""
+    """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
     how = _how(work, mix, gradient=work.gradient_late)
     plan, memory = update_plan(count, **how), memory_of(count, **how)
     return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))

@@ -34,7 +34,7 @@ from colossal_lite.schedule.update_rates import (
 from colossal_lite.zero.calibration import machine_name, measure
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what each rank gave, on all ranks."""
+"""Gathers the value of each rank to all ranks."""
 
 
 def alone(value: Any) -> list[Any]:
@@ -54,11 +54,11 @@ class UpdateChoice:
         self._operations = operations
         self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
         self.found: UpdateOn | None = None
-        """What "auto" has found, as the config says it; None where it was not asked."""
+        """The mix that "auto" chose, in the config's form; None under another setting."""
         self.lanes = ""
         """The mix in words, with its lanes where there are rates; empty where nothing rests off the device."""
         self.notices: list[str] = []
-        """What rank 0 says."""
+        """Lines that rank 0 prints."""
         self.given = memory.rates
         """The rates of the config, or of its file."""
         if memory.rates.file is not None:
@@ -90,7 +90,7 @@ class UpdateChoice:
                 computed_s = self._operations / self.given.flops
                 computing = Computing(computed_s / 3, computed_s * 2 / 3)
                 step_s = simulated_s(work, rates, like, count, computing)
-                self.lanes += f"; a step of {step_s:.3g} s simulated, of which it computes {computed_s:.3g} s"
+                self.lanes += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
         return mix
