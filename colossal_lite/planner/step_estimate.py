@@ -129,6 +129,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
     compute = Precision.of(config.precision).compute
+    units = "stages" if config.parallel.pipeline.size > 1 else "blocks"
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     return (
@@ -140,7 +141,7 @@ def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -
         MemoryTerm(
             "gathered",
             gathers.arena_numel * compute.itemsize,
-            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+            f"slots of {units}, {config.zero.prefetch} ahead of the one that computes",
         ),
     )
 
