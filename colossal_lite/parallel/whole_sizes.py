@@ -265,7 +265,7 @@ def _section(cut: Cut, start: int, stop: int) -> Cut:
     inside = [end for end in ends if start < end <= stop]
     if (start and start not in ends) or stop not in ends:
         if cut.what == "tokens":
-            raise CutError(f"{start} to {stop} of {cut.size} tokens, and a rank has a part of them")
+            raise CutError(f"{start} to {stop} of {cut.size} tokens, of which a rank has a part")
         raise CutError(
             f"entries {start} to {stop} of {cut.size} are not whole blocks of the linear's rows, which end at "
             f"{', '.join(map(str, ends[:4]))}; its role may be colwise:qkv, colwise:gate_up or another proportion"
