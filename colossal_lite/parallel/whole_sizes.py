@@ -252,7 +252,7 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     if all(piece.shape[cut.dim : cut.dim + 1] == shape[cut.dim : cut.dim + 1] for piece in pieces):
         return compute(func, args, kwargs)
     if any(piece.dim() != x.dim() for piece in pieces):
-        raise CutError(f"{_name(func)} takes {cut.what} apart, of which a rank has a part")
+        raise CutError(f"{_name(func)} takes {cut.what} apart, and a rank has a part of them")
     ends = list(accumulate(piece.shape[cut.dim] for piece in pieces))
     cuts = [_section(cut, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     found = Tensor.split_with_sizes(x, [each.local for each in cuts], cut.dim)
@@ -265,7 +265,7 @@ def _section(cut: Cut, start: int, stop: int) -> Cut:
     inside = [end for end in ends if start < end <= stop]
     if (start and start not in ends) or stop not in ends:
         if cut.what == "tokens":
-            raise CutError(f"{start} to {stop} of {cut.size} tokens, of which a rank has a part")
+            raise CutError(f"{start} to {stop} of {cut.size} tokens, and a rank has a part of them")
         raise CutError(
             f"entries {start} to {stop} of {cut.size} are not whole blocks of the linear's rows, which end at "
             f"{', '.join(map(str, ends[:4]))}; its role may be colwise:qkv, colwise:gate_up or another proportion"
@@ -285,13 +285,13 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     place = places[x.cut.dim]
     each = spread[place]
     if not isinstance(each, slice):
-        raise CutError(f"an index {type(each).__name__} along {x.cut.what}, of which a rank has a part")
+        raise CutError(f"an index {type(each).__name__} along {x.cut.what}, and a rank has a part of them")
     start, stop, step = each.indices(x.cut.size)
     if (start, stop, step) == (0, x.cut.size, 1):
         spread[place] = slice(None)
         return compute(func, (x, tuple(spread)), kwargs)
     if step != 1:
-        raise CutError(f"a slice with steps along {x.cut.what}, of which a rank has a part")
+        raise CutError(f"a slice with steps along {x.cut.what}, and a rank has a part of them")
     section = _section(x.cut, start, stop)
     before = _section(x.cut, 0, start).local if start else 0
     narrowed = Part.of(Tensor.narrow(x, x.cut.dim, before, section.local), x.comm, section)
@@ -393,7 +393,7 @@ def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
     if dims is None or any(
         d % args[0].dim() == cut.dim for d in (dims if type(dims) in (tuple, list) else (dims,))
     ):
-        raise CutError(f"{_name(func)} over {cut.what}, of which a rank has a part")
+        raise CutError(f"{_name(func)} over {cut.what}, and a rank has a part of them")
 
 
 def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
