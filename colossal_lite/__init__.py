@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from colossal_lite.engine.stopping import Stopped as Stopped
     from colossal_lite.launcher import launch as launch
     from colossal_lite.launcher import options as options
+    from colossal_lite.launcher import train_many as train_many
+    from colossal_lite.many.task import Halving as Halving
+    from colossal_lite.many.task import Task as Task
     from colossal_lite.memory.host_store import HostStore as HostStore
     from colossal_lite.parallel.standalone import finish_gradients as finish_gradients
     from colossal_lite.parallel.standalone import parallelize as parallelize
@@ -45,12 +48,14 @@ _MODULE_OF = {
     "ConfigError": "config.config",
     "Context": "engine.context",
     "Engine": "engine.engine",
+    "Halving": "many.task",
     "HostStore": "memory.host_store",
     "Mesh": "distributed.mesh",
     "Problem": "config.config",
     "Run": "engine.run",
     "StepResult": "engine.step_totals",
     "Stopped": "engine.stopping",
+    "Task": "many.task",
     "fit": "engine.run",
     "finish_gradients": "parallel.standalone",
     "initialize": "engine.initialize",
@@ -58,6 +63,7 @@ _MODULE_OF = {
     "models": "models",
     "options": "launcher",
     "parallelize": "parallel.standalone",
+    "train_many": "launcher",
 }
 __all__ = sorted(_MODULE_OF)
 

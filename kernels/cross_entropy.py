@@ -1,4 +1,4 @@
-"""Cross-entropy: whole, or over a vocabulary that is cut between ranks (a partial and a combine; kernels
+"""Computes cross-entropy: whole, or over a vocabulary that is cut between ranks (a partial and a combine; kernels
 never talk).
 
 For one row of logits z, with label y, smoothing s over a vocabulary of V, and z-loss weight c (PaLM, arXiv

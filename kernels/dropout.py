@@ -1,4 +1,4 @@
-"""Dropout, alone or with the residual addition behind it, with masks that depend on global indices only.
+"""Computes dropout, alone or with the residual addition after it, with masks of global indices only.
 
     y = residual + keep * x / (1 - p)        keep = philox word >= round(p * 2**32)
 

@@ -1,4 +1,4 @@
-"""Gradient of an embedding, added into a weight gradient that is already there.
+"""Adds the gradient of an embedding into an existing weight gradient.
 
     grad[v] += sum of dy[n] over the tokens n with ids[n] == v
 

@@ -1,8 +1,9 @@
 """Sums the squares of flat gradients and says whether all elements are finite, in one pass.
 
-The pass stays on the device, so a clip factor never waits for it.  Fixed blocks give partial sums in float32, which
-are added in float64 in one order, without atomics.  An element that is not finite makes its block's sum not finite.
-A square beyond float32 (1.8e19 in magnitude) does so too; a loss scaler counts it as an overflow as well.
+No engine calls it yet: memory/gradient_squares.py sums the norm.  The pass stays on the device, so a clip factor never
+waits for it.  Fixed blocks give partial sums in float32, which are added in float64 in one order, without atomics.  An
+element that is not finite makes its block's sum not finite. A square beyond float32 (1.8e19 in magnitude) does so too;
+a loss scaler counts it as an overflow as well.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ TRITON = {"square_sum": TritonOp(_triton_square_sum, {"tensors": FLAT, "unscale"
 
 
 def reference(tensors: Sequence[Tensor], unscale: float = 1.0) -> Tensor:
-    """What `square_sum` gives, one element at a time."""
+    """The result of `square_sum`, computed one element at a time."""
     elements = [float(e) / unscale for x in tensors for e in x.double().flatten().tolist()]
     finite = all(math.isfinite(e) for e in elements)
     return torch.tensor(

@@ -1,4 +1,4 @@
-"""How the Triton kernels of this package are declared, loaded and launched.
+"""Declares, loads and launches the Triton kernels of this package.
 
 Note: a kernel stands in its op's file under `@jit`, which only notes it, since importing triton costs a
 second and a CPU run needs none of it.  `load` imports triton, compiles nothing, and puts the real

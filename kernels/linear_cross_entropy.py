@@ -1,7 +1,7 @@
-"""Cross-entropy of x @ weight.T that never holds all logits.
+"""Computes the cross-entropy of x @ weight.T without holding all logits.
 
-Rows are taken in chunks whose logits fit a budget.  Each chunk's logits become their own gradient in place,
-while they are there, and give their share of dx and dweight at once (Cut Your Losses, arXiv 2411.09009, keeps
+Rows are taken in chunks whose logits fit a budget.  Each chunk's logits become their own gradient in place.
+They give their share of dx and dweight at once (Cut Your Losses, arXiv 2411.09009, keeps
 less and computes more; Liger sizes its chunks by V / D, too small for a matrix product at full rate).
 dweight is summed in float32: in bf16 the error grows with the number of chunks (Liger #827, #1391).  Backward
 only scales what forward made.  With the vocabulary cut between ranks, `gather` is the caller's: partial [N,

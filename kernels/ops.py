@@ -177,7 +177,7 @@ def _guarded(op: str, path: _launch.TritonOp, plain: Op, device_type: str, stric
     """The Triton path behind its checks; what it cannot do goes to torch, or raises if strict.
 
     Raises ValueError for a tensor on another device, or with a dtype or strides that the kernel would misread.
-    The message names op, argument, what was given and what is legal.  Calls on meta tensors alone go to torch.
+    The message names op, argument, the given value and the legal ones.  Calls on meta tensors alone go to torch.
     """
     names = list(inspect.signature(plain).parameters)
 

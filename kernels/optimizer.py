@@ -208,7 +208,7 @@ def compiled_adamw_() -> Callable[..., None]:
 
 
 _NARROW = 1 << 17
-"""Elements of which moments are float32 at once: with their words they stay in the second-level cache."""
+"""Elements whose moments are float32 at once: with their words they stay in the second-level cache."""
 _VECTOR = 64
 """A multiple of the widest vector of every machine, in elements."""
 _TILE = 1 << 18

@@ -133,7 +133,7 @@ def step_(
 ) -> None:  # fmt: skip
     """Whole blocks without a mask (a mask costs the 128-bit loads), then the rest with one.
 
-    A tensor `grad_scale` lies on the device of `param`; `numbers`: lr, decay, beta1, beta2, eps, both corrections.
+    A tensor `grad_scale` is on the device of `param`; `numbers`: lr, decay, beta1, beta2, eps, both corrections.
     """
     if isinstance(grad_scale, Tensor):
         pointer, scale = grad_scale, 1.0

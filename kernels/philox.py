@@ -1,14 +1,14 @@
-"""Counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
+"""Draws counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
 1, 2, 3").
 
-Note: a draw is a pure function of a key and a counter, so no stream has a state, and a rank computes the bits
-of any slice of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of
+Note: a draw is a pure function of a key and a counter, so no stream has a state. A rank computes the bits of any
+slice of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of
 a tensor takes word e % 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter
 (step, sample, position, f // 4), where sample and position are the token's place in the *global* batch; hence
 the mask is the same on every mesh and for every number of micro-batches.  32-bit words are held in int64
 tensors (torch multiplies no uint32), products wrap modulo 2**64, and everything runs in blocks that stay in
 the second-level cache: rounds one and two see only rows or only columns of a mask and cost next to nothing.
-`normal` uses +, -, * and / alone, because a library's log, cos or even sqrt differs in the last bit between the
+`normal` uses +, -, * and / alone, because a library's log, cos or even sqrt differs in the last bit: between the
 vector body and the tail of a loop, and between machines.
 """
 
@@ -80,8 +80,8 @@ class Rows:
     key: from (seed, module name, call index).  step: optimizer step.  sample [B] int64: index in the step's
     global batch.  position [T] int64: index in the whole sequence.  feature: global index of the first local
     feature.
-    For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens of which
-    `position` are a part.  width: features of the local part.  heads: first and number of the local heads.
+    For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens; `position`
+    is a part of them.  width: features of the local part.  heads: first and number of the local heads.
     tokens: of the whole sequence; those behind are padding.  None: there is none.
     """
 

@@ -1,5 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864), with feature i of a head paired with feature i + K / 2 (as
-Llama does).
+"""Applies rotary position embeddings (arXiv 2104.09864); feature i of a head is paired with i + K / 2 (as in
+Llama).
 
     y[i] = x[i] cos(t w_i) - x[i + K/2] sin(t w_i)      w_i = base ** (-2 i / K)
     y[i + K/2] = x[i + K/2] cos(t w_i) + x[i] sin(t w_i)
@@ -21,7 +21,7 @@ from .launch import DENSE, WHOLE, Takes, TritonOp, architecture, jit, launch, po
 
 
 def rotary(x_BTHK: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """x [B, T, H, K] turned by integer positions [T] or [B, T]; q and k may lie side by side in H."""
+    """x [B, T, H, K] turned by integer positions [T] or [B, T]; q and k may be side by side in H."""
     _check(x_BTHK, positions)
     half = x_BTHK.shape[-1] // 2
     acc = torch.promote_types(x_BTHK.dtype, torch.float32)

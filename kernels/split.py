@@ -1,4 +1,4 @@
-"""Master weights in two halves: bf16 weights that the model sees, and beside them what float32 knows more.
+"""Splits float32 master weights into two halves: the model's bf16 weights, and the bits that these lack.
 
     high = bf16(p), rounded to nearest even        distance = bits(p) - (bits(high) << 16)
     residual = distance as int16                   tie = (distance == 2**15)
@@ -7,7 +7,7 @@ Note: 16 bits and one.
 The high half is what a model sees beside a float32 master, bit for bit, so it costs nothing of its own; the rest is
 kept apart, and the update reads and writes both: 2 1/8 bytes a parameter in the place of 4, and not a bit differs.
 Rounded to nearest even, an even half stands for 65,537 masters, both ties among them, and an odd one for 65,535, so 16
-bits are one too few: distances go from -2**15 to 2**15.  The bit that tells the two ends apart lies in a map, eight
+bits are one too few: distances go from -2**15 to 2**15.  The bit that tells the two ends apart is in a map, eight
 elements to a byte.  Rounding ties up would do without (`high` and `residual` are then the halves of bits(p) + 2**15),
 but show the model other weights than float32 masters do.  A NaN stays one, with other bits.
 """

@@ -33,7 +33,12 @@ class CalibrateCommand:
         path = self.file or default_file(machine, Path.home() / ".cache")
         rates = found.rates.model_copy(update={"flops": flops})
         measured = {name: value for name, value in asdict(found).items() if value is not None}
-        write_rates(path, RatesFile(machine, time.strftime("%Y-%m-%d"), rates), measured)
+        try:
+            write_rates(path, RatesFile(machine, time.strftime("%Y-%m-%d"), rates), measured)
+        except OSError as error:
+            raise ValueError(
+                f"--file {path}: cannot be written: {error.strerror}; legal: a file in a folder of yours"
+            ) from error
         print(f"{machine}, measured in {time.perf_counter() - started_s:.1f} s")
         for what, figure, unit in rows(measured | {"flops": flops}):
             print(f"  {what:<48} {figure:>10,.2f} {unit}")
@@ -46,7 +51,7 @@ class CalibrateCommand:
 
 
 def rows(measured: dict[str, float]) -> list[tuple[str, float, str]]:
-    """What is printed of each figure: its meaning, the figure, the unit."""
+    """The printed columns of each figure: its meaning, the figure, the unit."""
     told = {
         "flops": ("forward and backward of a block", 1e9, "GFLOP/s"),
         "host_update": ("update on the host", 1e9, "G elements/s"),

@@ -22,6 +22,7 @@ from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.config.config import Config, render
 from colossal_lite.config.pipeline_schema import ScheduleName
 from colossal_lite.launcher.calibrate_command import CalibrateCommand
+from colossal_lite.launcher.many_command import ManyCommand
 from colossal_lite.launcher.new_command import NewCommand
 from colossal_lite.launcher.plan_command import PlanCommand
 from colossal_lite.launcher.prove_command import ProveCommand
@@ -247,6 +248,7 @@ Command = (
     | Annotated[ProveCommand, subcommand("prove")]
     | Annotated[ScheduleCommand, subcommand("schedule")]
     | Annotated[CalibrateCommand, subcommand("calibrate")]
+    | Annotated[ManyCommand, subcommand("many")]
     | Annotated[CkptCommand, subcommand("ckpt")]
     | Annotated[ReportCommand, subcommand("report")]
 )

@@ -101,6 +101,18 @@ def gloo_on_loopback(wanted: bool) -> Iterator[None]:
         del os.environ["GLOO_SOCKET_IFNAME"]
 
 
+def show_one_device(local_rank: int) -> None:
+    """Hide all CUDA devices from this process but the one of this local rank. To be called before CUDA begins."""
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if shown and local_rank >= len(shown):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={','.join(shown)} shows no device for local rank {local_rank}; legal: as many "
+            f"processes as devices"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown[local_rank] if shown else str(local_rank)
+
+
 def detect(environ: Mapping[str, str]) -> Launch:
     """The launcher and the place of this process in its world. Raises LaunchError."""
     if "RANK" in environ:

@@ -126,7 +126,8 @@ class RatesDict(TypedDict, total=False):
     call_s: float
     """Seconds of overhead for the host update of each chunk."""
     flops: float | None
-    """Floating-point operations a second of forward and backward; `plan` predicts seconds of a step by it."""
+    """Floating-point operations a second of forward and backward. `plan` predicts the seconds of a step by
+    it, without a pipeline."""
 
 
 class MemoryDict(TypedDict, total=False):

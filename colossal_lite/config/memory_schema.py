@@ -104,7 +104,8 @@ class RatesConfig(Section):
     call_s: NotNegative = 0.0
     """Seconds of overhead for the host update of each chunk."""
     flops: Positive | None = None
-    """Floating-point operations a second of forward and backward; `plan` predicts seconds of a step by it."""
+    """Floating-point operations a second of forward and backward. `plan` predicts the seconds of a step by it, without
+    a pipeline."""
 
     def errors(self) -> Iterable[SettingError]:
         if self.file is not None and len(self.model_fields_set) > 1:
@@ -163,6 +164,12 @@ class MemoryConfig(Section):
         if self.moves:
             return "host"
         return "device" if self.placement == "auto" else self.placement
+
+    @property
+    def sends_gradients_early(self) -> bool:
+        """Whether gradients for host updates are copied down in backward. All of them then need host memory at once, so
+        this is off beside host_budget and where a plan counts the bytes."""
+        return self.placement == "host" and self.host_budget is None
 
     @property
     def spills_to_disk(self) -> bool:

@@ -304,8 +304,6 @@ def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
             yield f"optimizer.{prefix}type", "'adamw'"
     if config.memory.moves:
         yield "memory.placement", "'device'"
-    if config.memory.update_on != "device":
-        yield "memory.update_on", "'device'"
     for name in ("device_budget", "host_budget"):
         if getattr(config.memory, name) is not None:
             yield f"memory.{name}", "None"

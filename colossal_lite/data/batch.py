@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.transfers import to_device
+from colossal_lite.memory.transfers import sent
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Ba
     `check_batch` has checked its form.
     """
     if isinstance(batch, Mapping):
-        rest = {name: to_device(tensor, device) for name, tensor in batch.items() if name != "labels"}
+        rest = {name: sent(tensor, device) for name, tensor in batch.items() if name != "labels"}
         args: tuple[Tensor, ...] = ()
         labels = batch["labels"]
     else:
         inputs, labels = batch
-        rest, args = {}, (to_device(inputs, device),)
+        rest, args = {}, (sent(inputs, device),)
     samples = torch.arange(first_sample, first_sample + labels.shape[0], device=device)
-    return Batch(args, rest, to_device(labels, device), samples)
+    return Batch(args, rest, sent(labels, device), samples)

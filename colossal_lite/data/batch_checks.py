@@ -27,7 +27,7 @@ class StatedSizes:
 
 
 def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa: B008 (frozen)
-    """Raises ValueError, with path, value, rule and what is legal, where `batch` is no batch to train on.
+    """Raises ValueError with path, value, rule and legal values if `batch` is no batch to train on.
 
     A batch is (inputs, labels), or a mapping of `BATCH_KEYS` with at least input_ids and labels. Inputs are ids
     (B, T) in int64 or int32, or floating point (B, ...). Beside ids every entry is (B, T), labels are int64,

@@ -23,13 +23,13 @@ def dataloader(
     workers: int | None = None, collate: Collate | None = None, labels: LabelForm = "shifted", seed: int = 0,
     timeout_s: float = 600.0,
 ) -> Loader:  # fmt: skip
-    """The loader of a data coordinate over a dataset; of a torch DataLoader it takes what is not given here.
+    """The loader of a data coordinate over a dataset. Arguments not given here are taken from a torch DataLoader.
 
     `global_batch`: samples per optimizer step over all coordinates.  `start`: samples seen so far, which
     `Loader.samples` was.  `shuffle` None: if the dataset can be.  `drop_last` None: True, or as the DataLoader has it.
     `collate` makes a batch of a list of samples (None: stacks them).  `labels="unshifted"`: they equal the inputs, as
-    from Hugging Face's collators, and are shifted here.  Raises ValueError with the argument, its value and what is
-    legal.
+    from Hugging Face's collators, and are shifted here.  Raises ValueError with the argument, its value and the legal
+    values.
     """
     given = dict(
         global_batch=global_batch, shuffle=shuffle, drop_last=drop_last, workers=workers, collate=collate

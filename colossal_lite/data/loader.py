@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from colossal_lite.data.unshifted_labels import shift_labels
-from colossal_lite.memory.transfers import to_device
+from colossal_lite.memory.transfers import sent
 
 Collate = Callable[[list[Any]], Any]
 LabelForm = Literal["shifted", "unshifted"]
@@ -137,7 +137,7 @@ class Loader(ABC):
         for samples, batch in self._batches():
             self.samples = samples
             given = shift_labels(batch) if self.settings.labels == "unshifted" else batch
-            yield apply_to_tensors(given, lambda x: to_device(x, self.place.device))
+            yield apply_to_tensors(given, lambda x: sent(x, self.place.device))
 
     def take(self, num_batches: int) -> Iterator[Any]:
         """The next `num_batches` batches, over as many epochs as that takes."""

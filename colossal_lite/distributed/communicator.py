@@ -45,7 +45,7 @@ from colossal_lite.distributed.shared_memory_collectives import (
 from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog, say
 
 NEVER_SENT = 2**31 - 1
-"""The tag of a message that nobody sends."""
+"""The tag of a message that is never sent."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 deprecates the *_tensor names that are the only ones in 2.11.
 _native_all_gather: Callable[..., Any] = (
@@ -498,7 +498,7 @@ class TorchTransport:
     ) -> Started:
         """Send to and receive from several coordinates, as one batch.
 
-        NCCL runs what is not batched in one queue for each group, so a send before a receive on every rank of a ring
+        NCCL runs unbatched messages in one queue for each group, so a send before a receive on every rank of a ring
         would wait for ever.
         """
         ranks, group = self._ranks, self._group

@@ -41,8 +41,8 @@ class EmulatedWorld:
             return made
 
     def mail(self, end: Literal["send", "receive"], source: int, to: int) -> Queue[Tensor]:
-        """Where the next message between two ranks lies: the nth receive gets the nth message, whichever is waited for
-        first."""
+        """The queue of the next message between two ranks. The nth receive gets the nth message, in any order of
+        waits."""
         with self._lock:
             self._posted[end, source, to] += 1
             number = self._posted[end, source, to]
@@ -151,9 +151,7 @@ def run_emulated(world: EmulatedWorld, ranks: Sequence[Callable[[], T]]) -> list
     def run(rank: int) -> None:
         try:
             results[rank] = ranks[rank]()
-        except (
-            BaseException
-        ) as error:  # whatever it is, it is raised again below, and nobody may wait for this rank
+        except BaseException as error:  # it is raised again below, and no rank may wait for this one
             errors.append(error)
             world.end()
 

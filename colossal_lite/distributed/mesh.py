@@ -198,7 +198,7 @@ class Mesh:
 
     @contextmanager
     def engine_call(self, what: str, *, gives_up: bool = False) -> Iterator[None]:
-        """Around a call of the engine: an error of this rank is recorded, and told to ranks that wait for it.
+        """Around a call of the engine: records an error of this rank, for ranks that wait for it.
 
         `gives_up`: it ends a step without its update.  Raises CommError where an earlier call has failed half-way."""
         progress = self.progress

@@ -3,7 +3,7 @@
 Note: the exchange.
 Each rank has a **send buffer**: anonymous shared memory that every rank of its host has mapped.  It has one socket to
 each of them.  A sender copies a tensor into a free part of its send buffer and sends its offset to each reader.  A
-reader waits for that packet, reads the tensor where it lies (a sum adds straight from it), and answers that it is
+reader waits for that packet, reads the tensor in place (a sum adds straight from it), and answers that it is
 done.  Then the part is free again.  A send does not wait for its readers.  Where hundreds of packets are unread it
 waits for room, and receives meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
 - **Order**: messages from one rank to another are numbered on each `MessageChannel`.  The n-th message expected is the

@@ -12,12 +12,12 @@ Cost in a run without faults: at most four short questions to the store every `L
 
 Note: errors of one rank.
 The thread of a rank whose engine has raised writes the error into the store (distributed/progress.py says which count).
-The threads of others read it there.  A rank that then waits in one collective for `PATIENCE_S` is told: the thread ends
-the wait through the `breakers` of its transports.  From then on no collective begins on that rank (`Progress.broken`),
+The threads of others read it there.  If a rank then waits in one collective for `PATIENCE_S`, its thread ends the
+wait through the `breakers` of its transports.  From then on no collective begins on that rank (`Progress.broken`),
 and its reason is the first on the board, so that all ranks end with one cause.
 
-Note: what is gone.
-A rank whose launcher has ended, or whose store has, can neither save nor be told anything.  Its thread says so, ends
+Note: a lost store or launcher.
+A rank whose launcher has ended, or whose store has, can neither save nor learn anything.  Its thread says so, ends
 its waits, and ends the process after `LEAVE_S`, if a launcher had started it.
 
 Ranks that leave the common sequence need not hang.  gloo and NCCL accept another operation or dtype of as many bytes,
@@ -285,7 +285,7 @@ class Watchdog:
                 pass
             except RuntimeError as error:
                 if self._is_ending or not self._ends_process:
-                    return  # ranks leave in peace, or the store is another's: nobody can ask any more
+                    return  # ranks leave in peace, or the store is another's: no rank can ask any more
                 self._lose(self._gone_store(error))
             if self._parent and os.getppid() != self._parent and self._lost_s is None:
                 self._lose(f"its launcher (process {self._parent}) has ended")

@@ -286,6 +286,7 @@ class EngineState:
 
     def _give_up(self) -> None:
         """End the collectives of a step that was interrupted, as other ranks may have begun them. Collective."""
+        self._updates.drain()
         begun = any([self._weights.give_up(), self._hooks.give_up()])
         if not self.mesh.meet_after_fault("zero_grad") and begun:
             self.mesh.world.barrier()  # all ranks must have given up before one communicates again

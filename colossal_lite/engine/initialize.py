@@ -49,6 +49,7 @@ from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
 from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections, has_stated_units, traced_units
@@ -212,10 +213,10 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
 
 def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
     """The loss of the model itself, for criterion='model'. Raises ValueError if its code would not see whole inputs."""
-    if context.mesh.size("sequence") > 1:
+    if context.mesh.size("sequence") > 1 and not sees_whole_sequences(module):
         raise ValueError(
-            "criterion='model' with parallel.sequence, where the model's own code would see a part of each sequence; "
-            "legal: criterion=None, which trains on the model's logits, or parallel.sequence=1"
+            f"criterion='model' with parallel.sequence, where code of {type(module).__name__} sees a part of each "
+            f"sequence; legal: criterion=None, which trains on the model's logits, or parallel.sequence=1"
         )
     if context.mesh.size("pipeline") > 1 and has_stated_units(module):
         raise ValueError(

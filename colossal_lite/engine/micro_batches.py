@@ -16,8 +16,10 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.rank_comparison import RankComparison
+from colossal_lite.memory.transfers import host_copy
 from colossal_lite.parallel.parallelize import Parallelized
 
 
@@ -35,11 +37,12 @@ class MicroBatches:
     def of(self, batch: Any) -> tuple[Batch, ...]:
         """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
         `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
-        check_batch(batch, self._stated)
-        labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        seen = apply_to_tensors(batch, host_copy)
+        check_batch(seen, self._stated)
+        labels = seen["labels"] if isinstance(seen, Mapping) else seen[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
-        self._comparison.add_batch(whole.tensors)
+        self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
         count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)
@@ -59,7 +62,7 @@ class MicroBatches:
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
         if data.size > 1 and (told or self._config.parallel.pipeline.size > 1):
-            rows = data.all_gather(torch.tensor(rows, device=self._device)).tolist()
+            rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device
         if auxiliary.names:
             auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
         return [int(size) for size, *_ in rows]

@@ -134,7 +134,7 @@ class RankComparison:
         """This rank's term, [1] in float64, of a sum over the world that is zero if all values are equal."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
-        if marks:
+        if marks:  # one on the host is a number here, and no copy
             total += torch.stack(marks).sum() * self._factor(*REPLICA)
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)

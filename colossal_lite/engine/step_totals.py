@@ -20,7 +20,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
-from colossal_lite.memory.transfers import to_device
+from colossal_lite.memory.transfers import sent
 from colossal_lite.numerics.precision import LossScale
 
 STOP = 1 << 32
@@ -171,11 +171,13 @@ def all_reduce_totals(
     used = [here.get(spec.id, [False] * len(spec.entries)) for spec in packed]
     counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
     flags = [stop * STOP + counted, *(flag for mine in used for flag in mine)]
-    marks = to_device(torch.tensor(flags, dtype=torch.float64), told.device)
+    marks = sent(torch.tensor(flags, dtype=torch.float64), told.device)
     differs = comparison.term() + mesh.collectives_differ
     row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
-    total = row[3 + len(flags) :].sum().item()
-    loss, weight, apart, stops_and_samples, *counts = row[: 3 + len(flags)].tolist()
+    told = torch.cat([row[: 3 + len(flags)], row[3 + len(flags) :].sum(0, keepdim=True)])
+    loss, weight, apart, stops_and_samples, *counts, total = (
+        told.tolist()
+    )  # the one wait for the device in a step
     comparison.check(apart)
     mesh.check_together(apart)
     stops, all_samples = divmod(int(stops_and_samples), STOP)

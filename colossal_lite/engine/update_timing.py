@@ -60,6 +60,8 @@ class Updates:
         self._used: dict[int, Sequence[bool]] = {}  # known so far in backward
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed)
+        elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
+            hooks.hand_on(optimizer.send_gradient)
 
     @property
     def within_backward(self) -> bool:
@@ -117,6 +119,11 @@ class Updates:
         """Drop the updates that backward has not run."""
         if self._in_backward is not None:
             self._in_backward.over()
+
+    def drain(self) -> None:
+        """Before weights are loaded: wait for the updates on the host that backward has started."""
+        if self._in_backward is not None:
+            self._in_backward.drain()
 
     # ---- without updates ----
 
@@ -176,11 +183,15 @@ class Updates:
         def arrive(index: int) -> None:
             assert isinstance(self._optimizer, ChunkOptimizer)
             self._optimizer.arrived(self._chunks[index])
-            self._updated(self._chunks[index], used)
+            if self._in_backward is None:
+                self._updated(self._chunks[index], used)
+            else:  # the gathers of all chunks come after the last update
+                self._metering.updated(self._chunks[index].spec.id)
 
         return DeferredUpdates(
-            self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive
-        )
+            self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
+            by_gradient=self._in_backward is not None,
+        )  # fmt: skip
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """Run the update of a chunk; on the host only start it."""
@@ -191,8 +202,10 @@ class Updates:
                 chunk.count_change()
             self._optimizer.update(chunk, used[chunk.spec.id], factor=factor, grad_scale=scale)
             if self._in_backward is not None:
+                assert isinstance(self._optimizer, ChunkOptimizer)
+                chunk.free_gradient(*self._optimizer.leaving(chunk))
+            if self._in_backward is not None and holds_up(action):
                 self._metering.updated(chunk.spec.id)
-                chunk.free_gradient()
             elif holds_up(action):
                 chunk.free_gradient()
                 self._updated(chunk, used)

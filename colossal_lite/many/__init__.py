@@ -1,5 +1,5 @@
-"""Orders many trainings on few devices: jobs, policies and timetables.
+"""Trains many tasks on few devices: jobs, policies, timetables, and the trainer that follows them.
 
-May import: observe.  Read first: `timetable`.
-A new policy is one function and one line in `POLICIES`.
+May import: config, observe, checkpoint, engine.  Read first: `trainer`.
+`timetable` is the pure part: a new policy is one function and one line in `POLICIES`.
 """

@@ -141,7 +141,7 @@ class _Builder:
     def _remaining_s(self, job: Job) -> float:
         return (job.units - self._done[job.task]) / job.parts * max(job.step_s, job.link_s)
 
-    # ---- what is listed ----
+    # ---- the list ----
 
     def _reserve(self, device: int, task: str, beside: _Unit | None) -> None:
         """List the load of a job's next part, and then `beside`, which the device computes meanwhile."""

@@ -263,7 +263,7 @@ def slots(
 
 
 class Pool:
-    """Lends equal buffers of `numel` elements, any of which will do: `planned` from the start, more if needed.
+    """Lends equal buffers of `numel` elements, any one will do: `planned` from the start, more if needed.
     Messages of a pipeline arrive in them."""
 
     def __init__(self, numel: int, planned: int, dtype: torch.dtype, device: torch.device) -> None:

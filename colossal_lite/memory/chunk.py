@@ -322,6 +322,11 @@ class Chunk(LocalShard, WeightChunk):
     # ---- gradients ----
 
     @property
+    def is_final_when_summed(self) -> bool:
+        """Whether the last sum of a step is its gradient, with no sum over copies or gather behind it."""
+        return not self._sums_copies and not (self.by_micro_batch and self.owned != self._scattered)
+
+    @property
     def takes_room(self) -> bool:
         """Whether a sum in flight has slots, for its own gradient or for the parts of other ranks."""
         return self.scatters or self.by_micro_batch
@@ -448,11 +453,12 @@ class Chunk(LocalShard, WeightChunk):
         assert self.state is GradientState.REDUCED
         self._squares = tuple(self._squares_of(self.gradient))
 
-    def free_gradient(self) -> None:
-        """Free the slot or the time-shared memory of the gradient, if it has one: nothing reads it any more."""
+    def free_gradient(self, *last: Transfer) -> None:
+        """Free the slot or the time-shared memory of the gradient, if it has one: nothing reads it any more, or, of a
+        slot, only these transfers."""
         if self.frees_gradient_on_update:
             self.gradient = self.gradient[:0]
-            self._drop()
+            self._drop(*last)
         elif self._gradient_turns is not None and not self.gradient.is_meta:
             self._gradient_turns.give(self._slot)
             self.gradient = _nowhere(self.gradient)
@@ -521,9 +527,9 @@ class Chunk(LocalShard, WeightChunk):
             self.accumulating = self.staging.take_now(self._slot)
         return self.accumulating
 
-    def _drop(self) -> None:
+    def _drop(self, *last: Transfer) -> None:
         if self.staging is not None and self.accumulating is not None:
-            self.staging.give(self._slot)
+            self.staging.give(self._slot, *last)
             self.accumulating = None
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

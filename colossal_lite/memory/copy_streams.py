@@ -105,6 +105,10 @@ class CopyExecutor(ABC):
     def held_s(self) -> float:
         """Seconds that computing has waited so."""
 
+    def begin_thread(self) -> None:
+        """Called by each thread of a link before its first work."""
+        return
+
     @abstractmethod
     def skip_emulated_delay(self) -> None:
         """Wait for no emulated time any more."""
@@ -151,11 +155,15 @@ class StreamExecutor(CopyExecutor):
     on_stream = True
 
     def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
-        """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream` and `stream`."""
+        """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream`, `stream` and `set_device`."""
         self._device, self._streams = device, streams
         self._stream = streams.Stream(device)
         self._held: deque[tuple[Event, Event]] = deque()  # before and after each wait of the computing
         self._held_s = 0.0
+
+    def begin_thread(self) -> None:
+        """A new thread has device 0, and leaving a stream sets it again: on other ranks' device, with memory there."""
+        self._streams.set_device(self._device)
 
     def now(self) -> Event:
         event: Event = self._computing.record_event()

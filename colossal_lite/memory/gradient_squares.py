@@ -71,7 +71,7 @@ def _block_norms(flat: Tensor) -> Tensor:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Of each row, in float32 or better."""
+    """The norm of each row, in float32 or better."""
     norms: Tensor = torch.linalg.vector_norm(
         rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)
     )

@@ -32,7 +32,7 @@ from colossal_lite.memory.task_records import (
 
 @dataclass(frozen=True)
 class Handle:
-    """How another process finds the records of a task."""
+    """The address by which another process finds the records of a task."""
 
     task: str
     pid: int

@@ -149,8 +149,9 @@ class Link:
         """Bytes of all copies so far that were not revoked."""
         self.blocked_s = 0.0
         """Seconds that the host has waited for bytes that it reads itself."""
-        self._thread = ThreadPoolExecutor(1, f"link-{name}")
-        self._teller = ThreadPoolExecutor(1, f"link-{name}-ends")  # starts its thread at the first `then`
+        self._thread = ThreadPoolExecutor(1, f"link-{name}", executor.begin_thread)
+        # starts its thread at the first `then`
+        self._teller = ThreadPoolExecutor(1, f"link-{name}-ends", executor.begin_thread)
         self._changed = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # in the order of the requests
         self._demanded: list[tuple[int, Transfer]] = []  # a heap; some may have left the queue

@@ -4,7 +4,7 @@ Note: records.
 A record is the flat memory of one kind (`OPTIMIZER`, `WEIGHTS`, `GRADIENTS`) of one chunk of one task, on the rank of
 this process.  Its name is (task, chunk, kind).  All records of a task lie in one shared mapping, a memfd like that of
 distributed/send_buffer.py.  Its addresses are reserved at once, and a page is taken when it is first written.  Each
-record starts on a page, and its size is rounded up to pages.  A directory of 64 bytes a record lies in front.
+record starts on a page, and its size is rounded up to pages.  A directory of 64 bytes a record comes first.
 `taken_bytes` is 64 (records + 1) and the bytes of each record, each rounded up to pages.
 
 Versions.  An update of a record is *pending* from the end of the step that defers it (`defer`) until its last byte is

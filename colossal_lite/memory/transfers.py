@@ -17,10 +17,29 @@ from torch import Tensor, nn
 from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.link import Link, Transfer
 
+_SENT = "_sent_from"
+"""Where a sent tensor has what the host holds, and its own version then."""
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; itself if it is there already. From pinned memory the copy is asynchronous."""
     return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on `device`, itself if it is there. The host goes on at once; `host_copy` finds what it sent."""
+    if tensor.device == device or device.type != "cuda" or tensor.device.type != "cpu":
+        return to_device(tensor, device)
+    there = to_device(tensor if tensor.is_pinned() else tensor.pin_memory(), device)
+    setattr(there, _SENT, (tensor, there._version))
+    return there
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The tensor that was `sent`, to be read without waiting for the device; else, or if it was changed since, the
+    tensor itself."""
+    host, version = getattr(tensor, _SENT, (None, 0))
+    return tensor if host is None or version != tensor._version else host
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -374,7 +374,7 @@ class WeightChunk:
         return buffer[entry.start : entry.stop].view(shape)
 
     def whole(self, owned: Tensor) -> Tensor:
-        """All elements [numel] of a buffer of which each rank has its part [owned]. Collective where it is
+        """Gathers all elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is
         sharded."""
         return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
 

@@ -2,7 +2,8 @@
 
 Note: one thread, and slots.
 What an update needs from the device is copied to slots on the host.  A gradient takes one of `ahead_down + 1`, as it is
-used up there.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
+used up there.  With `early` it takes one of its own in the last backward, right behind its sum, and waits there for the
+norm.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
 copied back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State
 on the host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does
 not wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for
@@ -59,7 +60,7 @@ def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuff
     return (
         GRADIENT_DOWN.wide(mix.gradient_width),
         WEIGHTS_BOTH.wide(mix.weight_width),
-        WEIGHTS_UP.wide(mix.gradient_width),
+        WEIGHTS_UP.wide(mix.new_weight_width),
     )
 
 
@@ -84,30 +85,23 @@ class HostUpdates:
         self._came: dict[tuple[int, ChunkPart], tuple[Tensor, Transfer]] = {}
         self._made: dict[int, tuple[Tensor, Transfer]] = {}  # new weights in a slot
         self._coming: dict[int, Transfer] = {}
+        self._leaving: dict[int, Transfer] = {}  # copies that read a gradient
 
     def settle(self, on_host: Collection[int]) -> None:
         """These chunks are updated on the host from now on. Nothing may be on its way."""
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self.host_bytes = 0
-        chunks, crossings = self._chunks, self.crossings
         down, two_ways, up = _slots_of(self._mix)
-        self._gradients = self._slots(
-            down,
-            {i: chunks[i].gradient for i, c in crossings.items() if ChunkPart.GRADIENT in c.down},
-        )
-        self._both = self._slots(
-            two_ways,
-            {i: chunks[i].local_shard for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down},
-        )
-        self._written = self._slots(
-            up,
-            {
-                i: chunks[i].local_shard
-                for i, c in crossings.items()
-                if c.up and ChunkPart.WEIGHTS not in c.down
-            },
-        )
+        if not self.crossings:
+            return
+        first = self._chunks[next(iter(self.crossings))]
+        coming = [i for i, c in self.crossings.items() if ChunkPart.GRADIENT in c.down]
+        both = [i for i, c in self.crossings.items() if ChunkPart.WEIGHTS in c.down]
+        written = [i for i, c in self.crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down]
+        self._gradients = self._slots(down, coming, first.gradient.dtype)
+        self._both = self._slots(two_ways, both, first.local_shard.dtype)
+        self._written = self._slots(up, written, first.local_shard.dtype)
 
     @property
     def most_bytes(self) -> int:
@@ -119,12 +113,30 @@ class HostUpdates:
         """By the formula: of the slots."""
         return updating_bytes(self._chunks, self.crossings, self._mix)
 
+    def send(self, index: int) -> None:
+        """The gradient of a chunk is final, in backward or behind it: begin to copy it, where it leaves early."""
+        crossing = self.crossings.get(index)
+        if self._mix.early and crossing is not None and ChunkPart.GRADIENT in crossing.down:
+            self.bring(index, ChunkPart.GRADIENT)
+
     def bring(self, index: int, part: ChunkPart) -> None:
         """Begin to copy a chunk's gradient or weights to the host."""
         slots, source = self._of(index, part)
-        slot, free = slots.take()
+        if (index, part) in self._came:  # of a step that was discarded
+            slot, before = self._came[index, part]
+            free: Sequence[Transfer] = (before,)
+        else:
+            slot, free = slots.take()
         here = slot[: source.numel()]
-        self._came[index, part] = slot, self._down.copy(here, source, after=free)
+        came = self._down.copy(here, source, after=free)
+        self._came[index, part] = slot, came
+        if part is ChunkPart.GRADIENT:
+            self._leaving[index] = came
+
+    def leaving(self, index: int) -> tuple[Transfer, ...]:
+        """What still reads the gradient of a chunk whose update has started. It can be asked once."""
+        came = self._leaving.pop(index, None)
+        return () if came is None else (came,)
 
     def update(
         self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool,
@@ -182,12 +194,11 @@ class HostUpdates:
             else (self._both, chunk.local_shard)
         )
 
-    def _slots(self, slot: StagingBuffer, like: Mapping[int, Tensor]) -> Buffers:
-        if not like:
-            return Buffers(())
-        some = tuple(like.values())
-        numel, dtype = max(tensor.numel() for tensor in some), some[0].dtype
-        slots = [host_room(numel, dtype, self._chunks[0].device) for _ in range(slot.buffers(like))]
+    def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
+        """For what this rank owns of these chunks. A gradient that is freed on its update has no size now."""
+        owned = [chunk.owned[1] - chunk.owned[0] for chunk in (self._chunks[index] for index in indices)]
+        count = slot.buffers(dict.fromkeys(indices)) if indices else 0
+        slots = [host_room(max(owned), dtype, self._chunks[0].device) for _ in range(count)]
         self.host_bytes += sum(room.nbytes for room in slots)
         return Buffers(slots)
 
@@ -202,5 +213,5 @@ def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tens
 
 def _run(part: HostShard, job: Job, *, is_whole: bool) -> None:
     if not is_whole and not part.updates_weights:
-        part.local_shard.copy_(part.master)  # of what is not updated
+        part.local_shard.copy_(part.master)  # of elements that are not updated
     job(part)

@@ -227,7 +227,7 @@ class OffloadedOptimizerStates:
             self.disk.close()
 
     def defer(self) -> None:
-        """A step has ended whose updates of all records have yet to come. Nobody else reads the file."""
+        """A step has ended whose updates of all records have yet to come. No other process reads the file."""
         self._host.defer()
 
     # ---- between steps ----
@@ -265,8 +265,8 @@ class OffloadedOptimizerStates:
             storage.release(index)
 
     def settle_storages(self, on_disk: Collection[int]) -> None:
-        """Of the records that are left, those of the chunks `on_disk` rest there from now on and the others on the
-        host, and slots there are as large as they need; `settle_places` follows. Raises DiskError."""
+        """Store the remaining records of the chunks `on_disk` there, and the others on the host. Slots there are as
+        large as they need; `settle_places` follows. Raises DiskError."""
         self.flush()
         self._slots = ArenaAllocator((), self._dtype, self._device)
         if self.disk is not None:

@@ -40,7 +40,7 @@ PASSING = 4
 
 class StagingBuffer(NamedTuple):
     """Buffers on a tier for pieces that are copied there: for up to `width` chunks in a row each a place of its own
-    size, in the order of updates or the reverse, or a buffer as large as the largest."""
+    size, in the order of updates or the reverse; or a buffer as large as the largest."""
 
     what: str
     tier: str

@@ -10,7 +10,7 @@ again, whatever the policy.  That is `link_bound` of the tests, which Belady's r
 first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the
 next forward.  So every piece is used once in a phase, and each boundary costs the same whichever piece is on the
 device.  A fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep
-what saves most link traffic per byte of device memory.  What is modified counts twice: it is copied both ways.  Where
+what saves most link traffic per byte of device memory.  Modified state counts twice: it is copied both ways.  Where
 masters are separate, nothing reads the weights between the last backward and their update.  There gradients, or the
 last of their sums, use the same memory at other times (schedule/step_moments.py).
 
@@ -77,7 +77,7 @@ class StatePlacement:
     """What shares an arena with the staging buffers of pieces off the device; None: each kind of these has its own
     buffers."""
     on_disk: frozenset[Name] = frozenset()
-    """Optimizer records, none of which is in `on_host`."""
+    """Optimizer records, none in `on_host`."""
     host_budget: int | None = None
     first_host_bytes: int = 0
     """On the host before the first update, if that has a budget."""
@@ -181,8 +181,8 @@ def _held(tier: str, held_bytes: int, budget: int | None) -> str:
 def visiting_bytes(
     pieces: Sequence[StatePiece], on_host: frozenset[Name], beside: Sequence[LiveRange] | None = None
 ) -> int:  # fmt: skip
-    """What the slots of pieces on the host take on the device, in one arena with what is `beside` them, if anything
-    may be."""
+    """What the slots of pieces on the host take on the device, in one arena with the pieces `beside` them, if there
+    are any."""
     if beside is None:
         return slot_bytes(pieces, on_host, "device")
     return pack_live_ranges([*beside, *_live_ranges_of(pieces, on_host)]).bytes
@@ -237,7 +237,7 @@ def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[
 
 class _Least:
     """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices of the
-    same pieces, each of which differs from the one before in a few."""
+    same pieces that differ in a few from one to the next."""
 
     def __init__(self, pieces: Sequence[StatePiece], beside: Sequence[LiveRange] | None) -> None:
         self._of_chunk, self._on_host = _by_chunk(pieces), frozenset(piece.name for piece in pieces)
@@ -399,7 +399,7 @@ def _least_sum(counts: Mapping[int, int], need: Callable[[int], int]) -> dict[in
 
 
 def _powers(count: int) -> Iterable[int]:
-    """Numbers some of which sum up to each number from 0 to `count`, and to no other."""
+    """Numbers with subsets that sum up to each number from 0 to `count`, and to no other."""
     power = 1
     while count > 0:
         yield min(power, count)

@@ -4,7 +4,7 @@ Note: three ways over the link.
 In a forward or backward a shard is copied to its slot of the gathered weights, and dropped with it: nothing has changed
 (`Chunk.fetch`).  A sum of gradients is copied out through a place on the device.  The host adds it to the sums of
 earlier micro-batches, in their order: the same bits as on the device.  A GPU computes the squares before that copy, or,
-of several sums, from what is copied back: a CPU's squares would have other bits (`Chunk.squares`).  For its update a
+of several sums, from the copied result: a CPU's squares would have other bits (`Chunk.squares`).  For its update a
 chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).  So are its weights,
 where they are their own masters or a half of them, and they are copied back.  Where a float32 master exists, the update
 overwrites the weights, so they are not fetched.  As many chunks in a row have places at once as records: one is
@@ -41,7 +41,7 @@ class HostShardStream:
     """Copies weights and gradients that rest on the host, through slots on the device."""
 
     def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
-        """`places`: what rests on the host lies there."""
+        """`places`: host memory of the offloaded kinds."""
         self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, places
         self._incoming: dict[int, list[Transfer]] = {}
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
@@ -107,7 +107,7 @@ class HostShardStream:
 
     @property
     def moving(self) -> set[int]:
-        """Chunks of which something rests on the host."""
+        """Chunks with state on the host."""
         return {
             index
             for index, chunk in enumerate(self._chunks)

@@ -75,7 +75,8 @@ class StateStorage(ABC):
 
     @abstractmethod
     def take_in(self, index: int, fill: Callable[[dict[str, Tensor]], object]) -> None:
-        """A record rests here from now on; `fill` puts what is not zero into its parts. Raises DiskError."""
+        """A record rests here from now on; `fill` writes the values that are not zero into its parts. Raises
+        DiskError."""
 
     @abstractmethod
     def release(self, index: int) -> None:

@@ -35,7 +35,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class AutoPlan:
-    """Patterns and their roles, and what is left whole, with the reason."""
+    """Patterns and their roles, and the modules that stay whole, with the reason."""
 
     plan: Mapping[str, str]
     whole: Mapping[str, str]
@@ -89,7 +89,9 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
     calls, tokens, positions = _run(small)
     blocks = list(_blocks(model))
     roles: dict[str, str] = {name: "block" for name in blocks}
-    roles |= {name: "embedding:whole" for name in tokens} | {name: "position" for name in positions}
+    # Sequences are whole outside of blocks. A model without blocks has no place where they would be cut.
+    embedding = "embedding:whole" if blocks else "embedding"
+    roles |= {name: embedding for name in tokens} | {name: "position" for name in positions}
     if (head := _head(small, calls, blocks)) is not None:
         roles[head] = "lm_head"
     whole: dict[str, str] = {}
@@ -188,7 +190,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(small: SmallCopy, calls: Sequence[_Call], blocks: Sequence[str]) -> str | None:
-    """The last linear that is called, if it lies behind all blocks and gives a number for each word."""
+    """The last linear that is called, if it comes after all blocks and gives a number for each word."""
     prefixes = tuple(f"{block}." for block in blocks)
     behind = [call for call in calls if not call.name.startswith(prefixes)]
     if not behind or calls[-1] is not behind[-1]:
@@ -296,7 +298,7 @@ def _linear_roles(found: _Found) -> dict[str, str]:
 
 
 def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The proportion of blocks of rows, each of which is cut into equal parts in order; None if there are none.
+    """The proportion of blocks of rows, if each is cut into equal parts in order; None if there are none.
 
     Rows of part -1 are those of units that were off in the run; where most rows tell, they follow."""
     if -1 in owners:

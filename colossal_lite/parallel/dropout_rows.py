@@ -38,11 +38,11 @@ class CutLinear:
     """Of the whole attention around it."""
 
     def rows(self, rows: Rows, cut: tuple[int, int] | None) -> Rows:
-        """The rows of what lies behind it, from those of all tokens. `cut`: (part, parts) of heads and features."""
+        """The rows of the layers after it, from those of all tokens. `cut`: (part, parts) of heads and features."""
         if cut is None:
             self._refuse("of other samples than the residual stream in mode 3d")
         part, parts = cut
-        if parts == 1:  # what lies behind says itself which part it is (whole_sizes.py)
+        if parts == 1:  # later modules state their own part (whole_sizes.py)
             return rows
         if self.heads is not None:
             count = self.heads // parts
@@ -76,7 +76,7 @@ def rows_behind(
     module: nn.Module, roles: Mapping[str, Role], linears: tuple[CutLinear, ...], streams: DropoutStreams,
     cut: tuple[int, int] | None, local_rows: LocalRows,
 ) -> LocalRows:  # fmt: skip
-    """`local_rows` of a model whose layers are swapped, which also knows what lies behind its linears."""
+    """`local_rows` of a model whose layers are swapped, which also knows the layers after its linears."""
     behind = {linear.name: linear for linear in linears}
 
     def enter(name: str, *_: Any) -> None:

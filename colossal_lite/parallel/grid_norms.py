@@ -1,6 +1,6 @@
 """Decides how a norm runs where features are cut: as a LayerNorm or RMSNorm of ours, or by its own forward.
 
-Note: a norm is replaced where that is proven: on random rows in float64 the replacement gives what the norm gives, and
+Note: a norm is replaced where that is proven: on random rows in float64 the replacement returns the norm's output and
 all its gradients.  Any other norm keeps its forward, and sees all features: they are gathered before it and cut behind
 it, which moves M elements of the stream each way, where a replaced one moves one or two numbers a token.
 """
@@ -35,7 +35,7 @@ class NormKind:
 
 
 def norm_kind(module: Any) -> NormKind | None:
-    """What a norm is, if it is proven; None for any other, and for one with hooks."""
+    """The kind of a norm, if it is proven; None for any other norm, and for one with hooks."""
     weight = module._parameters.get("weight")
     eps = next((getattr(module, a) for a in EPS if hasattr(module, a)), None)
     has_others = bool(set(dict(module.named_parameters())) - {"weight", "bias"})

@@ -40,6 +40,11 @@ def is_hugging_face(module: nn.Module) -> bool:
     return any(c.__name__ == "PreTrainedModel" for c in type(module).__mro__)
 
 
+def is_bound(module: nn.Module) -> bool:
+    """Whether `bind` is made for a model."""
+    return is_hugging_face(module) and not any(True for _ in faults(module))
+
+
 def faults(module: nn.Module) -> Iterator[str]:
     """What keeps a model of transformers from a sequence axis."""
     config: Any = module.config

@@ -8,8 +8,8 @@ tensors are cut so that the result is right:
                      the base's rows
     base `rowwise`   the input is cut along features; `down` is cut like the base's columns, `up` is full; base and pair
                      give terms, which are summed behind the wrapping module, and then the base's bias is added
-So the full factor is replicated and its gradient is partial, in both cases, whether activations are cut along the
-sequence or not.  An adapter adds one message on the tensor axis: the gradient of that factor, once a step.  The module
+So the full factor is replicated and its gradient is partial, whether activations are sharded along the sequence or
+not.  An adapter adds one message on the tensor axis: the gradient of that factor, once a step.  The module
 must be linear in the outputs of the base and of the pair.  Dropout in it is exact.
 """
 

@@ -108,7 +108,7 @@ class Loss:
             )
 
     def of(self, outputs: Any, part: Batch) -> tuple[Tensor, Tensor | int | float]:
-        """(sum, count) of this rank's part of a micro-batch, of which the last stage gives these outputs. Raises
+        """(sum, count) of this rank's part of a micro-batch, from these outputs of the last stage. Raises
         ValueError for a criterion that returns neither that nor a mean, and for logits of one position."""
         labels = part.labels
         if isinstance(self.criterion, ModelLoss):

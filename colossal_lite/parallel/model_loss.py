@@ -1,6 +1,6 @@
 """Trains on the loss that a model's own forward gives: finds its argument of labels, and proves that it is a mean.
 
-Note: what is proven.
+Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
 model's loss is a mean over valid labels, whatever it is of each token.  So a small copy is run on a batch and on its
 parts, all labels valid and some ignored, and losses and gradients must add up.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -93,6 +94,9 @@ def model_loss(model: nn.Module) -> ModelLoss:
         try:
             made = _Trial(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all).model, name)
             with torch.random.fork_rng(devices=[]):
+                if kept := made.kept():
+                    for owner in (model, made.model):
+                        owner.register_forward_hook(partial(_hand_out, kept))
                 made.run(made.labels)
             break
         except ModelLossError:
@@ -106,6 +110,12 @@ def model_loss(model: nn.Module) -> ModelLoss:
         )
     with torch.random.fork_rng(devices=[]):
         return ModelLoss(name, made.ignored())
+
+
+def _hand_out(name: str, module: nn.Module, args: Any, outputs: Any) -> dict[str, Any] | None:
+    """A hook: what a model gives, with the loss that it keeps as an attribute."""
+    kept = getattr(module, name)
+    return {"loss": kept, "logits": outputs} if isinstance(kept, Tensor) else None
 
 
 def _argument(model: nn.Module) -> str:
@@ -152,6 +162,19 @@ class _Trial:
         return float(loss.detach()), [
             torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
         ]
+
+    def kept(self) -> str:
+        """The attribute in which a model keeps its loss, if it gives none; else ""."""
+        with torch.enable_grad(), Wide():
+            outputs = self.model(self.ids, **{self.name: self.labels})
+        if [t for t in _members(outputs) if t.numel() == 1] or not isinstance(outputs, Tensor):
+            return ""
+        now = [
+            n for n, x in vars(self.model).items() if isinstance(x, Tensor) and x.numel() == 1 and x.grad_fn
+        ]
+        for name in now:
+            setattr(self.model, name, None)  # a result of a run cannot be copied
+        return now[0] if len(now) == 1 else ""
 
     def ignored(self) -> int | None:
         """The label that the model passes over. Raises ModelLossError for a loss that is no mean."""

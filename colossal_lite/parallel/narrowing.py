@@ -1,6 +1,6 @@
 """Divides the widths of a model's copy by one number, so that a proof of a wide model is small.
 
-Note: what is a width.
+Note: widths.
 The features of the stream, the inputs and outputs of linears, and the width of a head: every dim of a parameter or
 buffer of such a size, and every number of that size that a module or its config keeps, is divided.  Numbers of heads,
 layers, words and positions stay, by their names.  Whether the copy still runs is seen when it runs.

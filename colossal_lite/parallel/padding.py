@@ -105,7 +105,7 @@ def _repeated(x: Tensor, more: int) -> Tensor:
     return torch.cat((x, x[:, -1:].expand(-1, more)), 1)
 
 
-# ---- what is known of a model ----
+# ---- facts of a model ----
 
 
 def padding_of(

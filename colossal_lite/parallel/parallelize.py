@@ -27,7 +27,6 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
 from colossal_lite.parallel.dropout_rows import (
     CutLinear,
@@ -44,7 +43,7 @@ from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
-from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import NoCopyError
 from colossal_lite.parallel.tensor_modes import (
     Form,
@@ -103,10 +102,10 @@ def parallelize(
     `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
     model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
     from it may be its work.
-    Raises ValueError, before anything is changed, for a plan that leaves a parameter out, for sizes that the axis does
-    not divide, and for a sequence axis under a model whose attention is not known.
+    Raises ValueError before anything is changed: for a plan that leaves a parameter out, for sizes that the axis does
+    not divide; for a sequence axis under a model of unknown attention.
     """
-    _check_sequence(module, mesh, sequence_mode)
+    _check_sequence(module, mesh, sequence_mode, criterion, compiled)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
@@ -210,25 +209,25 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
             module.get_submodule(door).register_forward_pre_hook(partial(enter, f"the inputs of {door}"))
 
 
-def _check_sequence(module: nn.Module, mesh: Mesh, mode: str) -> None:
+def _check_sequence(
+    module: nn.Module, mesh: Mesh, mode: str, criterion: ModelLoss | None, compiled: bool
+) -> None:
     """Raises ValueError for a model that a sequence axis cannot run, or runs as another."""
-    if mesh.size("sequence") > 1:
-        _check_attention(module, mode)
-        known = known_plan(*_names(module))
-        check_sequence(module, mesh, mode, assign_roles(known[1], *_names(module)) if known else {})
-
-
-def _check_attention(module: nn.Module, mode: str) -> None:
-    """Check that attention can run across ranks: it is an op of the table, or registered by name."""
-    what = f"parallelize: sequence parallelism (mode {mode!r}) of {type(module).__name__}"
-    if hugging_face.is_hugging_face(module):
-        if faults := list(hugging_face.faults(module)):
-            raise ValueError(f"{what} is not built with {'; '.join(faults)}; or use sequence=1")
-    elif not isinstance(module, GPT):
-        raise ValueError(
-            f"{what} is not built; it is of models.GPT, and of Hugging Face's GPT-2 and Llama, whose attention can be "
-            f"put in place; use sequence=1"
-        )
+    if mesh.size("sequence") == 1:
+        return
+    if sees_whole_sequences(module):
+        settings = [
+            f"parallel.{axis}={mesh.size(axis)}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1
+        ]
+        if settings := settings + ["compile='block'"] * compiled:
+            raise ValueError(
+                f"{' and '.join(settings)} with parallel.sequence={mesh.size('sequence')}: the code of "
+                f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it; "
+                f"legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+            )
+    known = known_plan(*_names(module))
+    roles = assign_roles(known[1], *_names(module)) if known else {}
+    check_sequence(module, mesh, mode, roles, criterion)
 
 
 def _serial(module: nn.Module) -> ModeResult:

@@ -22,7 +22,7 @@ from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
-from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops
+from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, deep_copy, small_copy
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
@@ -143,14 +143,16 @@ def check_plan(
 def legal_forms(
     mode: str, sequence_parallel: bool | Literal["auto"], regather_inputs: bool
 ) -> tuple[Form, ...]:
-    """What is tried, the cheapest first."""
+    """The candidates, the cheapest first."""
     if "sequence_parallel" not in TENSOR_MODES[mode].reads:
         return (Form(),)
     cuts = [True, False] if sequence_parallel == "auto" else [sequence_parallel]
     return tuple(Form(cut, regather_inputs, whole) for cut in cuts for whole in (False, True))
 
 
-def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, Role]) -> None:
+def check_sequence(
+    model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, Role], criterion: ModelLoss | None = None
+) -> None:
     """Raises ValueError for a model that is another where a rank sees a part of each sequence; the same on every rank.
 
     `roles`: of tables and linears, where they are known; without them the copy has all rows. Nothing is communicated.
@@ -167,20 +169,25 @@ def check_sequence(model: nn.Module, mesh: Mesh, mode: str, roles: Mapping[str, 
         return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
     def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
-        batch = words(2, 4 * layout.world_size, small.words, small.padding)
-        return small, prove(small.model, batch, across, layout)
+        batch = words(2, max(TOKENS, 2 * layout.world_size), small.words, small.padding)
+        return small, prove(small.model, batch, across, layout, criterion)
 
     try:
         small, found = on_a_copy(model, roles, tried)
     except NoCopyError as error:
+        if sees_whole_sequences(model):
+            raise ValueError(
+                f"sequence: {type(model).__name__} cannot be proven on a small copy: {error}; legal: a model that runs "
+                f"on ids alone, or sequence=1"
+            ) from error
         return _without_proof(model, mesh, {}, error)
     if found is not None:
         where = f" at {_named(small, found.where)}" if found.where else ""
         raise ValueError(
             f"sequence: a small copy of the model on {layout.world_size} emulated ranks (mode {mode!r}) is not that of "
-            f"one process: {found.what}{where}; a module sees a rank's tokens, and only attention that it finds as "
-            f"`ops.attend`, or by Hugging Face's attention interface, sees all; legal: modules that act on each token "
-            f"alone beside it, or sequence=1"
+            f"one process: {found.what}{where}; a module sees a rank's tokens; legal: "
+            f"F.scaled_dot_product_attention, or products of queries and keys, beside modules that act on each token "
+            f"alone; or sequence=1"
         )
 
 
@@ -287,7 +294,7 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 
 
 def _place(small: SmallCopy, found: Difference) -> str:
-    """Where a copy differs, and what is legal there."""
+    """Where a copy differs, and the legal roles there."""
     where = f"at {_named(small, found.where)}: " if found.where else ""
     return (
         f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "

@@ -57,7 +57,7 @@ class Role:
 
     @classmethod
     def parse(cls, text: str, pattern: str = "") -> Role:
-        """From a plan's word, such as `colwise:qkv` or `lm_head:tie=token`. Raises ValueError naming what is legal."""
+        """From a plan's word, such as `colwise:qkv` or `lm_head:tie=token`. Raises ValueError with the legal roles."""
         name, *rest = text.split(":")
         detail = tie = ""
         for word in rest:

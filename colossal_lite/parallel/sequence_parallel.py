@@ -2,7 +2,7 @@
 
 Note: sequence.
 Weights are replicated along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
-global positions, so rotary and learned positions, dropout and the loss come out right wherever a token lies.
+global positions, so rotary and learned positions, dropout and the loss come out right for any position of a token.
     contiguous  rank r holds tokens [r T/N, (r+1) T/N)
     zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
                 (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order
@@ -34,9 +34,11 @@ from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Mask, Ops
+from colossal_lite.models import GPT
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
 from colossal_lite.parallel.tensor_modes import TensorStrategy
+from colossal_lite.parallel.token_parts import show_whole_sequences
 
 CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
 
@@ -211,8 +213,10 @@ class OnSequence:
     inner: Any
     sequence: SequenceParallel
     longest: int | None = None
-    """Tokens of the longest sequence that the model takes, of which each rank sees a part."""
+    """Tokens of the model's longest sequence; each rank sees a part of it."""
     is_hugging_face: bool = False
+    makes_positions: bool = False
+    """Whether the model's own code makes positions, of whole sequences."""
 
     @property
     def name(self) -> str:
@@ -233,7 +237,10 @@ class OnSequence:
         if self.longest is not None and tokens > self.longest:
             raise ValueError(f"sequence: {tokens} tokens; the model takes at most {self.longest}")
         if not self.is_hugging_face:
-            return self.sequence.local_part(self.inner.local_part(batch))
+            part = self.sequence.local_part(self.inner.local_part(batch))
+            if self.makes_positions and "position_ids" not in batch.kwargs:
+                return replace(part, kwargs={n: x for n, x in part.kwargs.items() if n != "position_ids"})
+            return part
         if "position_ids" in batch.kwargs:
             raise ValueError(
                 "batch: position_ids of a Hugging Face model under sequence > 1, where packed documents are not read "
@@ -258,11 +265,40 @@ class OnSequence:
 def across_sequence(
     module: nn.Module, mesh: Mesh, mode: str, strategy: TensorStrategy, ops: Ops, longest: int | None = None
 ) -> tuple[OnSequence, Ops]:
-    """The strategy and the ops with which `module` sees this rank's tokens; attention of Hugging Face becomes ours."""
-    sequence, theirs = SequenceParallel.on(mesh, mode), hugging_face.is_hugging_face(module)
-    if theirs:
+    """The strategy and the ops with which `module` sees this rank's tokens; attention of Hugging Face becomes ours, and
+    code of a model of one's own sees whole sequences."""
+    sequence, makes_positions = SequenceParallel.on(mesh, mode), sees_whole_sequences(module)
+    across, theirs = sequence.ops(ops), hugging_face.is_bound(module)
+    if makes_positions:
+        own = sequence.pieces.by_rank[sequence.comm.coord]
+        show_whole_sequences(module, _Tokens(sequence, across), own, sequence.pieces.total)
+    elif theirs:
         hugging_face.bind(module)
-    return OnSequence(strategy, sequence, longest, theirs), sequence.ops(ops)
+    return OnSequence(strategy, sequence, longest, theirs, makes_positions), across
+
+
+def sees_whole_sequences(module: nn.Module) -> bool:
+    """Whether a model's code is shown whole sequences: any but ours, and those whose attention becomes ours."""
+    return not isinstance(module, GPT) and not hugging_face.is_bound(module)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """What calls on a rank's tokens need."""
+
+    sequence: SequenceParallel
+    ops: Ops
+
+    @property
+    def comm(self) -> Communicator:
+        return self.sequence.comm
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None) -> Tensor:
+        out: Tensor = self.ops.attend(q, k, v, mask=mask, scale=scale)
+        return out
+
+    def in_order(self, ranks: Tensor, dim: int) -> Tensor:
+        return self.sequence.in_order(ranks, dim)
 
 
 def give_ops(module: nn.Module, ops: Ops) -> None:

@@ -1,6 +1,6 @@
 """Makes a small copy of a model for proofs: a few blocks of each kind, tables of a few rows, random float64 values.
 
-Note: what is cut, and what is not.
+Note: the sizes that are cut.
 The copy runs the model's own code, its hooks included.  Of blocks that are alike two are kept.  Tables and the head
 keep `ROWS` rows.  Widths are divided where the model is wide.  Values are drawn from a generator of the copy.  Of the
 model only shapes and buffers are read, so parameters may be on meta.  The run's random state stays as it is.
@@ -61,7 +61,7 @@ class SmallCopy:
 
 
 class NoCopyError(ValueError):
-    """A model of which no small copy can be made; the text says why."""
+    """A model that has no small copy; the text says why."""
 
 
 def small_copy(
@@ -156,8 +156,8 @@ def _is_empty(cell: CellType) -> bool:
 
 
 def check_apart(made: nn.Module, model: nn.Module) -> None:
-    """Raises NoCopyError for a copy whose code reaches modules or parameters of the original: what is done to the copy
-    would be done to the original, such as gradients."""
+    """Raises NoCopyError for a copy whose code reaches modules or parameters of the original: a change of the copy
+    would change the original, such as gradients."""
     names = {id(m): name for name, m in model.named_modules()} | {
         id(p): n for n, p in model.named_parameters()
     }
@@ -182,7 +182,7 @@ def _held(function: FunctionType) -> list[Any]:
 
 
 def table_roles(model: nn.Module) -> dict[str, Role]:
-    """Tables and heads over the words, of which a small copy keeps few rows; without a plan."""
+    """Tables and heads over the words; a small copy keeps few of their rows; without a plan."""
     tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     rows = {m.num_embeddings for m in tables.values()}
     heads = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features in rows]

@@ -71,8 +71,8 @@ def parallelize(
     """Turn `module` into this rank's part of it, in place, values included.
 
     The module has all its values, the same on every rank, on its final device, which decides the kernels.
-    Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError, before anything is changed, for a
-    plan or sizes that do not fit the mesh, for parameters without values, for modes that cut the batch, and for dropout
+    Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError before anything is changed: for a
+    plan or sizes that do not fit the mesh, for parameters without values; for modes that cut the batch, and for dropout
     under tensor parallelism: its masks need counters that only `initialize` gives.
     """
     if hasattr(module, MEMORY):

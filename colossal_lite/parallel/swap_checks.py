@@ -70,22 +70,24 @@ def acts_as_linear(module: nn.Module) -> bool:
         or any(True for _ in module.children())
     ):
         return False
-    generator = torch.Generator().manual_seed(0)
+    like: Any = dict(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     outputs, inputs = (3, 2) if not is_transposed(module) else (2, 3)
     sizes = dict(zip(weight.shape, (outputs, inputs), strict=True))
-    memo: dict[int, Any] = {id(weight): nn.Parameter(torch.randn(outputs, inputs, generator=generator))}
+    memo: dict[int, Any] = {id(weight): nn.Parameter(torch.randn(outputs, inputs, **like))}
     if "bias" in plain:
-        memo[id(module.bias)] = nn.Parameter(torch.randn(3, generator=generator))
+        memo[id(module.bias)] = nn.Parameter(torch.randn(3, **like))
     small: Any = copy.deepcopy(module, memo)
     for name, value in vars(small).items():
         if type(value) is int and value in sizes and name[0] != "_":
             setattr(small, name, sizes[value])
-    x = torch.randn(2, 4, 2, generator=generator)
+    x = torch.randn(2, 4, 2, **like)
     right = F.linear(
         x, small.weight.t() if is_transposed(small) else small.weight, getattr(small, "bias", None)
     )
     try:
-        return all(torch.allclose(small.train(trains)(x), right) for trains in (True, False))
+        return all(
+            torch.allclose(small.train(trains)(x), right, rtol=1e-12, atol=1e-12) for trains in (True, False)
+        )
     except Exception:  # of a user's code, whatever it is
         return False
 

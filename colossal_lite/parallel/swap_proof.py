@@ -1,6 +1,6 @@
 """Proves that a model whose layers were replaced is the plain model: loss and every gradient, on emulated ranks.
 
-Note: what is proven.
+Note: the proof.
 A small model is run as it is, and as every rank of a small world runs it after the swap: threads of this process, with
 real collectives between them.  Both have the same random values in float64.  What a rank gives must be its part of what
 the plain model gives.  Conversions to lower precision, which norms and softmax make, are left out on both sides, so

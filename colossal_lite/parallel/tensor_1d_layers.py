@@ -85,7 +85,7 @@ class ColwiseLinear(nn.Module):
 
     `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
-    `blocks`: of the whole output, each of which is cut; with it code sees y with the sizes of the whole.
+    `blocks`: of the whole output, each cut by itself; with it code sees y with the sizes of the whole.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SharedHead:
 class SharedKeysLinear(ColwiseLinear):
     """Rows of k or v where there are fewer heads than ranks: all are held, one head is used.
 
-    With `q_rows` it is a fused [q | k | v], of which the rows of q are cut.
+    With `q_rows` it is a fused [q | k | v], and only the rows of q are cut.
     """
 
     def __init__(self, shared: SharedHead, *args: Any, q_rows: int = 0, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ from colossal_lite.transforms.auxiliary_loss import Share
 
 
 class Grid:
-    """A strategy on a mesh of several tensor axes, of which `vocabulary_axis` cuts the logits."""
+    """A strategy on a mesh of several tensor axes; `vocabulary_axis` cuts the logits."""
 
     vocabulary: int
     overlap: bool

@@ -3,11 +3,12 @@
 Note: whole sizes.
 The code of an attention or MLP splits, views and chunks by sizes that it keeps under any name, or computes.  All of
 them are of the whole model.  Between a column-wise linear and its row-wise one a rank has a part of the heads or
-features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided where the cut lies, and
+features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided at the cut, and
 torch computes on the part.  So no attribute of a module is changed, and none has to be found.
 
-Where the cut lies behind a call is read from two runs of the call on meta tensors, with whole and with local sizes; the
-answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
+The position of the cut after a call is read from two runs of the call on meta tensors, with whole and with local sizes;
+the answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model
+so.
 
 A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients
 within the region are terms of a sum over the ranks.  The specs of its parameters say so; others enter by `copy`.
@@ -18,13 +19,15 @@ from __future__ import annotations
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -48,6 +51,9 @@ class Cut:
     blocks: tuple[int, ...]
     part: int
     parts: int
+    what: ClassVar[str] = "heads or features"
+    rules: ClassVar[Mapping[Any, Callable[[Any, Any, Any], Any]]] = MappingProxyType({})
+    """Calls that have a rule of their own with this kind of cut, beside `_RULES`."""
 
     @property
     def local(self) -> int:
@@ -56,7 +62,7 @@ class Cut:
     def on(self, dim: int, size: int, blocks: Sequence[int]) -> Cut:
         """The cut of another dim. Raises CutError where a block does not divide."""
         if odd := [block for block in blocks if block % self.parts]:
-            raise CutError(f"{odd[0]} heads or features do not divide into {self.parts} parts")
+            raise CutError(f"{odd[0]} {self.what} do not divide into {self.parts} parts")
         alike = tuple(blocks) if len(set(blocks)) > 1 else (blocks[0],)
         return replace(self, dim=dim, size=size, blocks=alike)
 
@@ -90,15 +96,37 @@ class Cut:
         """Where blocks end along the dim."""
         return list(accumulate(self.blocks * (self.size // sum(self.blocks))))
 
+    def entered(self, x: Tensor, comm: Any) -> Tensor:
+        """A tensor of outside of the region, whose gradient is the sum of terms of all parts."""
+        return autograd_collectives.copy(x, comm)
+
+    def dropped(self, drop: Any, x: Tensor, p: float, rows: Rows) -> Tensor:
+        """This part of a dropout whose counters, `rows`, are of the whole."""
+        if len(self.blocks) == 1 and self.blocks[0] == self.size:
+            if self.dim == x.dim() - 1:
+                return dropped(
+                    drop, local(x), p, replace(rows, feature=self.part * self.local, width=self.local)
+                )
+            if x.dim() == 4 and self.dim == 1:
+                return dropped(drop, local(x), p, replace(rows, heads=(self.part * self.local, self.local)))
+        raise CutError(
+            f"a dropout of {tuple(whole_shape(x))}, cut in dim {self.dim}; legal: heads second, or p=0"
+        )
+
+    def otherwise(self, func: Any, args: Any, kwargs: Any, comm: Any, error: CutError) -> Any:
+        """What a call gives that cannot be computed on parts. Raises the error where there is no way."""
+        raise error
+
 
 class Part(Tensor):
     """A tensor within the region of a column-wise and a row-wise linear. `cut` None: every rank has all of it."""
 
     cut: Cut | None
-    comm: Communicator
+    comm: Any
+    """The axis; of a cut of tokens, what `token_parts.Sequences` says."""
 
     @classmethod
-    def of(cls, x: Tensor, comm: Communicator, cut: Cut | None) -> Part:
+    def of(cls, x: Tensor, comm: Any, cut: Cut | None) -> Part:
         made: Part = x.as_subclass(cls)
         made.cut, made.comm = cut, comm
         return made
@@ -108,7 +136,9 @@ class Part(Tensor):
         with LOCAL():
             if _is_in_backward():
                 return func(*args, **(kwargs or {}))
-            rule = _RULES.get(func, _compute)
+            cut = getattr(args[0], "cut", None) if args else None
+            rule = cut.rules.get(func) if cut is not None else None
+            rule = rule or _RULES.get(func, compute)
             try:
                 return rule(func, args, kwargs or {})
             except CutError as error:
@@ -139,9 +169,7 @@ def features_of_part(x: Tensor) -> Tensor:
 
 def without_parts(outputs: Any) -> Any:
     """What a module returns to the code around it."""
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(without_parts(each) for each in outputs)
-    return local(outputs) if isinstance(outputs, Part) else outputs
+    return tree_map(lambda x: local(x) if isinstance(x, Part) else x, outputs)
 
 
 def whole_shape(x: Tensor) -> torch.Size:
@@ -170,8 +198,10 @@ def _len(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
-    if args[0].cut is not None:
-        raise CutError(f"{_name(func)} reads values of which a rank has a part")
+    x = args[0]
+    if x.cut is not None:
+        error = CutError(f"{_name(func)} reads values of which a rank has a part")
+        return x.cut.otherwise(func, args, kwargs, x.comm, error)
     return func(*args, **kwargs)
 
 
@@ -179,7 +209,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """view, reshape, flatten, unflatten: elements stay in order, so the cut keeps its place among them."""
     x = args[0]
     if not isinstance(x, Part) or x.cut is None or _has_dtype(args):
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     shape = list(_on_meta(func, args, kwargs).shape)
     cut = viewed(whole_shape(x), x.cut, shape)
     shape[cut.dim] = cut.local
@@ -205,7 +235,7 @@ def viewed(whole: Sequence[int], cut: Cut, shape: Sequence[int]) -> Cut:
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not isinstance(x, Part) or x.cut is None:
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     shape = list(_on_meta(func, args, kwargs).shape)
     cut = replace(x.cut, dim=x.cut.dim + len(shape) - x.dim())
     shape[cut.dim] = cut.local
@@ -216,13 +246,13 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     """split, chunk and their like along the cut: pieces of whole blocks."""
     x = args[0]
     if not isinstance(x, Part) or x.cut is None:
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     pieces = _on_meta(func, args, kwargs)
     shape, cut = whole_shape(x), x.cut
     if all(piece.shape[cut.dim : cut.dim + 1] == shape[cut.dim : cut.dim + 1] for piece in pieces):
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     if any(piece.dim() != x.dim() for piece in pieces):
-        raise CutError(f"{_name(func)} takes heads or features apart, of which a rank has a part")
+        raise CutError(f"{_name(func)} takes {cut.what} apart, and a rank has a part of them")
     ends = list(accumulate(piece.shape[cut.dim] for piece in pieces))
     cuts = [_section(cut, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     found = Tensor.split_with_sizes(x, [each.local for each in cuts], cut.dim)
@@ -234,6 +264,8 @@ def _section(cut: Cut, start: int, stop: int) -> Cut:
     ends = cut.sections()
     inside = [end for end in ends if start < end <= stop]
     if (start and start not in ends) or stop not in ends:
+        if cut.what == "tokens":
+            raise CutError(f"{start} to {stop} of {cut.size} tokens, and a rank has a part of them")
         raise CutError(
             f"entries {start} to {stop} of {cut.size} are not whole blocks of the linear's rows, which end at "
             f"{', '.join(map(str, ends[:4]))}; its role may be colwise:qkv, colwise:gate_up or another proportion"
@@ -245,7 +277,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     """x[...]: a slice along the cut is one of whole blocks."""
     x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     if not isinstance(x, Part) or x.cut is None:
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     taken = sum(each is not None and each is not Ellipsis for each in index)
     at = next((i for i, each in enumerate(index) if each is Ellipsis), len(index))
     spread = [*index[:at], *[slice(None)] * (x.dim() - taken), *index[at + 1 :]]
@@ -253,18 +285,18 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     place = places[x.cut.dim]
     each = spread[place]
     if not isinstance(each, slice):
-        raise CutError(f"an index {type(each).__name__} along heads or features, of which a rank has a part")
+        raise CutError(f"an index {type(each).__name__} along {x.cut.what}, and a rank has a part of them")
     start, stop, step = each.indices(x.cut.size)
     if (start, stop, step) == (0, x.cut.size, 1):
         spread[place] = slice(None)
-        return _compute(func, (x, tuple(spread)), kwargs)
+        return compute(func, (x, tuple(spread)), kwargs)
     if step != 1:
-        raise CutError("a slice with steps along heads or features, of which a rank has a part")
+        raise CutError(f"a slice with steps along {x.cut.what}, and a rank has a part of them")
     section = _section(x.cut, start, stop)
     before = _section(x.cut, 0, start).local if start else 0
     narrowed = Part.of(Tensor.narrow(x, x.cut.dim, before, section.local), x.comm, section)
     spread[place] = slice(None)
-    return _compute(func, (narrowed, tuple(spread)), kwargs)
+    return compute(func, (narrowed, tuple(spread)), kwargs)
 
 
 def _join(func: Any, args: Any, kwargs: Any) -> Any:
@@ -276,7 +308,7 @@ def _join(func: Any, args: Any, kwargs: Any) -> Any:
         cut for x, cut in zip(tensors, found, strict=True) if cut is not None and dim % x.dim() == cut.dim
     ]
     if not cuts:
-        return _compute(func, args, kwargs)
+        return compute(func, args, kwargs)
     if len(cuts) < len(tensors):
         raise CutError("cat of parts with a tensor that every rank has whole, along the cut")
     blocks = [block for cut in cuts for block in cut.blocks * (cut.size // sum(cut.blocks))]
@@ -288,16 +320,8 @@ def _drop(func: Any, args: Any, kwargs: Any) -> Any:
     """Our dropout, whose counters are of the whole: those of this part are taken."""
     drop, x, p, rows = args
     cut: Cut | None = x.cut
-    return Part.of(dropped(drop, local(x), p, rows if cut is None else _rows(rows, cut, x)), x.comm, cut)
-
-
-def _rows(rows: Rows, cut: Cut, x: Tensor) -> Rows:
-    if len(cut.blocks) == 1 and cut.blocks[0] == cut.size:
-        if cut.dim == x.dim() - 1:
-            return replace(rows, feature=cut.part * cut.local, width=cut.local)
-        if x.dim() == 4 and cut.dim == 1:
-            return replace(rows, heads=(cut.part * cut.local, cut.local))
-    raise CutError(f"a dropout of {tuple(whole_shape(x))}, cut in dim {cut.dim}; legal: heads second, or p=0")
+    found = dropped(drop, local(x), p, rows) if cut is None else cut.dropped(drop, x, p, rows)
+    return Part.of(found, x.comm, cut)
 
 
 # ---- any other call ----
@@ -314,8 +338,8 @@ class _Plan:
 _plans: dict[Any, _Plan] = {}
 
 
-def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = list(_tensors((args, kwargs)))
+def compute(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = list(tensors_in((args, kwargs)))
     comm = next(x.comm for x in tensors if isinstance(x, Part))
     cut = next((x.cut for x in tensors if isinstance(x, Part) and x.cut is not None), None)
     plan = None
@@ -323,7 +347,10 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
         key = (func, _key(args), _key(kwargs))
         plan = _plans.get(key)
         if plan is None:
-            plan = _find_plan(func, args, kwargs, cut)
+            try:
+                plan = _find_plan(func, args, kwargs, cut)
+            except CutError as error:
+                return cut.otherwise(func, args, kwargs, comm, error)
             if len(_plans) < MOST_CALLS:
                 _plans[key] = plan
     args, kwargs = _entered(args, kwargs, tensors, comm, cut, plan)
@@ -339,14 +366,14 @@ def _entered(
     changed: dict[int, Tensor] = {}
     for x in tensors:
         if not isinstance(x, Part | nn.Parameter) and x.requires_grad and torch.is_grad_enabled():
-            changed[id(x)] = autograd_collectives.copy(x, comm)
+            changed[id(x)] = autograd_collectives.copy(x, comm) if cut is None else cut.entered(x, comm)
     if plan is not None and cut is not None:
         for place, dim in plan.narrowed:
             x = changed.get(id(tensors[place]), tensors[place])
             changed[id(tensors[place])] = cut.taken(x, dim)
     if not changed:
         return args, kwargs
-    return _mapped(lambda x: changed.get(id(x), x), args), _mapped(lambda x: changed.get(id(x), x), kwargs)
+    return mapped(lambda x: changed.get(id(x), x), args), mapped(lambda x: changed.get(id(x), x), kwargs)
 
 
 MIXING = {
@@ -357,7 +384,7 @@ MIXING = {
 
 
 def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises CutError for a call that mixes heads or features of which a rank has a part."""
+    """Raises CutError for a call that mixes sharded heads or features."""
     place, default = MIXING.get(_name(func), (0, None))
     cut: Cut | None = getattr(args[0], "cut", None) if args else None
     if not place or cut is None:
@@ -366,13 +393,13 @@ def _check_mixing(func: Any, args: Any, kwargs: Any) -> None:
     if dims is None or any(
         d % args[0].dim() == cut.dim for d in (dims if type(dims) in (tuple, list) else (dims,))
     ):
-        raise CutError(f"{_name(func)} over heads or features, of which a rank has a part")
+        raise CutError(f"{_name(func)} over {cut.what}, and a rank has a part of them")
 
 
 def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
     _check_mixing(func, args, kwargs)
-    whole = list(_tensors(_on_meta(func, args, kwargs)))
-    tensors = list(_tensors((args, kwargs)))
+    whole = list(tensors_in(_on_meta(func, args, kwargs)))
+    tensors = list(tensors_in((args, kwargs)))
     why = ""
     for narrowed in _narrowings(tensors, cut, [x.shape for x in whole]):
         chosen = {id(tensors[place]): dim for place, dim in narrowed}
@@ -382,7 +409,7 @@ def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
             return cut.taken(meta, chosen[id(x)]) if id(x) in chosen else meta
 
         try:
-            parts = list(_tensors(func(*_mapped(part, args), **_mapped(part, kwargs))))
+            parts = list(tensors_in(func(*mapped(part, args), **mapped(part, kwargs))))
             cuts = tuple(_cut_of(a.shape, b.shape, tensors, cut) for a, b in zip(whole, parts, strict=True))
         except (RuntimeError, IndexError, CutError) as error:
             why = why or str(error).splitlines()[0]
@@ -433,7 +460,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty(whole_shape(x), dtype=x.dtype, device="meta")
 
     try:
-        return func(*_mapped(whole, args), **_mapped(whole, kwargs))
+        return func(*mapped(whole, args), **mapped(whole, kwargs))
     except (RuntimeError, NotImplementedError) as error:
         raise CutError(f"{_name(func)}: {str(error).splitlines()[0]}") from None
 
@@ -450,24 +477,24 @@ def _wrapped(out: Any, comm: Communicator, cuts: Iterator[Cut | None] | None) ->
     return out
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_mapped(change, each) for each in value)
+        return type(value)(mapped(change, each) for each in value)
     if type(value) is dict:
-        return {name: _mapped(change, each) for name, each in value.items()}
+        return {name: mapped(change, each) for name, each in value.items()}
     return value
 
 
@@ -521,7 +548,7 @@ _RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
         ),
         _view,
     ),
-    **dict.fromkeys((Tensor.expand, Tensor.expand_as), _expand),
+    **dict.fromkeys((Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to), _expand),
     **dict.fromkeys(
         (
             Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes, Tensor.chunk, torch.chunk,

@@ -45,7 +45,7 @@ MOST_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class Profiler:
-    """Times the units of a model that is cut, and of which nothing is allocated yet."""
+    """Times the units of a sharded model whose parameters are not allocated yet."""
 
     module: nn.Module
     parallelized: Parallelized

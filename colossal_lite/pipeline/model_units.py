@@ -210,7 +210,7 @@ def _matrices(model: nn.Module, block: UnitModules, facts: PartitionFacts) -> in
 
 
 def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
-    """A unit of any layers, each of which sees every token: a matrix (a kernel, too) costs its FLOPs, a table its
+    """A unit of any layers that see every token: a matrix (a kernel, too) costs its FLOPs, a table its
     lookups, and a vector what is moved of its features."""
     f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing
     owners = {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values()

@@ -301,7 +301,7 @@ class _Step:
                 return
 
     def finish(self) -> None:
-        """Wait for what is still on its way out."""
+        """Wait for messages that are still being sent."""
         while self.flying:
             self._land()
         assert not (self.held or self.came or self.leaving or self.live), (

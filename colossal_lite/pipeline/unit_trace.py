@@ -1,6 +1,6 @@
 """Finds the units of any model of blocks: it watches one forward, and says what passes between blocks.
 
-Note: what is watched.
+Note: the trace.
 Blocks are those of `blocks_of`, called one after another.  Each operation of the forward is seen.  What comes from a
 parameter is marked with the unit that made it.  Where a block begins or ends, one tensor goes on: the stream.  Whatever
 else was made of parameters before is *left behind*, and an operation that reads it later is refused: a second tensor
@@ -66,7 +66,7 @@ class UnitModules:
 @dataclass(frozen=True)
 class Passage:
     """How the stream passes a block. `gives`: the member of the result that goes on, None if the result is that tensor.
-    `members`: of a result with several, the argument that each hands through, None for what nobody reads."""
+    `members`: of a result with several, the argument that each hands through, None for one that no block reads."""
 
     block: str
     takes: tuple[Place, ...]
@@ -89,7 +89,7 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
     with values if it is small.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
-    blocks, and for one of which more than one tensor passes from block to block.
+    blocks, and for one that passes more than one tensor from block to block.
     """
     blocks = tuple(blocks_of(model))
     if len(blocks) < 2:

@@ -75,7 +75,12 @@ def plan(
     frozen = build_frozen(packed, config, mesh, META)
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
-    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen)
+    tokens = sum(pieces) * sequence // mesh.size("sequence")
+    each = (
+        8 if config.activation_checkpoint == "full" else 6
+    )  # of a weight and token: forward once or twice, backward
+    operations = each * tokens * sum(whole.trainable.values())
+    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
     memory += exchange_rows(mesh)

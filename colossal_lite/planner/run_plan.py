@@ -197,7 +197,7 @@ def table(made: RunPlan) -> Any:
     below = [Text(f"\n{text}") for text in (made.memory_budget, made.updates) if text]
     return Group(
         Text(f"rank {made.rank} of {made.world_size}: {made.layout}"),
-        Text(f"parameters {made.parameters:,}, of which here {made.local_parameters:,}"),
+        Text(f"parameters {made.parameters:,}, here {made.local_parameters:,}"),
         columns_of("\nbatch", ("", "", "origin"), [(t.name, f"{t.value:,}", t.origin) for t in made.batch], (1,)),
         columns_of("\nmemory of this rank", ("", "bytes", "what"), memory, (1,)),
         columns_of(

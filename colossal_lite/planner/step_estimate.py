@@ -89,11 +89,11 @@ def record_agreement(
 
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
-    frozen: tuple[WeightChunk, ...] = (),
+    frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0,
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
     """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
-    words."""
-    choice = UpdateChoice(config.memory, TORCH, META)
+    words. `operations` as `UpdateChoice` has them."""
+    choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),
@@ -102,6 +102,7 @@ def memory_rows(
         records=TaskRecords("", META),
         placement=config.memory.records_tier,
         choice=choice,
+        backward=config.optimizer.update_when == "backward",
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (
@@ -128,6 +129,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
     compute = Precision.of(config.precision).compute
+    units = "stages" if config.parallel.pipeline.size > 1 else "blocks"
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     return (
@@ -139,7 +141,7 @@ def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -
         MemoryTerm(
             "gathered",
             gathers.arena_numel * compute.itemsize,
-            f"slots of blocks, {config.zero.prefetch} ahead of the one that computes",
+            f"slots of {units}, {config.zero.prefetch} ahead of the one that computes",
         ),
     )
 

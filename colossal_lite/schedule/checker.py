@@ -235,7 +235,7 @@ class Reading(PlanNodes):
 
     def blocked(self, strict: bool = False) -> dict[int, list[int]]:
         """The first action of each rank that can never run, and what it waits for, if SENDs block until their
-        RECV is posted and, with `strict`, RECVs until their SEND is. Empty if the plan runs to its end."""
+        RECV is posted; with `strict`, RECVs also block until their SEND is. Empty if the plan runs to its end."""
 
         def before(node: int) -> list[int]:
             return [node - 1] if self.places[node][1] else []

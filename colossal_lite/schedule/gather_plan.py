@@ -17,7 +17,7 @@ A shard that is on the host is fetched into its part of the slot when its chunk 
 others are gathered beside it a moment before the use, or at the use if it was fetched only a moment before.
 
 Cost of a micro-batch in elements: P chunks are gathered once in forward.  In backward they are gathered again, less
-those of which backward reads no weight (embeddings) and those not dropped at the turn.  So k micro-batches move at
+those whose weights backward does not read (embeddings) and those not dropped at the turn.  So k micro-batches move at
 most 2 k w P.
 """
 
@@ -95,7 +95,7 @@ class GatherPlan:
     arena_numel: int
     live_numel: int
     kept: Mapping[int, int] = field(default_factory=dict)
-    """Chunks of which neighbours store a part each from the first drop on, with its offset in the arena."""
+    """Chunks that neighbours store in parts from the first drop on, with its offset in the arena."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -188,7 +188,7 @@ def gather_plan(
 
 
 def parts_behind(slots_numel: int, again: set[int], parts: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Of the chunks that are gathered `again` those of which neighbours store `parts`, with the offsets of these behind
+    """Of the chunks that are gathered `again` those that neighbours store in `parts`, with the offsets of these behind
     the slots, and the elements of the whole arena."""
     kept, arena_numel = dict[int, int](), slots_numel
     for chunk in sorted(again & parts.keys()):

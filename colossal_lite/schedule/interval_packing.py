@@ -6,7 +6,7 @@ bytes.  The arena's size is at least the most that exists at one moment (`most_h
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,8 +170,8 @@ def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
 
 def most_at_once(chunks: Collection[int], width: int) -> int:
     """The most of these chunks among any `width` in a row: those that are fetched, updated or written back at once."""
-    some = {*chunks}
-    return max((sum(c + n in some for n in range(width)) for c in some), default=0)
+    some = sorted({*chunks})
+    return max((bisect_left(some, c + width) - place for place, c in enumerate(some)), default=0)
 
 
 def visits(

@@ -22,6 +22,7 @@ weights go up.  These are chunks of their own in the plan: of n chunks with stat
 known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
 updated on the device between them (arXiv 2410.21316; schedule/update_mix.py decides).  Then records are fetched
 `ahead` chunks before their turn, and updates on the host begin `ahead_down` chunks before theirs.
+With `early` a gradient comes down in backward, as soon as it is summed, and has a slot of its own until its update.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def update_plan(
     on_disk: Collection[int] | None = None,
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
+    early: bool = False,
     backward: bool = False,
 ) -> Plan:
     """One rank's updates in forward order, or, with `backward`, in the order of gradients.
@@ -81,13 +83,17 @@ def update_plan(
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
     of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
-    there were no others. None: it is on the host. `moving`: the chunks of which something is off the device; None: all.
-    `on_host`: chunks that are updated on the host, and what of them crosses the link; none with `backward`."""
+    there were no others. None: it is on the host. `moving`: the chunks with state off the device; None: all.
+    `on_host`: chunks that are updated on the host, and what of them crosses the link; with `backward` none of it
+    before their turn, because their gradients come one after the other. `early`: their gradients have come in backward,
+    before the plan begins."""
     if backward:
-        assert not on_host, "an update within backward runs where the gradient is"
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
-        (actions_of,) = update_plan(num_chunks, ahead=ahead, below=below, on_disk=disk, moving=away)
-        return Plan((tuple(replace(a, chunk=num_chunks - 1 - (a.chunk or 0)) for a in actions_of),))
+        host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}
+        (actions_of,) = update_plan(
+            num_chunks, ahead=ahead, ahead_down=0, below=below, on_disk=disk, moving=away, on_host=host
+        )
+        return Plan((tuple(_turned(action, num_chunks) for action in actions_of),))
     actions: list[Action] = []
     there = _there(num_chunks, below, on_disk)
     places = {chunk: place for place, chunk in enumerate(there)}
@@ -100,7 +106,7 @@ def update_plan(
                 actions.append(_action(ActionKind.FETCH, fetched))
         for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
             if coming in on_host:
-                parts = on_host[coming].down
+                parts = [part for part in on_host[coming].down if not early or part is not ChunkPart.GRADIENT]
                 actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
                 actions.append(_action(ActionKind.UPDATE, coming, CPU))
         if chunk in on_host:
@@ -125,16 +131,19 @@ def run_of(
     ahead_down: int | None = None,
     below: int | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
+    early: bool = False,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
 
-    `units`: for each part of the model, in forward order, the chunks of which it is the first to read weights. F and
+    `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
     update on the host.
     """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host)
+    (made,) = update_plan(
+        num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host, early=early
+    )
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     actions: list[Action] = []
@@ -145,13 +154,19 @@ def run_of(
                 actions.append(deferred.popleft())
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
-        actions += [
-            Action(ActionKind.B, stage=unit, micro_batch=step) for unit in reversed(range(len(units)))
-        ]
+        for unit in reversed(range(len(units))):
+            actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
+            leaving = [
+                c for c in reversed(units[unit]) if c in on_host and ChunkPart.GRADIENT in on_host[c].down
+            ]
+            numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving if early]
+            actions += [replace(_action(ActionKind.EVICT, number), stage=unit) for number in numbers]
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )
-    memory = memory_of(num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host)
+    memory = memory_of(
+        num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host, early=early
+    )
     gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})
@@ -170,6 +185,7 @@ def holds_up(action: Action) -> bool:
 def memory_of(
     num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
     on_disk: Collection[int] | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
+    early: bool = False,
 ) -> Memory:  # fmt: skip
     """The memory of a step's updates: home tiers, places and slots. A record has its place on the device. The gradient
     and the weights of a chunk that is updated on the host take a slot there, each of slots of their own kind."""
@@ -187,8 +203,9 @@ def memory_of(
     if there or on_host:
         slots["host"] = num_chunks - len(there) + min(len(there), (below or 0) + max(ahead, 1) + 2)
     coming = (ahead if ahead_down is None else ahead_down) + 1
+    down = num_chunks if early else coming
     kinds = {
-        "gradients": (gradients, coming, [c for c, way in on_host.items() if ChunkPart.GRADIENT in way.down]),
+        "gradients": (gradients, down, [c for c, way in on_host.items() if ChunkPart.GRADIENT in way.down]),
         "weights": (weights, coming + 1, [c for c, way in on_host.items() if ChunkPart.WEIGHTS in way.down]),
         "new weights": (
             weights, coming, [c for c, way in on_host.items() if way.up and ChunkPart.WEIGHTS not in way.down]
@@ -244,6 +261,12 @@ def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
 def _mirrored(num_chunks: int, some: Collection[int] | None) -> Collection[int] | None:
     """The same chunks, counted from the last one."""
     return None if some is None else {num_chunks - 1 - chunk for chunk in some}
+
+
+def _turned(action: Action, num_chunks: int) -> Action:
+    """The same for the chunk with this number from the last one."""
+    part, chunk = part_of(action.chunk or 0, num_chunks)
+    return replace(action, chunk=part.of(num_chunks - 1 - chunk, num_chunks))
 
 
 def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:

@@ -223,7 +223,7 @@ class Plan:
 
 
 class PlanError(ValueError):
-    """A plan that must not run: what is wrong, and the lists with the actions concerned in brackets."""
+    """A plan that must not run: its faults, and the lists with the actions concerned in brackets."""
 
     def __init__(self, plan: Plan, problems: list[tuple[str, tuple[tuple[int, int], ...]]]) -> None:
         self.plan, self.problems = plan, tuple(text for text, _ in problems)

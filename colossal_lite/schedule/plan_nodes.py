@@ -1,4 +1,4 @@
-"""Numbers the actions of a plan, and records what each of them needs and what is wrong.
+"""Numbers the actions of a plan, and records their needs and their faults.
 
 Nodes are actions, counted rank after rank.  The checker and the walk over each rank's list write to these tables.
 """
@@ -27,7 +27,7 @@ class PlanNodes:
         self.where: dict[tuple[Hashable, ...], int] = {}
 
     def fault(self, text: str, *nodes: int) -> None:
-        """Note what is wrong at these nodes."""
+        """Record a fault at these nodes."""
         named = ", ".join(f"rank {self.places[n][0]} {self.actions[n]}" for n in nodes)
         self.problems.append((f"{named}: {text}" if named else text, tuple(self.places[n] for n in nodes)))
 

@@ -1,4 +1,4 @@
-"""Walks one rank's list in order and checks what is where: copies on tiers, gathered weights, sums and updates.
+"""Walks one rank's list in order and checks its state: copies on tiers, gathered weights, sums, updates.
 
 Copies have versions.  An UPDATE makes every other copy of a chunk stale; a stale copy must not be read.  Each tier
 counts its bytes against its budget, in the order of the list.

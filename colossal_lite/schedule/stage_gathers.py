@@ -88,7 +88,7 @@ class GatherSlots:
     """Where the gathered weights of one rank's list lie, in elements.
 
     offsets: of each UNSHARD in the arena, in the order of the list; arena_numel, live_numel: elements of the arena, and
-    the most that is gathered at once; kept: chunks of which neighbours store a part each, with its offset.
+    the most that is gathered at once; kept: chunks that neighbours store in parts, with its offset.
     """
 
     offsets: tuple[int, ...] = ()

@@ -24,13 +24,13 @@ Where updates run within backward (`frees_gradient_on_update`), a gradient is us
 at every stage.  The payload is as above, and 16 bytes are summed before it (zero/backward_updates.py).
 
 Note: time-shared memory.
-Between the last backward of a step and the update nobody reads weights that have separate masters.  Between the update
+Between the last backward of a step and the update no code reads weights that have separate masters.  Between the update
 and the next backward there is no gradient.  A device without room for both, which would offload them to the host, can
 place both in one arena with the buffers of a step (memory/arena.py).  Their moments are planned (`SharedInterval`,
 `shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
-weights of later chunks.  An update writes weights where they were.  By its plan a 124M GPT in bf16 on two ranks at
-stage 3 moves 504 MB each way over the link in a step under a device budget of 1 GB, instead of 669 with resident
-weights, and 103 instead of 266 under 1.4 GB.  It costs three things.  A skipped or discarded step rebuilds these
+weights of later chunks.  An update writes weights where they were.  Example: a 124M GPT in bf16 on two ranks at stage
+3.  Its plan moves 504 MB each way over the link in a step under a device budget of 1 GB, instead of 669 with resident
+weights. Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
 weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
 an error.  Modules must run in the order of the first step, once a backward.
 

@@ -1,4 +1,4 @@
-"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to what is needed.
+"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to the needed actions.
 
 Passes: `add_messages` adds SEND and RECV, `add_step` REDUCE, TIED_REDUCE and UPDATE; schedule/stage_gathers.py adds
 the gathers of ZeRO-3.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.

@@ -16,6 +16,9 @@ from fractions import Fraction
 LOOKAHEAD = 3
 """Chunks before its turn that a copy for an update is begun, where both sides are used."""
 
+ALL = 2**62
+"""Chunks in a row: more than there are."""
+
 
 @dataclass(frozen=True)
 class UpdateMix:
@@ -28,6 +31,9 @@ class UpdateMix:
     on_host: frozenset[int] = frozenset()
     ahead: int = 1
     ahead_down: int = 1
+    early: bool = False
+    """Whether gradients for updates on the host leave in backward, right behind their sums, each to a slot of its
+    own."""
 
     @property
     def record_width(self) -> int:
@@ -37,6 +43,11 @@ class UpdateMix:
     @property
     def gradient_width(self) -> int:
         """Chunks in a row whose gradients may be in slots on the host at once."""
+        return ALL if self.early else self.ahead_down + 1
+
+    @property
+    def new_weight_width(self) -> int:
+        """As `gradient_width`, of weights that are written there and go up."""
         return self.ahead_down + 1
 
     @property

@@ -1,29 +1,39 @@
 """Models the lanes of an update phase by measured rates, and finds the share of chunks that the host updates fastest.
 
 Note: the model (arXiv 2410.21316, section 4).
-Of N_c elements updated on the host and N_x streamed to the device, with s, g, w bytes of record, gradient and weight an
-element, and a bytes of host memory that an update on the host reads and writes:
+N_c elements are updated on the host, N_x streamed to the device.  A record, gradient and weight have s, g, w bytes an
+element.  A host update reads and writes a bytes of host memory an element.
 
     host     N_c / U_c + calls          up     (s N_x + w N_c) / B_up         device   N_x / U_d
     down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m
 
 The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
-then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on with
-changes of single chunks and exchanges of two.  The simulated phase has at most `SIMULATED` chunks of equal size,
-and no computing beside it.
+then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
+these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
+
+Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are, updates
+beside the next forward and gradients on their way down in backward, and the period of a step is what is minimised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from math import inf
+from typing import Any
 
-from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, part_of, update_plan
-from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
+from colossal_lite.schedule.optimizer_updates import (
+    ChunkPart,
+    Crossing,
+    memory_of,
+    part_of,
+    run_of,
+    update_plan,
+)
+from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind, Memory, Plan
 from colossal_lite.schedule.simulator import HostBandwidth, ScheduleTimeline, simulate
 from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
 
@@ -32,7 +42,9 @@ SIMULATED = 48
 COARSE = 8
 """Shares at equal distances that are simulated first."""
 FEW = 12
-"""Chunks of which each is placed by itself."""
+"""Chunks, each placed by itself."""
+STEPS = 3
+"""Simulated steps; the last one counts."""
 NEAR = 2
 """Chunks more or fewer that are simulated around the best so far."""
 
@@ -68,6 +80,21 @@ class UpdateBytes:
     """0 where weights rest on the host."""
     host_memory: float
     """Bytes of host memory that an update there reads and writes."""
+    early: bool = False
+    """Whether gradients have come down in backward."""
+
+    @property
+    def gradient_late(self) -> float:
+        """Bytes of gradient that come down for an update, behind the norm."""
+        return 0.0 if self.early else self.gradient
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds that a step computes beside its updates."""
+
+    forward_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -106,11 +133,11 @@ def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
     """The lanes of a share."""
     on_host = work.elements * float(host_share)
     streamed = work.elements - on_host
-    memory = (work.host_memory + work.gradient + work.weight) * on_host + 2 * work.record * streamed
+    memory = (work.host_memory + work.gradient_late + work.weight) * on_host + 2 * work.record * streamed
     return Lanes(
         host_s=on_host / rates.host_update + work.chunks * float(host_share) * rates.call_s,
         up_s=(work.record * streamed + work.weight * on_host) / rates.up,
-        down_s=(work.record * streamed + work.gradient * on_host) / rates.down,
+        down_s=(work.record * streamed + work.gradient_late * on_host) / rates.down,
         device_s=streamed / rates.device_update,
         memory_s=memory / rates.host_memory,
     )
@@ -121,13 +148,14 @@ def simulated_chunks(work: UpdateBytes) -> int:
     return min(max(work.chunks, 1), SIMULATED)
 
 
-def fastest_mix(work: UpdateBytes, rates: Rates) -> FoundMix:
-    """The share whose simulated updates are over first; of several the smallest."""
+def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = None) -> FoundMix:
+    """The share whose simulated updates, or steps, are over first; of several the smallest."""
     count = simulated_chunks(work)
+    simulated = partial(simulated_s, work, rates, count=count, computing=computing)
 
     @cache
     def seconds(number: int) -> float:
-        return simulated_s(work, rates, mix_of(Fraction(number, count), range(count)), count)
+        return simulated(mix_of(Fraction(number, count), range(count)))
 
     def bound(number: int) -> float:
         return lanes_of(work, rates, Fraction(number, count)).bound_s
@@ -141,43 +169,82 @@ def fastest_mix(work: UpdateBytes, rates: Rates) -> FoundMix:
     share = Fraction(best, count)
     if work.chunks > FEW:
         return FoundMix(share, lanes_of(work, rates, share), seconds(best))
-    chosen, fastest_s = _improved(work, rates, mix_of(share, range(count)).on_host, count)
+
+    @cache
+    def of_chosen(chosen: frozenset[int]) -> float:
+        return simulated(mix_with(chosen, count))
+
+    starts = [mix_of(Fraction(n, count), range(count)).on_host for n in near]
+    chosen = min((_improved(of_chosen, start, count) for start in starts), key=of_chosen)
     share = Fraction(len(chosen), count)
-    return FoundMix(share, lanes_of(work, rates, share), fastest_s, chosen)
+    return FoundMix(share, lanes_of(work, rates, share), of_chosen(chosen), chosen)
 
 
 def _improved(
-    work: UpdateBytes, rates: Rates, chosen: frozenset[int], count: int
-) -> tuple[frozenset[int], float]:
-    """The best that single changes lead to, each the best of its round; and its seconds."""
-    fastest_s = simulated_s(work, rates, mix_with(chosen, count), count)
+    simulated: Callable[[frozenset[int]], float], chosen: frozenset[int], count: int
+) -> frozenset[int]:
+    """The chunks that single changes lead to, each the best of its round."""
     while True:
         single = [chosen ^ {chunk} for chunk in range(count)]
         others = [
             chosen ^ {a, b} for a, b in combinations(range(count), 2) if (a in chosen) is not (b in chosen)
         ]
-        tried = {some: simulated_s(work, rates, mix_with(some, count), count) for some in (*single, *others)}
-        best = min(tried, key=lambda some: (tried[some], sorted(some)))
-        if tried[best] >= fastest_s:
-            return chosen, fastest_s
-        chosen, fastest_s = best, tried[best]
+        best = min((*single, *others), key=lambda some: (simulated(some), sorted(some)))
+        if simulated(best) >= simulated(chosen):
+            return chosen
+        chosen = best
 
 
-def simulated_s(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> float:
-    """Seconds of `count` chunks' updates, from the norm to the last write."""
-    return simulated_updates(work, rates, mix, count).makespan_s
+def simulated_s(
+    work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing | None = None
+) -> float:
+    """Seconds of `count` chunks' updates, from the norm to the last write; beside `computing`, of a step."""
+    if computing is None:
+        return simulated_updates(work, rates, mix, count).makespan_s
+    ends = [
+        span for span in simulated_steps(work, rates, mix, count, computing).spans if _ends_step(span.action)
+    ]
+    last = {span.action.micro_batch: span.end_s for span in sorted(ends, key=lambda span: span.end_s)}
+    return last[STEPS - 1] - last[STEPS - 2]
+
+
+def _ends_step(action: Action) -> bool:
+    """A backward, or the update with which the next forward begins at once."""
+    is_first = action.kind is ActionKind.UPDATE and action.chunk == 0 and action.resource != CPU
+    return is_first or action.kind is ActionKind.B
 
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
-    """The updates of `count` chunks that hold all the elements, nothing of which begins before the norm is known."""
-    crossing = Crossing(tuple(_down(work)), up=work.weight > 0)
+    """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
+    how = _how(work, mix, gradient=work.gradient_late)
+    plan, memory = update_plan(count, **how), memory_of(count, **how)
+    return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))
+
+
+def simulated_steps(
+    work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing
+) -> ScheduleTimeline:
+    """Some steps of `count` units with a chunk each."""
+    plan, memory = run_of([[unit] for unit in range(count)], STEPS, **_how(work, mix, gradient=work.gradient))
+    return _simulated(plan, memory, work, rates, count, computing)
+
+
+def _how(work: UpdateBytes, mix: UpdateMix, *, gradient: float) -> dict[str, Any]:
+    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
-    plan = update_plan(count, ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host)
-    memory = memory_of(count, ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host)
+    return dict(ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host, early=work.early)
+
+
+def _simulated(
+    plan: Plan, memory: Memory, work: UpdateBytes, rates: Rates, count: int, computing: Computing
+) -> ScheduleTimeline:
     elements = work.elements / count
     sizes = {ChunkPart.RECORD: work.record, ChunkPart.GRADIENT: work.gradient, ChunkPart.WEIGHTS: work.weight}
+    computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
 
     def moved(action: Action) -> float:
+        if action.kind in computed:
+            return 0.0
         if action.kind is ActionKind.UPDATE:
             return elements * work.host_memory if action.resource == CPU else 0.0
         part, _ = part_of(action.chunk or 0, count)
@@ -185,6 +252,8 @@ def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: in
 
     def seconds(action: Action) -> float:
         assert action.resource != DISK
+        if action.kind in computed:
+            return computed[action.kind]
         if action.kind is not ActionKind.UPDATE:
             return moved(action) / (rates.up if action.kind is ActionKind.FETCH else rates.down)
         if action.resource != CPU:
@@ -193,8 +262,3 @@ def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: in
 
     shared = None if rates.host_memory == inf else HostBandwidth(rates.host_memory, moved)
     return simulate(plan, seconds, memory=memory, host=shared)
-
-
-def _down(work: UpdateBytes) -> Iterator[ChunkPart]:
-    if work.gradient:
-        yield ChunkPart.GRADIENT

@@ -10,7 +10,8 @@ chunk, and of those after it, until the ranks have agreed.  This rank uses more 
 change.  Backward does not read the weights of a chunk whose gradients are complete.  If it does, torch raises an error,
 or for sharded weights the version of the saved tensor does.  Other ranks gather the new weights after the step, in
 forward order, as always.  So the computation is that of a step without clipping, in another order of chunks: the bits
-are the same.  Gradients use the slots in which they accumulate and are reduced, and no more.
+are the same.  Gradients use the slots in which they accumulate and are reduced, and no more.  An update on the host
+only starts here.  Its gradient leaves its slot by a copy, and the next user of the slot waits for that copy.
 Source: fused backward and update as in arXiv 2306.09782 (LOMO), here for every elementwise rule, with sharded state.
 """
 
@@ -28,7 +29,7 @@ class UpdatesInBackward:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
         self._deferred: DeferredUpdates | None = None
-        self._waits = False  # from the first chunk on of which this rank lacks a gradient
+        self._waits = False  # from the first chunk on that lacks a gradient on this rank
 
     @property
     def goes(self) -> bool:
@@ -47,12 +48,17 @@ class UpdatesInBackward:
         if self._deferred is None:
             chunk.free_gradient()
         elif not self._waits:
-            self._deferred.until(self._place[chunk.spec.id])
+            self._deferred.start(self._place[chunk.spec.id])
 
     def finish(self) -> None:
         """The ranks have agreed: run the remaining updates."""
         if self._deferred is not None:
             self._deferred.finish()
+
+    def drain(self) -> None:
+        """Wait for updates on the host: nothing writes weights after it."""
+        if self._deferred is not None:
+            self._deferred.drain()
 
     def over(self) -> None:
         """The step is over, or given up."""

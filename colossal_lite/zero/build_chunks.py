@@ -1,6 +1,6 @@
 """Packs and allocates a rank's chunks, from names, sizes and specs alone.
 
-Note: `initialize` fills them; `plan` makes the same ones on the meta device, so what is forecast is what is allocated.
+Note: `initialize` fills them; `plan` makes the same ones on the meta device, so forecast and allocation are equal.
 """
 
 from __future__ import annotations

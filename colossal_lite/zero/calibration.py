@@ -1,6 +1,6 @@
 """Measures the rates of this machine with the kernels, links and host memory that updates use.
 
-Note: what is measured how.
+Note: the measurements.
 AdamW updates `NUMEL` elements, on the host and on the device.  Each direction of the link copies one of these tensors,
 alone and beside the other direction.  The host update is measured again while both directions copy.  Host memory is
 the most traffic that any of these has shown, so it is a lower bound.  An empty chunk goes down, is updated and goes up,
@@ -30,7 +30,7 @@ from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.pinned import host_pages, host_room
 
 NUMEL = 2**22
-"""Elements of an update, of which each of four tensors has 16 MiB."""
+"""Elements of an update; each of its four tensors has 16 MiB."""
 TRIALS = 3
 EMPTY = 64
 DISK_BYTES = 64 * 2**20

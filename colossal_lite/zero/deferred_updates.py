@@ -6,7 +6,7 @@ slow.  So the step returns, and the updates run in forward order.  A chunk is up
 (zero/forward_hooks.py) is about to let a module read its weights.  Its record is fetched while earlier units compute,
 and written back while later ones do.  The computation and its order are those of an immediate update: so are the bits.
 Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
-placeholders, which nobody can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
+placeholders, which no code can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
 weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
@@ -32,9 +32,12 @@ class DeferredUpdates:
         handlers: Mapping[ActionKind, Callable[[Action], None]],
         end: Callable[[], None],
         arrive: Callable[[int], None] = lambda chunk: None,
+        *,
+        by_gradient: bool = False,
     ) -> None:
         """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
-        host; `end` is called when all are done."""
+        host; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no
+        action of another one starts with it."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.
@@ -44,7 +47,8 @@ class DeferredUpdates:
             part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
             if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
                 self._stops.setdefault(chunk, stop)
-            stop = number if holds_up(action) else stop
+            is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
+            stop = number if holds_up(action) or by_gradient and is_own else stop
         self._coming: deque[int] = deque()  # updates on the host that have started
         self._last: int | None = None
         self._failure: Exception | None = None
@@ -59,6 +63,19 @@ class DeferredUpdates:
         if chunk != self._last:  # an update may itself ask for what it has just made
             self._run(self._stops[chunk])
             self._settle(chunk)
+
+    def start(self, chunk: int) -> None:
+        """As `until`, but updates on the host only start."""
+        self._run(self._stops[chunk])
+
+    def drain(self) -> None:
+        """Wait for the updates on the host that have started; the others never run. One that fails only tells what the
+        caller knows: some weights are of this step and others are not."""
+        while self._coming:
+            try:
+                self._arrive(self._coming.popleft())
+            except Exception as error:
+                self.mark_failed(error)
 
     def finish(self) -> None:
         """Run all that is left. If an action has raised, this raises the same, each time."""

@@ -1,7 +1,7 @@
 """Computes the squared norm of all gradients, fast or in a fixed order.
 
 Note: `ordered`.
-Each block of 1,024 elements of a parameter lies in one rank's shard of its chunk (memory/packing.py), so its square is
+Each block of 1,024 elements of a parameter is in one rank's shard of its chunk (memory/packing.py), so its square is
 a number that no other rank adds to.  The ranks exchange the squares of all blocks, with zeros for blocks of others.
 Every rank adds them in the order of the model's parameters: the same bits for any stage and chunk size.  Cost: 8 bytes
 a block in the all-reduce of the step's totals, 0.2 % of the gradients in float32.

@@ -45,7 +45,8 @@ class GradientHooks:
         self._next = -1  # the chunk to launch next; counts down
         self._in_flight: deque[Chunk] = deque()
         self.summed: Callable[[Chunk], None] = nothing
-        """Called with each reduced chunk whose gradient is freed on its update, in the order of the launches."""
+        """Called with each chunk whose gradient is final, in the order of the launches; in backward where it can be."""
+        self._passed: set[int] = set()  # chunks with which it was called
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
@@ -82,6 +83,7 @@ class GradientHooks:
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once = is_last and to_come is None
         self._arrived.clear()
+        self._passed.clear()
         self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
         for parameter in to_come or ():
             if (number := self._chunk_of.get(id(parameter))) is not None:
@@ -109,7 +111,7 @@ class GradientHooks:
 
     @property
     def ready(self) -> int:
-        """Chunks, counted from the last, of which every gradient has come in this backward."""
+        """Chunks, counted from the last, whose gradients have all come in this backward."""
         complete = self._next
         while complete >= 0 and self._missing[complete] == 0:
             complete -= 1
@@ -139,6 +141,8 @@ class GradientHooks:
             chunk.start_copies()
         for chunk in left:
             chunk.conclude()
+            self._pass_on(chunk)
+        self._passed.clear()
 
     def give_up(self) -> bool:
         """After a backward that failed: make every reduction that it makes here or on another rank, and discard the
@@ -183,6 +187,10 @@ class GradientHooks:
             self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
+        if self._ends and self.summed is not nothing:  # the first sums are used while backward goes on
+            most = IN_FLIGHT if chunk.takes_room or chunk.groups.all.size > 1 else 0
+            while len(self._in_flight) > most:
+                self._finish_first()
 
     def _finish_first(self) -> None:
         """Of the chunks on their way the first is summed."""
@@ -190,6 +198,13 @@ class GradientHooks:
         chunk.finish_reduce()
         if chunk.frees_gradient_on_update:
             chunk.conclude()
+            self._pass_on(chunk)
+        elif self._ends and chunk.is_final_when_summed:
+            self._pass_on(chunk)
+
+    def _pass_on(self, chunk: Chunk) -> None:
+        if chunk.spec.id not in self._passed:
+            self._passed.add(chunk.spec.id)
             self.summed(chunk)
 
     def _arrive(self, number: int, index: int, parameter: Tensor) -> None:
@@ -235,13 +250,13 @@ def _hand_on(arrive: WeakMethod[Callable[..., None]], number: int, index: int, p
 
 
 def nothing(chunk: Chunk) -> None:
-    """Does nothing: a gradient that is not freed on its update waits for the step."""
+    """Does nothing: the gradient waits for the step."""
 
 
 class StageHooks:
     """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
-    that several stages use, which are complete only when the last of these is at the end of a step, and are summed then
-    in any case. Chunks are named by their numbers."""
+    that several stages use. These are complete only when the last stage ends its step, and are
+    always summed then. Chunks are named by their numbers."""
 
     def __init__(
         self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
@@ -276,7 +291,7 @@ class StageHooks:
             yield
 
     def hand_on(self, summed: Callable[[Chunk], None]) -> None:
-        """Set the callback for gradients that are freed on their update."""
+        """Set the callback for gradients that are final."""
         for hooks in self._hooks.values():
             hooks.summed = summed
 

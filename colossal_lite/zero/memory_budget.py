@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 
 
 Forecast = Callable[..., Mapping[str, int] | None]
-"""From the samples of a step on this rank, their tokens and, if others than the config's, `changes=` of it as a command
-line has them, or `trains=False`, to bytes of each kind beside the state, and to those of the whole `device`. `found=`:
-the config with the mix of updates that the engine has found."""
+"""Maps the samples of a step on this rank and their tokens to bytes of each kind beside the state, and of the whole
+`device`. `changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix
+of updates that the engine has found."""
 
 
 class MemoryBudget:
@@ -186,7 +186,7 @@ class MemoryBudget:
     def forecast(
         self, samples: int, tokens: int, forecast_batch: Forecast | None, *, trains: bool = True
     ) -> None:
-        """Before a batch of which this rank has so many samples: what does not fit by what `forecast_batch` says (None:
+        """Before a batch with so many samples on this rank: what does not fit by what `forecast_batch` says (None:
         no forecast) is refused. Collective; raises ConfigError on every rank."""
         if self._memory.device_budget is None:
             return

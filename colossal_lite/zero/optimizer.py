@@ -19,7 +19,7 @@ or is updated on the host (offload/host_updates.py).  zero/optimizer_state.py ha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -30,7 +30,7 @@ from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
-from colossal_lite.memory.link import Link
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
@@ -118,11 +118,10 @@ class ChunkOptimizer(OptimizerState):
         seed: int = 0, choice: Choice = _on_device, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
-        `records`, where those may take `host_room` bytes with what their updates need there, and what is beyond rests
-        on disk (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's
-        file; None where no step is taken; `seed` of what rounds narrow states; `choice` says which are updated on
-        the host, where their records rest off the device; `backward`: updates come in the order of gradients.  Raises
-        DiskError."""
+        `records`, where those may take `host_room` bytes with what their updates need there, and the rest is on disk
+        (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's file; None where no step is
+        taken; `seed` of what rounds narrow states; `choice` says which are updated on the host, where their records
+        rest off the device; `backward`: updates come in the order of gradients.  Raises DiskError."""
         self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
@@ -132,6 +131,8 @@ class ChunkOptimizer(OptimizerState):
             shares or placement == "disk" or host_room is not None
         ):  # budgets and slots of the disk are for one ahead
             self._mix = UpdateMix(self._mix.on_host)
+        if backward:  # a gradient comes down when it is summed, and not before
+            self._mix = replace(self._mix, ahead_down=0, early=False)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
@@ -291,6 +292,10 @@ class ChunkOptimizer(OptimizerState):
         assert self.host_updates is not None
         self.host_updates.arrived(self._index[chunk.spec.id])
 
+    def leaving(self, chunk: Chunk) -> tuple[Transfer, ...]:
+        """The copies that still read the gradient of a chunk whose update on the host has started."""
+        return self.host_updates.leaving(self._index[chunk.spec.id]) if self.host_updates else ()
+
     @property
     def update_bytes(self) -> int:
         """What an update on the device holds beside the state, at the most."""
@@ -303,6 +308,16 @@ class ChunkOptimizer(OptimizerState):
 
     def _is_on_host(self, index: int) -> bool:
         return self.host_updates is not None and index in self.host_updates.crossings
+
+    def send_gradient(self, chunk: Chunk) -> None:
+        """The gradient of a chunk is final: it leaves for its update on the host, where it leaves early."""
+        if self.host_updates is not None:
+            self.host_updates.send(self._index[chunk.spec.id])
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients leave in backward for updates on the host."""
+        return self.host_updates is not None and self._mix.early
 
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
@@ -397,12 +412,13 @@ class ChunkOptimizer(OptimizerState):
         self.plan = self._planned(moving)
 
     def _planned(self, moving: Collection[int] | None) -> Plan:
-        """The updates; `moving`: the chunks of which something rests off the device, None: all or none."""
+        """The updates; `moving`: the chunks with state off the device, None: all or none."""
         return update_plan(
             len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
             below=READ_AHEAD, moving=moving,
             on_disk=self.tiers.on_disk if self.tiers else (),
             on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
+            early=self._mix.early,
             backward=self._backward,
         )  # fmt: skip
 

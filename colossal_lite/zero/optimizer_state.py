@@ -1,7 +1,7 @@
 """Stores optimizer state in flat buffers; reads, writes, parks and restores it between steps.
 
 Note: access.
-State on disk has its tensors on the meta device, so nobody reads them by mistake.  `at_hand` and `opened` bring it to
+State on disk has its tensors on the meta device, so no code reads them by mistake.  `at_hand` and `opened` bring it to
 memory, and `settle` writes changes back.  Split masters (kernels/split.py) are joined for a reader.  They are split
 again before anything else is read or written.
 """
@@ -30,7 +30,7 @@ class OptimizerState:
         self, chunks: Sequence[Chunk], rules: Sequence[Rule], shapes: Mapping[str, torch.Size],
         records: TaskRecords,
     ) -> None:  # fmt: skip
-        """`rules` of the update of each chunk; `shapes` of parameters by name; state on the host lies in `records`.
+        """`rules` of the update of each chunk; `shapes` of parameters by name; state on the host is in `records`.
         The subclass allocates the state."""
         self._chunks, self._rules, self._shapes, self._records = tuple(chunks), tuple(rules), shapes, records
         self.tiers: OffloadedOptimizerStates | None = None

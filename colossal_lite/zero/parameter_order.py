@@ -53,7 +53,7 @@ def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def by_order(held: Mapping[str, V], order: Sequence[str] | None) -> dict[str, V]:
-    """`held`, by name, in this order; what is not in it comes last, as it came. None: as it is."""
+    """`held`, by name, in this order; parameters that are not in it come last, as given. None: as it is."""
     place = {name: index for index, name in enumerate(order or ())}
     return {name: held[name] for name in sorted(held, key=lambda name: place.get(name, len(place)))}
 

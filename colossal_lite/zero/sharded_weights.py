@@ -2,7 +2,7 @@
 
 Note: requests and the plan.
 A gate requests weights before the forward of the module that owns them.  In backward autograd requests them, when it
-unpacks a saved tensor that lies in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
+unpacks a saved tensor in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
 run in order, up to the one that has the weights.  So every rank makes the same gathers and reductions in the same
 order, whatever modules it leaves out.  At the end of a forward or backward the remaining steps run.  A weight that the
 plan has dropped is an error, never an old value.

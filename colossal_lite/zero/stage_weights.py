@@ -39,7 +39,7 @@ class StageGather(ShardedWeights):
         super().__init__(module, parameters, chunks, frozen)
         self._actions: Sequence[Action] = ()
         self.slots = GatherSlots()
-        """Of the list that was followed last."""
+        """Slots of the list that was followed last."""
         self._most_planned_numel = 0
         self._offsets: Iterator[int] = iter(())
         self._of_stage: dict[int, list[WeightChunk]] = {}

@@ -8,7 +8,7 @@ on the same side.  Cost: measuring takes some seconds, once an engine, where `me
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from fractions import Fraction
 from math import inf
 from pathlib import Path
@@ -23,6 +23,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
+    Computing,
     Rates,
     UpdateBytes,
     fastest_mix,
@@ -33,7 +34,7 @@ from colossal_lite.schedule.update_rates import (
 from colossal_lite.zero.calibration import machine_name, measure
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what each rank gave, on all ranks."""
+"""Gathers the value of each rank to all ranks."""
 
 
 def alone(value: Any) -> list[Any]:
@@ -44,15 +45,20 @@ def alone(value: Any) -> list[Any]:
 class UpdateChoice:
     """The mix of a rank's chunks, once their bytes are known."""
 
-    def __init__(self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
-        """Raises ValueError for a file of rates that cannot be read."""
+    def __init__(
+        self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone, *,
+        operations: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`operations`: floating-point operations of a step's forward and backward here, 0 where they are not known.
+        Raises ValueError for a file of rates that cannot be read."""
+        self._operations = operations
         self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
         self.found: UpdateOn | None = None
-        """What "auto" has found, as the config says it; None where it was not asked."""
+        """The mix that "auto" chose, in the config's form; None under another setting."""
         self.lanes = ""
         """The mix in words, with its lanes where there are rates; empty where nothing rests off the device."""
         self.notices: list[str] = []
-        """What rank 0 says."""
+        """Lines that rank 0 prints."""
         self.given = memory.rates
         """The rates of the config, or of its file."""
         if memory.rates.file is not None:
@@ -63,6 +69,8 @@ class UpdateChoice:
         rates are neither given nor can be measured, and for a number that no chunk has."""
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
+        early = self._memory.sends_gradients_early
+        work = replace(work, early=early)
         rates, on_host = rates_of(self.given), self._memory.on_host
         if self._memory.update_on == "auto":
             rates = self._agreed(rates or rates_of(self._found_here()))
@@ -70,15 +78,19 @@ class UpdateChoice:
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
-        mix = mix_of(on_host, ids)
+        mix = replace(mix_of(on_host, ids), early=early)
         share = Fraction(len(mix.on_host), max(len(ids), 1))
         self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
         if rates is not None:
             count = simulated_chunks(work)
-            like = mix if count == len(ids) else mix_of(share, range(count))
-            self.lanes += (
-                f": {lanes_of(work, rates, share)}, {simulated_s(work, rates, like, count):.3g} s simulated"
-            )
+            like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
+            updates_s = simulated_s(work, rates, like, count)
+            self.lanes += f": {lanes_of(work, rates, share)}, {updates_s:.3g} s simulated"
+            if self._operations and self.given.flops:
+                computed_s = self._operations / self.given.flops
+                computing = Computing(computed_s / 3, computed_s * 2 / 3)
+                step_s = simulated_s(work, rates, like, count, computing)
+                self.lanes += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
         return mix

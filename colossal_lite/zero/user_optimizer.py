@@ -3,8 +3,8 @@
 Note: parameters.
 The optimizer gets one `nn.Parameter` for each trainable parameter of the model, in the model's order.  Each is a view
 of the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced gradient,
-divided by tokens and clip factor (a copy where the master weights are narrower), or None where no rank used it.  Its
-state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
+divided by tokens and clip factor; it is a copy where the master weights are narrower, or None where no rank used it.
+Its state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
 
 With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
 meta device, and never have a gradient.  A step that makes one parameter depend on another cannot be made stage by
@@ -33,8 +33,8 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 class OwnOptimizer:
     """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes.
 
-    Raises ValueError for a factory that makes no optimizer, for one whose step needs a closure, for one that does
-    not hold exactly the parameters it was given, and for one that cannot take parameters without values.
+    Raises ValueError for a factory that makes no optimizer, and for one whose step needs a closure. Also for one that
+    does not hold exactly the parameters it was given, or cannot take parameters without values.
     """
 
     def __init__(

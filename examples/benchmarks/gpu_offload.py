@@ -3,6 +3,7 @@
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --out offload.json      (1.3 B and 6.7 B; within 9 minutes)
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --tiny                  (any machine: a tiny model)
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --models 13B --sides "ours host" --steps 1
+    PYTHONPATH=. python examples/benchmarks/gpu_offload.py --models 6.7B       (updates on both sides, beside all peers)
 
 Every side trains the same GPT from the same values on the same tokens: bf16 beside float32 masters, AdamW, clipping at
 1.0, every block recomputed, one process.  FSDP2 gets torch's fused AdamW on the CPU, its best.  Each row has a process
@@ -170,13 +171,16 @@ def fsdp2(work: Work, device: str, stack: ExitStack) -> Side:
     return Side(step)
 
 
-def deepspeed(work: Work, device: str, stack: ExitStack, *, stage: int) -> Side:
+def deepspeed(work: Work, device: str, stack: ExitStack, *, stage: int, **optimizer: Any) -> Side:
+    """`optimizer`: further settings of `offload_optimizer`, such as Twin-Flow's `ratio`."""
     import deepspeed as ds
 
     stack.enter_context(alone())
     model = recomputed(built(work.model, device))
     on_host = dict(device="cpu", pin_memory=True)
-    zero = dict(stage=stage, offload_optimizer=on_host, overlap_comm=True, contiguous_gradients=True)
+    zero = dict(
+        stage=stage, offload_optimizer=on_host | optimizer, overlap_comm=True, contiguous_gradients=True
+    )
     config = dict(
         train_micro_batch_size_per_gpu=work.batch,
         bf16=dict(enabled=True),
@@ -232,8 +236,14 @@ SIDES: dict[str, Callable[..., Side]] = {
     "ours split": partial(
         ours, memory=dict(placement="host"), precision=dict(dtype="bf16", master="split")
     ),
+    **{
+        f"ours updates {name}": partial(ours, memory=dict(placement="host", update_on=how))
+        for name, how in (("on host", "host"), ("auto", "auto"), *((f"every {k}", dict(every=k)) for k in (2, 3, 4, 5)))
+    },
     "DeepSpeed ZeRO-2": partial(deepspeed, stage=2),
     "DeepSpeed ZeRO-3": partial(deepspeed, stage=3),
+    **{f"DeepSpeed Twin-Flow {ratio}": partial(deepspeed, stage=3, ratio=ratio) for ratio in (0.25, 0.5, 0.75)},
+    "DeepSpeed SuperOffload": partial(deepspeed, stage=3, super_offload=True),
 }  # fmt: skip
 
 
@@ -246,7 +256,8 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
     held = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     if side == "device" and held is not None and STATE_BYTES * params > held:
         return Row(name, side, params, note=f"{STATE_BYTES} bytes a parameter are more than the device has")
-    on_host = ON_HOST_BYTES.get(side, 18 if side.startswith("DeepSpeed") else 12)
+    streams = 16 if side.startswith("ours updates") else 12  # gradients too
+    on_host = ON_HOST_BYTES.get(side, 18 if side.startswith("DeepSpeed") else streams)
     if on_host * params > 0.95 * host_bytes():  # a host without memory ends more than this process
         return Row(name, side, params, note=f"{on_host} bytes a parameter are more than the host has")
     with ExitStack() as stack:

@@ -211,7 +211,12 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         dict(parallel=dict(tensor=dict(size=8, mode="3d"))),
         "c_attn, of other samples.*in mode 3d",
     ),
-    "checkpoint of its own": ("draws", 1, {}, "legal: in the forward of a module.*and activation_checkpoint"),
+    "checkpoint of its own": (
+        "draws",
+        1,
+        {},
+        "legal: a call in the forward of a module.*and activation_checkpoint",
+    ),
     "reentrant checkpoint": ("draws", 1, {}, "dropout outside the forward.*legal: activation_checkpoint"),
     "its own generator": ("noise", 1, {}, "torch's own generator"),
     "compiled": ("gpt2", 1, dict(compile="block"), "compile='block' compiles"),

@@ -54,6 +54,18 @@ class Shifts(OwnLoss):
         return {"loss": loss, "logits": logits}
 
 
+class Keeps(OwnLoss):
+    """As llama2.c: logits alone, and the loss as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_loss: Tensor | None = None
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits, self.last_loss = super().forward(ids, targets)
+        return logits
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     ids, labels = (torch.randint(WORDS, (4, TOKENS), generator=generator) for _ in range(2))
@@ -61,9 +73,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def build() -> OwnLoss:
+def build(kind: type[OwnLoss] = OwnLoss) -> OwnLoss:
     torch.manual_seed(0)
-    return OwnLoss().double()
+    return kind().double()
 
 
 def plain() -> tuple[list[float], dict[str, Tensor]]:
@@ -79,10 +91,12 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def trains(env: RankEnv, changes: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+def trains(
+    env: RankEnv, kind: type[OwnLoss], changes: dict[str, Any]
+) -> tuple[list[float], float, dict[str, Tensor]]:
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=60) | changes
     with env.launch(config) as context:
-        engine = cl.initialize(build(), context=context, criterion="model", plan=PLAN)
+        engine = cl.initialize(build(kind), context=context, criterion="model", plan=PLAN)
         cut = context.local_batch(4)
         steps = [tuple(t[cut] for t in batch(step)) for step in range(2)]
         evaluated = float(engine.eval_step(steps[0]))
@@ -96,13 +110,16 @@ MODES: dict[str, dict[str, Any]] = {
     "tensor 1d": dict(parallel=dict(tensor=2)),
     "tensor 1d, whole": dict(parallel=dict(tensor=dict(size=2, sequence_parallel=False))),
     "pipeline": dict(parallel=dict(pipeline=dict(size=2, micro_batches=2))),
+    "kept as an attribute, tensor 1d": dict(parallel=dict(tensor=2)),
+    "kept as an attribute, pipeline": dict(parallel=dict(pipeline=dict(size=2, micro_batches=2))),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_models_own_loss_trains_as_in_a_plain_loop(mode: str) -> None:
     losses, weights = plain()
-    for theirs, evaluated, state in run_world(trains, 2, MODES[mode]):
+    kind = Keeps if mode.startswith("kept") else OwnLoss
+    for theirs, evaluated, state in run_world(trains, 2, kind, MODES[mode]):
         assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(losses, theirs, strict=True))
         assert math.isclose(evaluated, losses[0], rel_tol=1e-12), "an evaluation gives the same loss"
         for name, value in weights.items():

@@ -35,7 +35,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def looped(env: RankEnv, folder: str, how: dict[str, Any]) -> dict[str, Any]:
-    """README's loop to `steps`; `at`: a signal to `rank` before that step, `leave`: the loop breaks after that step."""
+    """A run's loop to `steps`; `at`: a signal to `rank` before that step, `leave`: the loop breaks after that step."""
     losses, valid, ended = {}, {}, None
     steps, at, leave = how.get("steps", 9), how.get("at"), how.get("leave")
     try:

@@ -104,3 +104,12 @@ def test_auto_takes_the_file_of_this_machine_and_measures_where_there_is_none(tm
         CalibrateCommand().run()
         choice = choice_of({}, update_on="auto")
         assert choice._found_here() == read_rates(path).rates and f"not given; of {path}" in choice.notices[0]
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with (
+        patch.object(calibration, "NUMEL", 2**14),
+        pytest.raises(ValueError, match="--file .* cannot be written"),
+    ):
+        CalibrateCommand(tmp_path / "taken" / "rates.json").run()

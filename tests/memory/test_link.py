@@ -448,3 +448,15 @@ def test_a_place_that_is_taken_is_given_to_nobody_else() -> None:
     places.take(0)
     with pytest.raises(AssertionError, match="5 comes to a place that is taken"):
         places.take(5)
+
+
+def test_each_thread_of_a_link_sets_the_device_that_it_copies_for() -> None:
+    """Else leaving a stream would set device 0 there, and each other rank would hold memory on it."""
+    recorder, device = Recorder(), torch.device("cuda", 1)
+    link = Link("up", StreamExecutor(device, recorder))
+    link._thread.submit(link._turn).result(timeout=10)
+    link._teller.submit(link._turn).result(timeout=10)
+    link.close()
+    assert {name.rpartition("_")[0]: found for name, found in recorder.devices.items()} == {
+        "link-up": device, "link-up-ends": device
+    }  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.schedule.update_mix import is_on_host, mix_of
 from tests.shared.covering import covering_array, name_of
-from tests.shared.parity import start, steps_of
+from tests.shared.parity import Case, start, steps_of
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import DEEP, _extent, auto, config_of, three_tiers
 from tests.zero.test_zero import SMALL, assert_same_bits, bits
@@ -132,9 +133,9 @@ def resolved_of(env: RankEnv, rates: dict[str, Any], update_on: Any, directory: 
 @pytest.mark.parametrize("update_on", ["auto", {"every": 2}, "host"])
 def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> None:
     model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
-    memory = dict(placement="host", update_on=update_on, rates=RATES)
+    memory = dict(placement="host", update_on=update_on, rates=RATES | dict(flops=1e9))
     told = str(plan(dict(memory=memory), model, batch=2, sequence=8, world_size=1))
-    assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated", told)
+    assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated; a step of", told)
 
 
 @pytest.mark.parametrize("update_on, gone", [({"host": (0, 99)}, "99"), ({"host": (8,)}, "8")])
@@ -237,3 +238,66 @@ def assert_same_bits_as_on_the_device(row: dict[str, Any], tmp_path: Path) -> No
     if row["mix"] != "auto" and row["placement"] != "budget":
         assert any(set(updated) == {False, True} for _, updated, _ in found)
     assert all(held == foreseen for _, _, visits in found for _, held, foreseen in visits)
+
+
+# ---- gradients that leave in backward ----
+
+
+def moved_down(env: RankEnv, case: Case, memory: dict[str, Any]) -> Any:
+    """Bytes that went down in a step's backward and in its updates; those of the gradients and of the records that
+    these are updated with."""
+    with env.launch(case.full_config | dict(memory=memory)) as context:
+        engine = start(case, context)
+        inputs, labels = (tensor[context.local_batch(case.global_batch)] for tensor in case.batch(0))
+        optimizer, found = engine._optimizer, []
+        for _ in range(2):
+            marks = [optimizer.tiers.down.moved_bytes]
+            engine.forward_backward((inputs, labels))
+            marks.append(optimizer.tiers.down.moved_bytes)
+            engine.step()
+            engine.full_state_dict()
+            marks.append(optimizer.tiers.down.moved_bytes)
+            found.append((marks[1] - marks[0], marks[2] - marks[1]))
+        sides = [(chunk, optimizer.is_updated_on_host(chunk)) for chunk in engine._chunks]
+        gradients = sum(chunk.gradient.nbytes for chunk, on_host in sides if on_host)
+        return (
+            found,
+            gradients,
+            sum(optimizer.record_bytes(i) for i, (_, on_host) in enumerate(sides) if not on_host),
+        )
+
+
+@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 1), (2, 3)])
+@pytest.mark.parametrize("update_on", [{"every": 2}, "host"])
+def test_no_gradient_goes_down_while_updates_run(ranks: int, stage: int, update_on: Any) -> None:
+    config = config_of(stage, precision="bf16", clip=True)
+    case = replace(DEEP, world_size=ranks, chunk_bytes=SMALL // 4, config=config)
+    for found, gradients, records in run_world(
+        moved_down, ranks, case, dict(placement="host", update_on=update_on)
+    ):
+        assert gradients and found == [(gradients, records)] * 2
+        assert bool(records) is (update_on != "host")
+
+
+def after_discards(env: RankEnv, case: Case, memory: dict[str, Any]) -> Any:
+    """Steps behind a discarded one, and behind one that is skipped."""
+    with env.launch(case.full_config | dict(memory=memory)) as context:
+        engine = start(case, context)
+        inputs, labels = (tensor[context.local_batch(case.global_batch)] for tensor in case.batch(5))
+        engine.forward_backward((inputs, labels))
+        engine.zero_grad()
+        first = [*steps_of(engine, context, case)]
+        assert engine.train_step((inputs, torch.full_like(labels, -100))).skipped
+        return first, [*steps_of(engine, context, case, (0, 1))], engine.full_optimizer_state()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_have_left_in_a_step_without_updates_are_never_used(ranks: int) -> None:
+    case = replace(
+        DEEP, world_size=ranks, chunk_bytes=SMALL // 4, config=config_of(1, precision="bf16", clip=True)
+    )
+    expected = run_world(after_discards, ranks, case, {})
+    for update_on in ({"every": 2}, "host"):
+        found = run_world(after_discards, ranks, case, dict(placement="host", update_on=update_on))
+        for (first, then, states), (first_due, then_due, due) in zip(found, expected, strict=True):
+            assert_same_bits([([*first, *then], states)], [([*first_due, *then_due], due)])

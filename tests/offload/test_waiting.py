@@ -21,6 +21,7 @@ from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
 from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.step_moments import IN_FLIGHT
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -148,7 +149,7 @@ def predicted(
     """By the simulator: seconds waited, and of the step, from the end of one to that of the next."""
     units = [[number] for number in range(LAYERS)]
     plan, memory = run_of(
-        units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host
+        units, STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, below=below, on_host=on_host, early=True
     )
     made = simulate(plan, seconds, memory=memory)
     assert on_host or made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
@@ -278,9 +279,11 @@ HOST_BUSY = Seconds(forward=2.0, backward=4.0, update=5.0, copy=1.0)
 
 def host_bound(seconds: Seconds) -> float:
     """Of a lane down, one that updates and one up: what fills them, for the first weights, which a forward needs first
-    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward."""
-    lanes = seconds.copy, seconds.update, seconds.copy / 2
-    return sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
+    and whose gradient comes last; and in the steady state what the slowest takes longer than a forward. All gradients
+    but that one are down when backward ends, unless the link is slower."""
+    lanes = seconds.copy / 2, seconds.update, seconds.copy / 2
+    late = LAYERS * seconds.copy / 2 - (LAYERS - 1) * seconds.backward
+    return max(late, seconds.copy / 2) + sum(lanes) + (LAYERS - 1) * max(0.0, max(lanes) - seconds.forward)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +300,20 @@ def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no
     assert real_s == pytest.approx(step_s, abs=1e-6)
     if seconds is HOST_HIDES:
         assert sum(real.values()) <= 0.05 * real_s
+
+
+def test_updates_on_the_host_hide_behind_the_backward_that_starts_them() -> None:
+    """All but those of the last chunks whose sums are in flight: gradient and weights come down, one chunk is updated
+    after the other, and the last one goes up."""
+    seconds = Seconds(forward=1, backward=4, update=1, copy=2, host=2)
+    within = dict(optimizer=dict(type="adamw", lr=0.1, update_when="backward"))
+    ((_, step_s, computed_s, _),) = run_world(
+        ran, 1, seconds, dict(placement="host", update_on="host"), within
+    )
+    assert computed_s == LAYERS * 5
+    left = (1 + IN_FLIGHT) * (seconds.copy + seconds.host) + seconds.copy / 2
+    assert step_s - computed_s == pytest.approx(left)
+    assert left < LAYERS * (seconds.copy + seconds.host) / 2
 
 
 def test_with_the_first_chunk_on_the_device_nothing_is_waited_for_where_computing_hides_the_rest() -> None:

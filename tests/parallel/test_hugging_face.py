@@ -136,10 +136,6 @@ def test_padding_is_hidden_and_an_own_loop_sees_whole_logits(mode: str, family: 
 def refused(env: RankEnv, what: str) -> None:
     case = replace(HALVES, family="hf-gpt2")
     model: Any = case.model()
-    if what == "attention dropout":
-        model.config.attn_pdrop = 0.1
-    if what == "another model":
-        model.config.model_type = "mamba"
     config = case.full_config
     if what == "causal":
         config["parallel"] = dict(sequence=dict(size=2, mode="ring_full"))
@@ -152,8 +148,6 @@ def refused(env: RankEnv, what: str) -> None:
 
 
 REFUSALS = {
-    "attention dropout": "of GPT2LMHeadModel is not built with attn_pdrop=0.1; legal: 0.0",
-    "another model": "model_type='mamba'; legal: 'gpt2', 'llama'",
     "positions": "position_ids of a Hugging Face model under sequence > 1.*legal: input_ids, attention_mask, labels",
     "causal": "parallel.sequence.mode = 'ring_full'.*attention is causal",
 }

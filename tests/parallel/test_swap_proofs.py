@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,6 +23,7 @@ from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.parallel.roles import Role, assign_roles, known_plan
 from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, small_copy
+from colossal_lite.parallel.swap_checks import linear_faults
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
 from tests.shared.own_models import HEADS, MODELS, TOKENS, WIDTH, WORDS, Model, plan_of
@@ -367,3 +369,18 @@ def test_sizes_are_refused_for_the_real_number_of_ranks_and_not_for_the_emulated
     with pytest.raises(ValueError, match=f"tensor=8 does not divide {HEADS} heads"):
         swap(MODELS["plain"](), plan_of("plain"), dict(size=8))
     assert WIDTH % 8 == 0
+
+
+class Casts(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class OffByLittle(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + 1e-7)
+
+
+def test_a_class_that_acts_as_a_linear_is_told_from_one_that_is_off_in_its_seventh_digit() -> None:
+    assert not list(linear_faults(Casts(6, 4)))
+    assert list(linear_faults(OffByLittle(6, 4)))

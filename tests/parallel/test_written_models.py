@@ -57,6 +57,13 @@ def test_a_plan_that_was_printed_can_be_given() -> None:
     assert parallel(STYLES["einops"](), dict(found.plan), size=2).form == found.form
 
 
+def test_a_model_without_a_list_of_blocks_is_sharded_at_its_embedding_and_its_head() -> None:
+    body = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
+    made = parallel(nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS)), size=2)
+    assert made.plan["0"] == "embedding" and made.plan["5"] == "lm_head"
+    assert {made.plan["2"], made.plan["4"]} == {"replicate"}
+
+
 def test_key_heads_that_ranks_share_are_narrowed_from_whole_ones() -> None:
     made = parallel(STYLES["grouped, rotary"](), size=4)
     assert made.form.whole_sizes and made.plan["transformer.h.*.attn.wk"] == "replicate"

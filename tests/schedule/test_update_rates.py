@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import inf
@@ -10,7 +11,15 @@ from math import inf
 import pytest
 
 from colossal_lite.schedule.update_mix import mix_of, mix_with
-from colossal_lite.schedule.update_rates import Rates, UpdateBytes, fastest_mix, lanes_of, simulated_s
+from colossal_lite.schedule.update_rates import (
+    Computing,
+    Rates,
+    UpdateBytes,
+    fastest_mix,
+    lanes_of,
+    simulated_chunks,
+    simulated_s,
+)
 
 BILLIONS = UpdateBytes(elements=32 * 10**8, chunks=32, record=12, gradient=0, weight=2, host_memory=28)
 """32 chunks of AdamW beside bf16 weights, whose gradients have come down."""
@@ -40,9 +49,46 @@ def test_nothing_is_simulated_faster_than_its_bound(share: Fraction) -> None:
         assert seconds_of(share, rates) >= lanes_of(BILLIONS, rates, share).bound_s - 1e-9
 
 
+def test_gradients_that_are_down_already_are_in_no_update_phase() -> None:
+    early, down = replace(BILLIONS, gradient=4, early=True), replace(BILLIONS, gradient=0)
+    assert (
+        fastest_mix(early, LINK) == fastest_mix(down, LINK) != fastest_mix(replace(early, early=False), LINK)
+    )
+
+
 def test_a_slow_host_updates_nothing_and_a_slow_link_moves_nothing() -> None:
     assert fastest_mix(BILLIONS, Rates(1e7, 130e9, 50e9, 50e9)).host_share == 0
     assert fastest_mix(BILLIONS, Rates(4e9, 130e9, 1e8, 1e8)).host_share == 1
+
+
+MACHINES = ((2e9, 80e9), (4e9, 160e9), (7e9, 300e9))
+WHOLE = UpdateBytes(67 * 10**8, 16, record=12, gradient=4, weight=2, host_memory=28, early=True)
+COMPUTED = Computing(*(WHOLE.elements * 4096 * each / 400e12 for each in (2, 4)))
+"""6.7 B, 4,096 tokens, 400 TFLOP/s."""
+
+
+@pytest.mark.parametrize("machine", range(3))
+def test_a_whole_step_of_a_mix_is_never_slower_than_either_end(machine: int) -> None:
+    """And on the second machine 1.3 times as fast as all updates on the host."""
+    updates, memory = MACHINES[machine]
+    rates = Rates(updates, 130e9, 50e9, 50e9, memory)
+    count = simulated_chunks(WHOLE)
+    streamed_s, host_s = (
+        simulated_s(WHOLE, rates, mix_of(Fraction(share), range(count)), count, COMPUTED) for share in (0, 1)
+    )
+    found = fastest_mix(WHOLE, rates, COMPUTED)
+    assert found.simulated_s <= min(streamed_s, host_s)
+    assert machine != 1 or host_s / found.simulated_s >= 1.3
+    late = fastest_mix(replace(WHOLE, early=False), rates, COMPUTED)
+    assert found.simulated_s <= late.simulated_s, "gradients that leave in backward never cost time"
+
+
+def test_a_step_without_updates_to_wait_for_takes_what_it_computes() -> None:
+    rates = Rates(1e13, 1e13, 1e15, 1e15)
+    for share in (0, 1):
+        mix = mix_of(Fraction(share), range(8))
+        seconds = simulated_s(replace(WHOLE, chunks=8), rates, mix, 8, COMPUTED)
+        assert seconds == pytest.approx(COMPUTED.forward_s + COMPUTED.backward_s, rel=0.01)
 
 
 def assert_near_the_best(seed: int, most: int) -> None:
@@ -62,6 +108,10 @@ def assert_near_the_best(seed: int, most: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_choice_of_up_to_5_chunks_is_more_than_3_percent_faster(seed: int) -> None:
     assert_near_the_best(seed, 5)
+
+
+def test_a_search_from_one_share_alone_would_miss_a_choice_that_is_faster() -> None:
+    assert_near_the_best(116, 10)
 
 
 @pytest.mark.campaign

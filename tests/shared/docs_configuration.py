@@ -66,20 +66,27 @@ SECTIONS = {
 def page() -> str:
     """The whole page."""
     schema = Config.schema()
-    out = [HEAD.format(beside=", ".join(f"`{name}`" if "=" in name else name for name in BESIDE))]
-    tops = {"": {k: v for k, v in schema["properties"].items() if k not in SECTIONS}}
+    out = [HEAD.format(beside=", ".join(map(_named, BESIDE)))]
+    tops = {name: held for name, held in schema["properties"].items() if name not in SECTIONS}
     for section, words in SECTIONS.items():
-        out += [f"## {section}\n", words + "\n", *_table(schema, {section: schema["properties"][section]})]
-    out += ["## Other settings\n", *_table(schema, tops[""])]
+        out += [
+            f"## {section}\n",
+            words + "\n",
+            *_table(schema, section, {section: schema["properties"][section]}),
+        ]
+    out += ["## Other settings\n", *_table(schema, "", tops)]
     return "\n".join(out).rstrip() + "\n"
 
 
-def _table(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> Iterator[str]:
-    yield "| key | values | default | what it does | does not go with |\n|---|---|---|---|---|"
+def _table(schema: Mapping[str, Any], section: str, properties: Mapping[str, Any]) -> Iterator[str]:
+    """The settings of a section, by their paths within it. The default stands first among the values, in bold."""
+    yield "| key | values, default first | what it does | does not go with |\n|---|---|---|---|"
     for path, held in _leaves(schema, properties, ""):
-        text = " ".join(held.get("description", "").split()).replace("|", "\\|")
-        default = "–" if "default" not in held else f"`{_shown(held['default'])}`"
-        yield f"| `{path}` | {_values(schema, held)} | {default} | {text} | {'; '.join(_refused(path, held))} |"
+        text = _escaped(" ".join(held.get("description", "").split()))
+        default = [] if "default" not in held else [f"**`{_shown(held['default'])}`**"]
+        values = ", ".join([*default, *(v for v in _values(held) if v not in "".join(default))])
+        key = path.removeprefix(f"{section}.")
+        yield f"| `{key}` | {values} | {text} | {'; '.join(_refused(path, held))} |"
     yield ""
 
 
@@ -105,25 +112,21 @@ def _shown(value: Any) -> str:
     return json.dumps(value).replace("|", "\\|")
 
 
-def _values(schema: Mapping[str, Any], held: Mapping[str, Any]) -> str:
+def _values(held: Mapping[str, Any]) -> list[str]:
     """The values of a setting in words."""
     if "anyOf" in held:
-        return ", or ".join(dict.fromkeys(_values(schema, part) for part in held["anyOf"]))
+        return list(dict.fromkeys(value for part in held["anyOf"] for value in _values(part)))
     if "enum" in held:
-        return ", ".join(f"`{_shown(value)}`" for value in held["enum"])
+        return [f"`{_shown(value)}`" for value in held["enum"]]
     if "const" in held:
-        return f"`{_shown(held['const'])}`"
+        return [f"`{_shown(held['const'])}`"]
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {held[key]:g}" for key, sign in bounds.items() if key in held)
-    kind = {"integer": "int", "number": "float", "boolean": "bool", "null": "`None`", "string": "str"}.get(
-        held.get("type", ""), held.get("type", "any")
-    )
-    if kind == "object":
-        names = held.get("propertyNames", {}).get("enum", ())
-        return " or ".join(f"`dict({name}=)`" for name in names) or "dict"
-    if kind == "array":
-        return "list"
-    return f"{kind} {limits}".strip()
+    if held.get("type") == "object":
+        return [f"`dict({name}=)`" for name in held.get("propertyNames", {}).get("enum", ())] or ["dict"]
+    kinds = {"integer": "int", "number": "float", "boolean": "bool", "null": "`None`", "string": "str"}
+    kind = kinds.get(held.get("type", ""), "list")
+    return [f"{kind} {limits}".strip()]
 
 
 def _tried(held: Mapping[str, Any]) -> Values:
@@ -192,7 +195,7 @@ def _refused(path: str, held: Mapping[str, Any]) -> Iterator[str]:
         beside = {name: _joined(config, alone) for name, config in BESIDE.items()}
         refused = [name for name, config in beside.items() if config and _refuses(json.dumps(config))]
         if refused:
-            names = ", ".join(f"`{name}`" if re.search("[=_]", name) else name for name in refused)
+            names = ", ".join(map(_named, refused))
             shown = f"`{_shown(value)}`: " if enumerated or held.get("maximum", 99) < 5 else ""
             found.setdefault(names, []).append(shown)
     for names, shown in found.items():
@@ -204,7 +207,16 @@ def _refused(path: str, held: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"alone: {why}" for why in idle)
 
 
+def _named(feature: str) -> str:
+    return f"`{feature}`" if re.search("[=_]", feature) else feature
+
+
 def _why(line: str, path: str) -> Iterator[str]:
     named, _, why = line.partition(" has no effect: ")
     if why and named.partition("=")[0] == path:
-        yield why.replace("|", "\\|")
+        yield _escaped(why)
+
+
+def _escaped(text: str) -> str:
+    """Signs of Markdown as they are, outside of code."""
+    return re.sub(r"(`[^`]*`)|([*|_])", lambda found: found[1] or f"\\{found[2]}", text)

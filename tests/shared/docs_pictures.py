@@ -44,7 +44,7 @@ def mesh() -> str:
     for stage in range(2):
         left = 12 + stage * 354
         words = f"stage {stage}: {'first' if stage == 0 else 'second'} half of the layers"
-        out += [*box(left, 30, 342, 226, PALETTE[stage] + "40"), text(left + 10, 48, words)]
+        out += [*box(left, 30, 342, 212, PALETTE[stage] + "40"), text(left + 10, 48, words)]
     for rank in range(layout.world_size):
         at = layout.coords(rank)
         x, y = 28 + at["pipeline"] * 354 + at["tensor"] * 160, 62 + at["data"] * 94
@@ -55,9 +55,9 @@ def mesh() -> str:
         out += box(x, y, wide, high, PALETTE[2 + at["data"]])
         out += [text(x + wide / 2, y + 17 + 16 * i, row, "middle", "in") for i, row in enumerate(rows)]
     groups = {axis: layout.group(0, axis) for axis in ("tensor", "data", "pipeline")}
-    told = "   ".join(f"{axis} {', '.join(map(str, ranks))}" for axis, ranks in groups.items())
-    out.append(text(12, 276, f"groups of rank 0:   {told}"))
-    return drawing(WIDTH, 288, out, "A mesh of 2 x 2 x 2 ranks")
+    told = ", ".join(f"{axis} {{{', '.join(map(str, ranks))}}}" for axis, ranks in groups.items())
+    out.append(text(12, 262, f"groups of rank 0: {told}"))
+    return drawing(WIDTH, 272, out, "A mesh of 2 x 2 x 2 ranks")
 
 
 def schedules() -> str:
@@ -155,15 +155,15 @@ def tiers() -> str:
         for kind, (each, ups, downs) in sizes.items()
     ]
     placed = place(pieces, {"activations": 16 * unit}, 112 * unit)
-    placed = spill_to_disk(placed, 64 * unit)
+    placed = spill_to_disk(placed, 96 * unit)
     title = (
-        f"8 chunks of 18 MiB under device_budget 112 MiB and host_budget 64 MiB: {placed.device_bytes // unit}, "
+        f"8 chunks of 18 MiB under device_budget 112 MiB and host_budget 96 MiB: {placed.device_bytes // unit}, "
         f"{placed.host_bytes // unit} and {placed.disk_bytes // unit} MiB used"
     )
     out, colours = [text(4, 16, title)], dict(zip(sizes, PALETTE, strict=False))
     entries, y = legend({str(kind): colour for kind, colour in colours.items()}, 26, 4, WIDTH)
     for tier in ("device", "host", "disk"):
-        entries += [text(4, y + 40, tier), line(60, y + 66, WIDTH - 8, y + 66, grid=True)]
+        entries += [text(4, y + 44, tier), line(60, y + 82, WIDTH - 8, y + 82, grid=True)]
         for chunk in range(8):
             x, top = 66 + chunk * 81.0, y + 6.0
             for kind, (each, _, _) in sizes.items():
@@ -175,8 +175,8 @@ def tiers() -> str:
                     )
                     top += high
             if tier == "disk":
-                entries.append(text(x + 37, y + 84, f"chunk {chunk}", "middle"))
-        y += 72
+                entries.append(text(x + 37, y + 99, f"chunk {chunk}", "middle"))
+        y += 88
     return drawing(WIDTH, y + 24, [*out, *entries], title)
 
 

@@ -518,14 +518,13 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
         found["device_budget"] = int(10 ** rng.uniform(4.7, 7))
     if place in ("host", "auto") and not mesh.pipeline and not shared.in_backward:
         found |= maybe(rng, 0.2, host_budget=int(10 ** rng.uniform(4.5, 7)), disk_dir=DISK)
-    if not shared.in_backward:
-        found |= maybe(
-            rng, 0.5, update_on=rng.choice(["host", {"every": 2}, {"every": 3}, {"host": 0.4}, "auto"])
-        )
-        if found.get("update_on") == "auto":
-            found["rates"] = dict(
-                host_update=1e9, device_update=1e10, up=rng.choice([10**9, 10**10]), down=10**10
-            ) | maybe(rng, 0.5, host_memory=10**10, call_s=1e-5)
+    found |= maybe(
+        rng, 0.5, update_on=rng.choice(["host", {"every": 2}, {"every": 3}, {"host": 0.4}, "auto"])
+    )
+    if found.get("update_on") == "auto":
+        found["rates"] = dict(
+            host_update=1e9, device_update=1e10, up=rng.choice([10**9, 10**10]), down=10**10
+        ) | maybe(rng, 0.5, host_memory=10**10, call_s=1e-5)
     speeds = maybe(rng, 0.2, up=10**9, down=10**9) | maybe(rng, 0.2, latency_s=1e-5)
     return found | ({"rates": speeds | found.get("rates", {})} if speeds else {})
 

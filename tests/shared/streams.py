@@ -94,6 +94,8 @@ class Recorder:
     host: set[int] = field(default_factory=set)
     """Storages of `host_room`, and of records."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    devices: dict[str, torch.device] = field(default_factory=dict)
+    """Of each thread that has set its own."""
     _storages: dict[int, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _here: threading.local = field(default_factory=threading.local)
@@ -103,6 +105,9 @@ class Recorder:
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:  # noqa: N802
         return FakeEvent(self, is_timed=enable_timing)
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices[self.thread] = device
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self, getattr(self._here, "stream", COMPUTE))

@@ -96,6 +96,45 @@ def test_updates_in_backward_have_the_bits_of_updates_after_it(row: dict[str, An
     assert_same_bits(replace(CASE, world_size=row["ranks"], config=config, chunk_bytes=chunk_bytes))
 
 
+HOSTS = covering_array(
+    dict(
+        stage=[2, 0, 3],
+        update_on=["host", {"every": 2}, {"host": 0.4}],
+        master=["auto", "split", "none"],
+        placement=["host", "disk"],
+        gradient=["auto", "bf16"],
+        optimizer=[name for name in OPTIMIZERS if "lamb" not in name],
+        ranks=[2, 1],
+    )
+)
+
+
+def on_host_case(row: dict[str, Any], directory: Path) -> Case:
+    """On a slow link: a gradient's slot is used again while its copy is on its way."""
+    memory = dict(placement=row["placement"], update_on=row["update_on"], rates=dict(down=10**6))
+    memory |= dict(disk_dir=str(directory)) if row["placement"] == "disk" else {}
+    config = dict(
+        zero=dict(stage=row["stage"]), optimizer=OPTIMIZERS[row["optimizer"]], memory=memory,
+        precision=dict(dtype="bf16", master=row["master"], gradient=row["gradient"]), lr_scheduler=SCHEDULE,
+    )  # fmt: skip
+    return replace(CASE, world_size=row["ranks"], config=config)
+
+
+@pytest.mark.parametrize("row", HOSTS[:5], ids=name_of)
+def test_updates_on_the_host_in_backward_have_the_bits_of_updates_after_it(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same_bits(on_host_case(row, tmp_path))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", HOSTS[5:], ids=name_of)
+def test_updates_on_the_host_in_backward_have_the_bits_for_each_two_choices(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same_bits(on_host_case(row, tmp_path))
+
+
 ADAMW = dict(optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1))
 OTHERS: dict[str, Case] = {
     "copies": replace(CASE, world_size=4, config=ADAMW | dict(zero=dict(stage=2, shard_size=2))),
@@ -270,6 +309,12 @@ def test_bytes_of_state_and_of_the_wire_are_as_planned(zero: dict[str, Any]) -> 
     assert_predicted(within(Case(world_size=4 if "shard_size" in zero else 2, global_batch=8, config=config)))
 
 
+def test_bytes_of_state_and_of_the_wire_are_as_planned_with_updates_on_the_host() -> None:
+    memory = dict(placement="host", update_on="host")
+    config = ADAMW | dict(precision="bf16", zero=dict(stage=2), memory=memory)
+    assert_predicted(within(Case(world_size=2, global_batch=8, config=config)))
+
+
 def test_the_peak_of_a_step_is_no_more_than_planned() -> None:
     case = within(Case(world_size=1, dropout=0.1, config=ADAMW | dict(precision="fp32")))
     ((_, peak),) = run_world(held, 1, case)
@@ -424,11 +469,15 @@ def stumbling(env: RankEnv, case: Case, directory: str, stumbles: bool) -> Any:
         return engine.full_state_dict(), engine.full_optimizer_state()
 
 
-@pytest.mark.parametrize(("stage", "placement"), [(0, "host"), (2, "device"), (3, "host"), (3, "disk")])
+@pytest.mark.parametrize(
+    ("stage", "placement"), [(0, "host"), (2, "device"), (3, "host"), (3, "disk"), (2, "updated on the host")]
+)
 def test_a_run_goes_on_from_a_checkpoint_after_a_backward_that_ended_halfway(
     stage: int, placement: str, tmp_path: Path
 ) -> None:
     memory = dict(placement=placement) | (dict(disk_dir=str(tmp_path)) if placement == "disk" else {})
+    if placement == "updated on the host":
+        memory = dict(placement="host", update_on="host")
     config = ADAMW | dict(precision="bf16", zero=dict(stage=stage), memory=memory)
     case = within(replace(CASE, layers=4, config=config))
     fell, went = (

@@ -377,3 +377,25 @@ def test_chunks_are_done_in_their_order_wherever_they_are_updated(
         assert chunk in done
     updates.finish()
     assert done == [0, 1, 2]
+
+
+def test_a_step_that_is_given_up_waits_for_its_updates_on_the_host_and_starts_no_other() -> None:
+    """In the order of gradients a chunk's turn starts no update of another one."""
+    crossings = {chunk: Crossing() for chunk in range(3)}
+    (actions,) = update_plan(3, ahead=1, on_host=crossings, backward=True)
+    done: list[str] = []
+
+    def note(action: Action) -> None:
+        done.append(str(action))
+
+    kinds = (ActionKind.FETCH, ActionKind.EVICT, ActionKind.UPDATE)
+    deferred = DeferredUpdates(
+        actions, dict.fromkeys(kinds, note), lambda: done.append("end"), lambda chunk: done.append(f"came {chunk}"),
+        by_gradient=True,
+    )  # fmt: skip
+    deferred.start(2)
+    assert done == ["0EVICT#5", "0UPDATE#2@cpu", "0FETCH#8"]
+    deferred.start(1)
+    assert done[3:] == ["0EVICT#4", "0UPDATE#1@cpu", "0FETCH#7"]
+    deferred.drain()
+    assert done[6:] == ["came 2", "came 1"]

@@ -1,0 +1,137 @@
+"""Reads a sweep file: which tasks there are, from names of functions, shared settings and a grid."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from colossal_lite.config.errors import nearest
+from colossal_lite.config.source import read_source
+from colossal_lite.many.task import Halving, Task, lay_over
+
+OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "config", "step_s")
+TOP = (*OF_A_TASK, "directory", "policy", "save_every", "stop", "task", "grid")
+FUNCTIONS = ("build", "data", "evaluate", "criterion")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep file asks for."""
+
+    tasks: tuple[Task, ...]
+    step_s: Mapping[str, float]
+    """Seconds of a step, where the file says them: for `--plan`."""
+    config: Mapping[str, Any]
+    directory: Path
+    policy: Any
+    save_every: int | None
+    stop: Halving | None
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in a .toml, .json or .py file. Raises ValueError with everything that is wrong with it."""
+    raw = dict(read_source(path)[0])
+    problems = [*_unknown(raw, TOP, "")]
+    given = raw.get("task", [{}])
+    rows = list(given) if isinstance(given, list) else []
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        problems.append("task: legal: [[task]] tables, or none for the grid alone")
+        rows = []
+    shared = {name: raw[name] for name in OF_A_TASK if name in raw and name not in ("config", "step_s")}
+    tasks, step_s = [], dict[str, float]()
+    for number, row in enumerate(rows):
+        problems += _unknown(row, ("name", *OF_A_TASK), f"task[{number}].")
+        for name, settings, keywords in _grid(raw.get("grid", {}), row.get("name", ""), problems):
+            task = _task(name or f"task{number}", shared | dict(row), settings, keywords, problems)
+            tasks += [task] if task else []
+            if "step_s" in {**raw, **row}:
+                step_s[name or f"task{number}"] = float({**raw, **row}["step_s"])
+    stop = raw.get("stop")
+    if stop is not None:
+        problems += _unknown(stop, ("metric", "rungs", "keep"), "stop.")
+    if problems:
+        raise ValueError("\n".join([f"{path} cannot be read:", *(f"  {p}" for p in dict.fromkeys(problems))]))
+    return Sweep(
+        tuple(tasks), step_s, raw.get("config", {}), Path(raw.get("directory", Path("runs") / path.stem)),
+        raw.get("policy", "link"), raw.get("save_every"), None if stop is None else Halving(**stop),
+    )  # fmt: skip
+
+
+def _unknown(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> Iterator[str]:
+    for name in sorted(set(given) - set(known)):
+        near = nearest(name, known)
+        yield f"{where}{name}: no such key; legal: {', '.join(known)}" + (
+            f"; did you mean {near}?" if near else ""
+        )
+
+
+def _grid(grid: Any, name: str, problems: list[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """For each point: the name of its task, its settings, and the arguments of its build."""
+    if not isinstance(grid, Mapping) or not all(
+        isinstance(values, list) and values for values in grid.values()
+    ):
+        problems.append('grid: legal: setting = [value, ...], such as "optimizer.lr" = [1e-4, 3e-4]')
+        return
+    flat = {path: values for path, values in grid.items()}
+    for point in itertools.product(*flat.values()):
+        settings: dict[str, Any] = {}
+        keywords: dict[str, Any] = {}
+        words = [name] if name else []
+        for path, value in zip(flat, point, strict=True):
+            head, _, rest = path.partition(".")
+            words.append(f"{path.rpartition('.')[2]}={_word(value)}")
+            if head == "build" and rest:
+                keywords[rest] = value
+            else:
+                for part in reversed(path.split(".")):
+                    value = {part: value}
+                settings = lay_over(settings, value)
+        yield ",".join(words), settings, keywords
+
+
+def _word(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "".join(c if c.isalnum() or c in "._+-" else "_" for c in text)
+
+
+def _task(
+    name: str, row: Mapping[str, Any], settings: Mapping[str, Any], keywords: Mapping[str, Any],
+    problems: list[str],
+) -> Task | None:  # fmt: skip
+    found = {key: _function(f"{name}: {key}", row[key], problems) for key in FUNCTIONS if key in row}
+    missing = [key for key in ("build", "data", "steps", "global_batch") if key not in row]
+    if missing:
+        problems.append(
+            f"{name}: {', '.join(missing)} not given; legal: in its [[task]], or at the top for all"
+        )
+    if missing or None in found.values():
+        return None
+    for key in ("steps", "global_batch"):
+        if not isinstance(row[key], int) or isinstance(row[key], bool):
+            problems.append(f"{name}: {key}={row[key]!r}; legal: a whole number")
+            return None
+    build = partial(found.pop("build"), **keywords) if keywords else found.pop("build")
+    config = lay_over(row.get("config", {}), settings)
+    return Task(name, build, steps=row["steps"], global_batch=row["global_batch"], config=config, **found)
+
+
+def _function(where: str, text: Any, problems: list[str]) -> Any:
+    """The function `module:function`."""
+    if where.endswith("criterion") and text == "model":
+        return text
+    place, colon, name = str(text).partition(":")
+    try:
+        found = getattr(importlib.import_module(place), name, None) if colon else None
+    except Exception as error:  # whatever the user's file raises is the user's to read, on one line
+        problems.append(f"{where} = {text!r}: {type(error).__name__}: {error}; legal: 'module:function'")
+        return None
+    if not callable(found):
+        problems.append(f"{where} = {text!r}: no such function; legal: 'module:function'")
+        return None
+    return found

@@ -1,0 +1,147 @@
+"""Declares a task of many, the rule that stops tasks early, and all that is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from colossal_lite.config.config import Config
+from colossal_lite.many.policies import POLICIES
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
+Build = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One training of `train_many`, on one device.
+
+    `build`, `criterion`: as `cl.initialize` takes a model and a criterion.  `data`: as `Run.batches` takes a dataset,
+    with a length, or a function of no argument that returns one.  `steps`: optimizer steps.  `global_batch`: samples of
+    a step.  `evaluate`: held-out data, whose mean loss is told after the last step.  `config`: settings of this task,
+    which lie over the shared ones."""
+
+    name: str
+    build: Build
+    data: Any = field(kw_only=True)
+    steps: int = field(kw_only=True)
+    global_batch: int = field(kw_only=True)
+    evaluate: Any = field(default=None, kw_only=True)
+    config: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    criterion: Any = field(default=None, kw_only=True)
+    devices: int = field(default=1, kw_only=True)
+    """1: gangs are not built."""
+
+    def settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """The shared settings with those of this task over them."""
+        return lay_over(shared, self.config)
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Stops the worse tasks early: successive halving, in step.
+
+    When every task with more steps has come to a rung, the best `keep` of them go on, rounded up.  `metric`: "loss",
+    the mean of the last tenth of the training losses so far, or "held_out", the loss on `Task.evaluate`; the least is
+    best. The choice depends on the losses alone, so it is the same in every run."""
+
+    metric: Literal["loss", "held_out"] = "loss"
+    rungs: Sequence[int] = ()
+    keep: float = 1 / 3
+
+    def kept(self, metrics: Mapping[str, float]) -> Sequence[str]:
+        """The tasks that go on, the best first. Of equals the first named; a loss that is no number is the worst."""
+        ranked = sorted(metrics, key=lambda task: (math.isnan(metrics[task]), metrics[task]))
+        return ranked[: math.ceil(self.keep * len(ranked) - 1e-9)]
+
+
+def lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings as one; where both have a section, setting by setting."""
+    out = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(out.get(name), Mapping)
+        out[name] = lay_over(out[name], value) if both else value
+    return out
+
+
+def check(
+    tasks: Sequence[Task],
+    shared: Mapping[str, Any],
+    policy: str,
+    stop: Halving | None,
+    save_every: int | None,
+) -> None:
+    """Raise one ValueError with everything that is wrong with the request."""
+    problems = [*_of_all(tasks, policy, stop, save_every)]
+    for task in tasks:
+        problems += [f"task {task.name!r}: {problem}" for problem in _of_task(task, shared)]
+    if problems:
+        raise ValueError("\n".join(["train_many cannot begin:", *(f"  {problem}" for problem in problems)]))
+
+
+def _of_all(
+    tasks: Sequence[Task], policy: str, stop: Halving | None, save_every: int | None
+) -> Iterator[str]:
+    names = [task.name for task in tasks]
+    if not tasks:
+        yield "tasks: there is none; legal: one or more cl.Task"
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"tasks: {name!r} names {names.count(name)} tasks; legal: a name of its own for each"
+    if policy not in POLICIES:
+        yield f"policy={policy!r}: no such policy; legal: {', '.join(POLICIES)}"
+    if save_every is not None and save_every < 1:
+        yield f"save_every={save_every}; legal: 1 or more steps, or None"
+    if stop is None:
+        return
+    if stop.metric not in ("loss", "held_out"):
+        yield f"stop.metric={stop.metric!r}; legal: 'loss', 'held_out'"
+    if not 0 < stop.keep < 1:
+        yield f"stop.keep={stop.keep}; legal: a share between 0 and 1"
+    most = max((task.steps for task in tasks), default=0)
+    rungs = list(stop.rungs)
+    if not rungs or rungs != sorted(set(rungs)) or rungs[0] < 1 or rungs[-1] >= most > 0:
+        yield f"stop.rungs={tuple(rungs)}; legal: rising steps, from 1 and below {most}, the most that a task makes"
+    if stop.metric == "held_out" and (without := [task.name for task in tasks if task.evaluate is None]):
+        yield f"stop.metric='held_out': {', '.join(without)} have no evaluate; legal: evaluate for every task"
+
+
+def _of_task(task: Task, shared: Mapping[str, Any]) -> Iterator[str]:
+    if not NAME.fullmatch(task.name):
+        yield "the name is also a folder; legal: up to 128 letters, digits and . _ = , + -, the first a letter or digit"
+    if not callable(task.build):
+        yield f"build is a {type(task.build).__name__}; legal: an nn.Module, or a function that returns one"
+    for name in ("steps", "global_batch"):
+        if getattr(task, name) < 1:
+            yield f"{name}={getattr(task, name)}; legal: 1 or more"
+    for name in ("data", "evaluate"):
+        given = getattr(task, name)
+        if given is not None and not callable(given) and not hasattr(given, "__len__"):
+            yield f"{name}: a {type(given).__name__} has no length; legal: a dataset with one, or a function of one"
+    if task.data is None:
+        yield "data=None; legal: a dataset, or a function that returns one"
+    if task.devices != 1:
+        yield f"devices={task.devices}: a gang of devices is not built; legal: 1"
+    try:
+        config = Config.load(task.settings(shared))
+        config.check_built()
+        config.check_world(1)
+    except ValueError as error:
+        yield str(error).replace("\n", "\n    ")
+
+
+def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, str]:
+    """For each task what its directory is compared by: a hash of steps, batch and every resolved setting."""
+
+    def of(task: Task) -> str:
+        config = Config.load(task.settings(shared)).check_world(1)
+        facts = [task.steps, task.global_batch, config.values()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    return {task.name: of(task) for task in tasks}

@@ -1,0 +1,173 @@
+"""Trains many tasks on the devices of one launch, each with the numbers that it has alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from colossal_lite.checkpoint.owner import FolderClaims
+from colossal_lite.engine.context import Context
+from colossal_lite.engine.stopping import STOPPED, Stopped
+from colossal_lite.many.coordinator import Coordinator, OnReport
+from colossal_lite.many.devices import (
+    END_S,
+    Device,
+    OtherDevice,
+    OwnDevice,
+    Watch,
+    WorkersLostError,
+    poll,
+    relay,
+)
+from colossal_lite.many.live_table import LiveTable
+from colossal_lite.many.policies import PolicyName
+from colossal_lite.many.results import ManyResult, read_result, write_result
+from colossal_lite.many.task import Halving, Task, check, fingerprint
+from colossal_lite.many.worker import Launch, Order
+
+SWEEP = "sweep.json"
+
+
+def train(
+    tasks: Sequence[Task], context: Context, *, launch: Launch, prepare: Callable[[], object],
+    config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link", stop: Halving | None = None,
+    on_report: OnReport | None = None, save_every: int | None = None, resume: bool = False,
+) -> ManyResult:  # fmt: skip
+    """As `launcher.train_many`, in the context of its supervisors: a rank for each device. Collective.
+
+    `launch`: opens the context of a task, in a worker.  `prepare`: called first in each worker.
+    """
+    check(tasks, config, policy, stop, save_every)
+    directory = Path(directory)
+    claims = FolderClaims()
+    context.on_close(claims.close)
+    _claim(claims, fingerprint(tasks, config), directory, context, resume)
+    log = directory / "logs" / f"device-{context.rank}.log"
+    own = OwnDevice(Order(tuple(tasks), config, directory, save_every, launch, log, prepare))
+    try:
+        if context.is_main:
+            others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
+            leader = _Leader(context, own, others, directory)
+            leader.run(tasks, policy, stop, on_report)
+        else:
+            relay(own, context)
+    finally:
+        own.close()
+    return _ended(context, directory)
+
+
+def _claim(
+    claims: FolderClaims, ours: Mapping[str, str], directory: Path, context: Context, resume: bool
+) -> None:
+    """Take the directory for these tasks. Raises ValueError on every rank if it is not theirs."""
+    fault = _refused(claims, ours, directory, resume) if context.is_main else ""
+    told = context.mesh.world.gather_json([fault, dict(ours)])
+    if told[0][0]:
+        raise ValueError(told[0][0])
+    for rank, (_, theirs) in enumerate(told):
+        if theirs != told[0][1]:
+            names = ", ".join(
+                name for name in {**theirs, **told[0][1]} if theirs.get(name) != told[0][1].get(name)
+            )
+            raise ValueError(
+                f"tasks: {names}: rank {rank} has others than rank 0; legal: the same on every rank"
+            )
+
+
+def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, resume: bool) -> str:
+    """Why these tasks cannot have the directory; "" if they have it now."""
+    path = directory / SWEEP
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if refused := claims.claim(directory):
+            return f"directory: {refused}"
+        if not path.exists():
+            path.write_text(json.dumps(ours, indent=1), encoding="utf-8")
+            return ""
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"directory={str(directory)!r}: {error}; legal: a folder that can be written to"
+    differ = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
+    if differ:
+        return (
+            f"directory={str(directory)!r}: it belongs to other tasks ({', '.join(differ[:8])} differ in steps, batch "
+            f"or settings); legal: those tasks, or another directory"
+        )
+    if not resume:
+        return f"directory={str(directory)!r}: these tasks were begun there; legal: resume=True, or another directory"
+    return ""
+
+
+class _Leader:
+    """Rank 0: hears the workers, and lets the coordinator decide."""
+
+    def __init__(self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path) -> None:
+        self._context, self._own, self._directory = context, own, directory
+        self._devices: list[Device] = [own, *others]
+        self._watch = Watch(context)
+
+    def run(
+        self, tasks: Sequence[Task], policy: PolicyName, stop: Halving | None, on_report: OnReport | None
+    ) -> None:
+        coordinator = Coordinator(
+            tasks, self._directory, policy, stop, on_report, len(self._devices), self._context.config.seed,
+            lambda device, request: self._devices[device].send(request),
+        )  # fmt: skip
+        table = LiveTable(coordinator)
+        try:
+            with table.shown():
+                while not coordinator.is_over:
+                    if not self._context.stop_requested:
+                        coordinator.assign()
+                    elif not any(coordinator.pending):
+                        break
+                    self._hear(coordinator)
+                    table.show()
+                table.show(last=True)
+            self._end()
+        finally:
+            coordinator.close()
+        rows, spans = coordinator.rows(), coordinator.spans
+        write_result(self._directory, rows, spans, coordinator.jobs(), len(self._devices))
+        is_open = any(row["status"] == "open" for row in rows)
+        self._context.store.set("over", self._context.stop_signal if is_open else "")
+
+    def _hear(self, coordinator: Coordinator) -> None:
+        """Take what workers have said, or wait a little."""
+        for number, device in enumerate(self._devices):
+            for answer in device.answers():
+                coordinator.hear(number, answer)
+        self._watch.look()
+        poll(self._devices, self._own)
+
+    def _end(self) -> None:
+        """Let every worker save what is open and end. Raises WorkersLostError if one does not."""
+        waits = set(range(len(self._devices)))
+        for device in self._devices:
+            device.send({"do": "end"})
+        end_s = time.monotonic() + END_S
+        while waits:
+            for number in tuple(waits):
+                if any(answer["said"] == "ended" for answer in self._devices[number].answers()):
+                    waits.discard(number)
+            if time.monotonic() > end_s:
+                raise WorkersLostError(
+                    f"the workers of ranks {sorted(waits)} have not ended within {END_S:g} s"
+                )
+            self._watch.look()
+            if waits:
+                poll(self._devices, self._own)
+
+
+def _ended(context: Context, directory: Path) -> ManyResult:
+    """The result, on every rank. Raises Stopped if a signal has ended the run early."""
+    signal = context.store.get("over").decode()
+    if signal:
+        text = f"stopped by {signal}: every open task is saved in {directory}; resume=True goes on"
+        if context.is_main:
+            print(text, flush=True)
+        raise Stopped(text, code=STOPPED, step=0)
+    return read_result(directory)

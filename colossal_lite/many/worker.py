@@ -1,0 +1,213 @@
+"""Trains tasks in a child process of its own, as its supervisor asks: one request, one answer.
+
+Note: the life of a worker.
+A worker has one device. It keeps the engines of its tasks open, so going from one to another costs nothing.  A task
+leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.  Where the
+device has no memory for one more engine, the others are parked.
+Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossal_lite.checkpoint import tools
+from colossal_lite.checkpoint.files import listed
+from colossal_lite.engine.context import Context
+from colossal_lite.engine.initialize import initialize
+from colossal_lite.engine.run import Run
+from colossal_lite.engine.stopping import STOP_SIGNALS
+from colossal_lite.many.task import Task
+
+Launch = Callable[..., Context]
+Message = dict[str, Any]
+TASKS = "tasks"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is made with."""
+
+    tasks: Sequence[Task]
+    shared: Mapping[str, Any]
+    directory: Path
+    save_every: int | None
+    launch: Launch
+    log: Path
+    prepare: Callable[[], object]
+    """Called first: chooses the device."""
+
+
+def folder_of(directory: Path, task: str) -> Path:
+    return directory / TASKS / task
+
+
+def saved_step(directory: Path, task: str) -> int:
+    """The step of the newest whole checkpoint of a task; 0 if it has none."""
+    folder = folder_of(directory, task) / "checkpoints"
+    found = tools.ls(folder) if listed(folder) else iter(())
+    return next((each.manifest.step for each in found if each.manifest is not None), 0)
+
+
+def serve(pipe: Connection, order: Order) -> None:
+    """Answer requests until the supervisor ends: the target of the child process."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _write_into(order.log)
+    order.prepare()
+    worker = Worker(order)
+    pipe.send({"said": "ready", "pid": os.getpid()})
+    with suppress(EOFError):
+        while (request := pipe.recv())["do"] != "end":
+            pipe.send(worker.answer(request))
+        worker.park_all()
+        pipe.send({"said": "ended"})
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _write_into(log: Path) -> None:
+    """Send what this process prints to its log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+class OpenTask:
+    """The engine of one task, and the position in its data."""
+
+    def __init__(self, order: Order, task: Task) -> None:
+        self.task = task
+        self.context = order.launch(task.settings(order.shared), rank=0, world_size=1)
+        try:
+            build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
+            engine = initialize(build, context=self.context, criterion=task.criterion)
+            self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
+            data = _found(task.data)
+            self.batches: Iterator[Any] = iter(
+                self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
+            )
+        except BaseException:
+            self.context.__exit__(*sys.exc_info())
+            raise
+
+    @property
+    def step(self) -> int:
+        return self.run.engine.steps
+
+    def advance(self, to: int) -> float | None:
+        """Train until so many steps are made; the last loss. Raises ValueError where a number is not finite."""
+        loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
+        while self.step < to:
+            result = self.run.step(next(self.batches))
+            loss = float(result.loss)
+            numbers = {"loss": loss, "norm of the gradients": float(result.grad_norm)}
+            for name, number in numbers.items():
+                if not math.isfinite(number) and not skips:
+                    raise ValueError(f"the {name} of step {self.step} is {number}")
+        if self.step == self.task.steps:
+            next(self.batches, None)  # which saves the last step
+        return loss
+
+    def evaluate(self) -> float:
+        return self.run.evaluate(_found(self.task.evaluate), global_batch=self.task.global_batch)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the context, with a checkpoint of the last step where there is no error."""
+        self.context.__exit__(type(error) if error else None, error, None)
+
+
+def _found(data: Any) -> Any:
+    """A dataset, or what a function of no argument returns."""
+    found = data() if callable(data) and not hasattr(data, "__len__") else data
+    if not hasattr(found, "__len__"):
+        raise ValueError(f"data: a {type(found).__name__} has no length; legal: a dataset with one")
+    return found
+
+
+class Worker:
+    """The open tasks of one device, the one used last at the end."""
+
+    def __init__(self, order: Order) -> None:
+        self._order, self._tasks = order, {task.name: task for task in order.tasks}
+        self._open: dict[str, OpenTask] = {}
+
+    def answer(self, request: Message) -> Message:
+        """Do what is asked. What goes wrong in a task is its answer."""
+        name = request["task"]
+        try:
+            if request["do"] == "park":
+                return {"said": "parked", "task": name, **self._park(name)}
+            try:
+                return self._run(**{key: value for key, value in request.items() if key != "do"})
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                if not self._close(name, error):
+                    raise
+                self.park_all()
+            return self._run(**{key: value for key, value in request.items() if key != "do"})
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            self._close(name, error)
+            return {"said": "failed", "task": name, "cause": f"{type(error).__name__}: {error}"}
+
+    def _run(self, task: str, to: int, evaluates: bool) -> Message:
+        begun_s = time.monotonic()
+        held = self._open.pop(task, None) or OpenTask(self._order, self._tasks[task])
+        self._open[task] = held
+        opened_s, before = time.monotonic(), held.step
+        loss = held.advance(to)
+        ran_s = time.monotonic()
+        held_out = held.evaluate() if evaluates else None
+        if done := held.step == self._tasks[task].steps:
+            self._open.pop(task).close()
+        return {
+            "said": "ran", "task": task, "step": held.step, "before": before, "loss": loss, "held_out": held_out,
+            "done": done, "open_s": opened_s - begun_s, "run_s": ran_s - opened_s,
+            "end_s": time.monotonic() - ran_s,
+        }  # fmt: skip
+
+    def _park(self, task: str) -> Message:
+        begun_s = time.monotonic()
+        if (held := self._open.pop(task, None)) is not None:
+            held.close()
+        return {"step": saved_step(self._order.directory, task), "end_s": time.monotonic() - begun_s}
+
+    def park_all(self) -> None:
+        """Save and close every open task."""
+        for task in list(self._open):
+            self._open.pop(task).close()
+
+    def _close(self, task: str, error: BaseException) -> int:
+        """Drop a task after an error; the number of tasks that were open beside it."""
+        others = len(self._open) - (task in self._open)
+        if (held := self._open.pop(task, None)) is not None:
+            with suppress(Exception, SystemExit):  # the first error is the one to tell
+                held.close(error)
+        return others

@@ -1,0 +1,46 @@
+"""Trains many tasks, one on each device at a time: starts the supervisors and says how a worker finds its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colossal_lite.launcher import env
+from colossal_lite.launcher.start import launch
+
+if TYPE_CHECKING:
+    from colossal_lite.many.coordinator import OnReport
+    from colossal_lite.many.policies import PolicyName
+    from colossal_lite.many.results import ManyResult
+    from colossal_lite.many.task import Halving, Task
+
+
+def train_many(
+    tasks: Sequence[Task], *, config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link",
+    stop: Halving | None = None, on_report: OnReport | None = None, save_every: int | None = None,
+    resume: bool = False, timeout_s: float = 600.0,
+) -> ManyResult:  # fmt: skip
+    """Train every task to its steps, with the losses and weights that it has alone. Collective.
+
+    Each process of the launch (torchrun, or none: one) has one device.  Tasks change devices by their checkpoints.
+    `config`: the settings that all share, as a dict.  `directory`: of this run; each task is a `cl.Run` in
+    `directory/tasks/NAME`.  `policy`: which task an idle device takes; it changes times, never numbers.  `stop`: ends
+    the worse tasks early.  `on_report(task, step, metrics)` is called on rank 0 after every quantum (about half a
+    second of steps) with the last loss and held_out loss, and may return "stop".  `save_every`: steps between saves, to
+    which a task goes back if its process dies; None: only when it moves or ends.  `resume`: go on with what is in
+    `directory`, also on another number of devices.
+
+    A task that raises is marked as failed with its cause, and the others go on.  A worker that dies is started again.
+    Raises ValueError, before anything is allocated, with everything that is wrong.  Raises WorkersLostError if a
+    supervisor dies, and Stopped, with all saved, after a stop signal.
+    """
+    from colossal_lite.many.trainer import train
+
+    with launch({"backend": "gloo", "timeout_s": timeout_s}) as context:
+        prepare = partial(env.show_one_device, context.local_rank)
+        return train(
+            tasks, context, launch=launch, prepare=prepare, config=config, directory=directory, policy=policy,
+            stop=stop, on_report=on_report, save_every=save_every, resume=resume,
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""On a CUDA device that is not there a step has no mixed devices, waits once for it, and copies from pinned memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.shared.fake_cuda import stuck
+
+ROOT = Path(__file__).parents[2]
+LLAMA = dict(position="rotary", norm="rms", activation="swiglu", kv_heads=4, tied=False, bias=False)
+RUN = (
+    "import ctypes, sys; ctypes.CDLL(sys.argv[1]); from tests.shared.fake_cuda import main; main(sys.argv[2])"
+)
+Case = dict[str, Any]
+
+
+def case(
+    ranks: int = 1, rank: int = 0, model: Case | None = None, fault: str = "none", **config: Any
+) -> Case:
+    base = dict(precision="bf16", clip_grad_norm=1.0, optimizer=dict(type="adamw"))
+    size = dict(vocabulary=512, layers=1, heads=8, width=256, sequence=64)
+    return dict(
+        ranks=ranks, rank=rank, samples=4, model=size | (model or {}), fault=fault, config=base | config
+    )
+
+
+def ring(rank: int, fault: str = "none") -> Case:
+    return case(2, rank, fault=fault, parallel=dict(sequence=dict(size=2, mode="ring")))
+
+
+def tensor(size: int, mode: str, **more: Any) -> dict[str, Any]:
+    return dict(parallel=dict(tensor=dict(size=size, mode=mode, **more)))
+
+
+QUICK: dict[str, Case] = {
+    "llama, host, accumulated": case(model=LLAMA, memory=dict(placement="host"), gradient_accumulation=2),
+    "zero 3, dropout": case(2, 1, dict(dropout=0.1), zero=dict(stage=3)),
+    "1d llama": case(2, 1, LLAMA, **tensor(2, "1d")),
+    "ring 0": ring(0),
+    "ring 1": ring(1),
+    "host tensor": case(fault="host tensor"),
+    "read number": case(fault="read number"),
+    "pageable batch": case(fault="pageable batch"),
+}
+FAULTY = ("host tensor", "read number", "pageable batch")
+LONG: dict[str, Case] = {
+    "alone": case(),
+    "in turn 0": ring(0, "exchange in turn"),
+    "in turn 1": ring(1, "exchange in turn"),
+    "torch": case(kernels="torch"),
+    "fp16": case(precision="fp16"),
+    "split": case(precision=dict(dtype="bf16", master="split")),
+    "narrow moments": case(optimizer=dict(type="adamw", moments="bf16")),
+    "full": case(activation_checkpoint="full"),
+    "selective": case(activation_checkpoint="selective"),
+    "updated on the host": case(memory=dict(placement="host", update_on="host")),
+    "budget": case(memory=dict(placement="auto", device_budget="1GiB"), zero=dict(stage=3)),
+    "sgd": case(optimizer=dict(type="sgd", lr=0.1)),
+    "lion": case(optimizer=dict(type="lion", lr=0.1)),
+    **{f"zero {stage}": case(2, 1, zero=dict(stage=stage)) for stage in (0, 1, 2)},
+    "zero 3, host": case(2, 0, zero=dict(stage=3), memory=dict(placement="host")),
+    "ordered": case(2, 1, zero=dict(stage=1, sum_order="ordered")),
+    "2d": case(4, 1, **tensor(4, "2d")),
+    "2.5d": case(8, 5, **tensor(8, "2.5d", depth=2)),
+    "3d": case(8, 3, **tensor(8, "3d")),
+    "ulysses": case(2, 1, parallel=dict(sequence=dict(size=2, mode="ulysses"))),
+    "allgather_kv": case(2, 1, parallel=dict(sequence=dict(size=2, mode="allgather_kv"))),
+    "usp": case(4, 1, parallel=dict(sequence=dict(size=4, mode="usp", ulysses=2))),
+}
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler, which the device that is not there needs")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has a CUDA device of its own")
+    made, place = tmp_path_factory.mktemp("guard") / "guard.so", Path(torch.__file__).parent
+    include, library = f"-I{place}/include", f"{place}/lib"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", str(ROOT / "tests" / "shared" / "cuda_guard.cpp"),
+         "-o", str(made), include, f"-L{library}", f"-Wl,-rpath,{library}", "-lc10", "-ltorch_cpu"], check=True
+    )  # fmt: skip
+    return made
+
+
+def rows_of(guard: Path, cases: dict[str, Case]) -> dict[str, Any]:
+    file = guard.with_name("cases.json")
+    file.write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(guard), str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    told = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    assert len(told) == len(cases), done.stdout + done.stderr
+    return {row.pop("name"): row for row in told}
+
+
+@pytest.fixture(scope="module")
+def rows(guard: Path) -> dict[str, Any]:
+    return rows_of(guard, QUICK)
+
+
+def assert_waits_once(name: str, row: dict[str, Any]) -> None:
+    """For the totals of the step; and where the first update looks whether it has changed anything."""
+    assert "error" not in row, (name, row)
+    places = {place.split(" at ")[1].split(":")[0]: count for place, count in row["waits"].items()}
+    assert places in ({"step_totals.py": 1}, {"step_totals.py": 1, "optimizer.py": 1}), (name, row["waits"])
+    assert sum(row["evaluated"].values()) == 1, (name, row["evaluated"])
+    assert not row["pageable"] and row["kernels"] > 0, (name, row)
+
+
+@pytest.mark.timeout(600)
+def test_a_step_waits_for_the_device_at_its_totals_and_copies_from_pinned_memory(
+    rows: dict[str, Any],
+) -> None:
+    for name in QUICK.keys() - set(FAULTY):
+        assert_waits_once(name, rows[name])
+        assert rows[name]["triton"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_so_it_does_in_every_mode(guard: Path) -> None:
+    rows = rows_of(guard, LONG)
+    in_turn = {rank: rows.pop(f"in turn {rank}")["messages"] for rank in range(2)}
+    assert stuck(in_turn) == {0: [("send", 1)], 1: [("send", 0)]}
+    for name, row in rows.items():
+        assert_waits_once(name, row)
+
+
+def test_a_ring_goes_round_on_nccl_and_would_not_message_by_message(rows: dict[str, Any]) -> None:
+    logs = {rank: rows[f"ring {rank}"]["messages"] for rank in range(2)}
+    assert all(logs.values()) and stuck(logs) == {}
+    in_turn = {
+        rank: [(group, [one]) for group, at_once in log for one in at_once] for rank, log in logs.items()
+    }
+    assert stuck(in_turn) == {0: [("send", 1)], 1: [("send", 0)]}
+
+
+def test_planted_faults_are_seen(rows: dict[str, Any]) -> None:
+    assert "device" in rows["host tensor"]["error"]
+    assert any("engine.py" in place.split(" < ")[0] for place in rows["read number"]["waits"])
+    assert rows["pageable batch"]["pageable"]
+    assert any("loader.py" in place for place in rows["pageable batch"]["waits"])

@@ -1,0 +1,81 @@
+"""Small tasks for the trainer's tests: what a worker imports by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import colossal_lite as cl
+
+CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
+SHAPE = cl.models.GPTConfig(vocabulary=32, layers=1, heads=2, width=8, sequence=8, dropout=0.1)
+TOKENS = torch.randint(32, (41, 9), generator=torch.Generator().manual_seed(0))
+TRAIN = [(row[:-1], row[1:]) for row in TOKENS[:22]]
+VALID = [(row[:-1], row[1:]) for row in TOKENS[22:]]
+
+
+def gpt() -> cl.models.GPT:
+    return cl.models.GPT(SHAPE)
+
+
+def raises() -> cl.models.GPT:
+    raise ValueError("no such weights")
+
+
+def dies_once(mark: Path, deaths: int) -> None:
+    """Kill this process, at most so many times in all."""
+    with mark.open("a+") as file:
+        file.seek(0)
+        if len(file.read()) >= deaths:
+            return
+        file.write("x")
+        file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dying(list[Any]):
+    """Data whose sample `at` kills the worker, at most `deaths` times."""
+
+    def __init__(self, mark: Path, at: int = 12, deaths: int = 1) -> None:
+        super().__init__(TRAIN)
+        self.mark, self.at, self.deaths = mark, at, deaths
+
+    def __reduce__(self) -> Any:
+        return Dying, (self.mark, self.at, self.deaths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == self.at:
+            dies_once(self.mark, self.deaths)
+        return super().__getitem__(index)
+
+
+def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
+    given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID) | more
+    build = given.pop("build")
+    return cl.Task(name, build, steps=steps, global_batch=4, config=dict(optimizer=dict(lr=lr)), **given)
+
+
+def alone(task: cl.Task, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Losses, weights and held-out loss of a plain `cl.Run` of this task."""
+    losses = []
+    assert callable(task.build)
+    with cl.launch(task.settings(CONFIG), rank=0, world_size=1) as context:
+        engine = cl.initialize(task.build, context=context)
+        run = cl.Run(folder, engine)
+        for batch in run.batches(task.data, steps=task.steps, global_batch=task.global_batch):
+            losses.append(float(run.step(batch).loss))
+        held_out = run.evaluate(task.evaluate, global_batch=task.global_batch)
+        weights = engine.full_state_dict()
+    return losses, weights, held_out
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What a task's newest checkpoint holds."""
+    with cl.launch(CONFIG, rank=0, world_size=1) as context:
+        engine = cl.initialize(gpt, context=context)
+        engine.load(folder / "checkpoints")
+        return engine.full_state_dict()

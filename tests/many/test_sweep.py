@@ -1,0 +1,98 @@
+"""Sweep files: which tasks a grid spans, the plan before a run, and what is refused at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossal_lite.launcher.command import main
+from colossal_lite.many.sweep import read_sweep
+from colossal_lite.many.task import check
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+build = "tests.many.tasks:gpt"
+data = "tests.many.tasks:gpt"
+steps = 10
+global_batch = 4
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "sweep.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_example_spans_its_grid() -> None:
+    sweep = read_sweep(ROOT / "examples" / "many_models" / "sweep.toml")
+    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every)
+    assert [task.name for task in sweep.tasks][:2] == ["width=32,lr=0.0003", "width=32,lr=0.001"]
+    assert len(sweep.tasks) == 6 and sweep.directory == Path("runs/many_models")
+    last: Any = sweep.tasks[-1]
+    assert last.build.keywords == {"width": 64}
+    assert last.settings(sweep.config)["optimizer"] == {"type": "adamw", "lr": 3e-3}
+
+
+def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + """
+step = 3
+[[task]]
+name = "a"
+stepss = 3
+[[task]]
+name = "b"
+build = "tests.many.tasks:no_such"
+data = "no_such_module:f"
+[stop]
+rung = [3]
+"""
+    )
+    with pytest.raises(ValueError) as told:
+        read_sweep(written(tmp_path, text))
+    for words in (
+        "step: no such key", "did you mean steps?", "task[0].stepss: no such key", "stop.rung: no such key",
+        "b: build = 'tests.many.tasks:no_such': no such function", "No module named 'no_such_module'",
+    ):  # fmt: skip
+        assert words in str(told.value), words
+
+
+def test_plan_prints_every_policy_and_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        HEAD
+        + f"""
+directory = "{tmp_path / "run"}"
+[[task]]
+name = "a"
+step_s = 2.0
+[[task]]
+name = "b"
+step_s = 1.0
+[[task]]
+name = "c"
+step_s = 1.0
+"""
+    )
+    path = written(tmp_path, text)
+    assert main(["many", str(path), "--plan", "--devices", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 tasks on 2 devices" in shown and "bound 20 s" in shown
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:]}
+    assert float(rows["link*"][2]) <= 1.05 and rows["sjf"] == ["30", "s", "1.500", "0"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_without_times_and_devices_without_plan_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, HEAD + f'directory = "{tmp_path}"')
+    assert main(["many", str(path), "--plan"]) == 2
+    assert "legal: step_s = SECONDS in the file" in capsys.readouterr().err
+    assert main(["many", str(path), "--devices", "2"]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""`train_many`: each task has the bits that it has alone, whatever the policy, devices, neighbours or a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colossal_lite as cl
+from colossal_lite.launcher import env as launcher_env
+from colossal_lite.many.policies import POLICIES
+from colossal_lite.many.task import check, fingerprint
+from colossal_lite.many.trainer import train
+from tests.many import tasks as own
+from tests.many.tasks import CONFIG, TRAIN, Dying, task
+from tests.shared.pool import RankEnv, run_world
+
+Found = dict[str, dict[str, Any]]
+
+
+def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[str, Any]) -> Found | None:
+    """Train them in this world; None if a signal has stopped the run. `stop_at`: reports until rank 0 gets one."""
+    how, reports = dict(how), 0
+    stop_at = how.pop("stop_at", None)
+
+    def on_report(name: str, step: int, metrics: Mapping[str, float | None]) -> None:
+        nonlocal reports
+        reports += 1
+        if reports == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with env.launch(dict(backend="gloo", timeout_s=60)) as context:
+            prepare = partial(launcher_env.show_one_device, env.rank)
+            how = dict(directory=folder, config=CONFIG, on_report=on_report) | how
+            result = train(tasks, context, launch=cl.launch, prepare=prepare, **how)
+    except cl.Stopped:
+        return None
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it lives as long as its process, here a rank
+    return {
+        name: dict(status=t.status, cause=t.cause, losses=t.losses, held_out=t.held_out, best=result.best)
+        for name, t in result.tasks.items()
+    }
+
+
+def alone(env: RankEnv, tasks: Sequence[cl.Task], folder: Path) -> Found:
+    found = {}
+    for each in tasks:
+        losses, weights, held_out = own.alone(each, folder / each.name)
+        found[each.name] = dict(losses=losses, weights=weights, held_out=held_out)
+    return found
+
+
+def assert_as_alone(found: Found | None, expected: Found, folder: Path) -> None:
+    assert found is not None
+    weights = run_world(weights_of, 1, [*expected], folder)[0]
+    for name, by_itself in expected.items():
+        assert found[name]["status"] == "done", found[name]
+        assert found[name]["losses"] == by_itself["losses"], name
+        assert found[name]["held_out"] == by_itself["held_out"], name
+        assert by_itself["weights"].keys() == weights[name].keys()
+        assert all(torch.equal(by_itself["weights"][key], weights[name][key]) for key in weights[name]), name
+
+
+def weights_of(env: RankEnv, names: Sequence[str], folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: own.weights_in(folder / "tasks" / name) for name in names}
+
+
+PLAIN = [task("a"), task("b", 3e-3, 9), task("c", 1e-3, 14)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found: Found = run_world(alone, 1, PLAIN, tmp_path_factory.mktemp("alone"))[0]
+    return found
+
+
+def test_on_two_devices_each_task_is_as_alone_beside_tasks_that_fail_and_a_worker_that_dies(
+    expected: Found, tmp_path: Path
+) -> None:
+    folder = tmp_path / "many"
+    others = [
+        task("raises", build=own.raises),
+        task("diverges", 1e38),
+        task("kills", data=Dying(tmp_path / "kills", deaths=99)),
+        task("killed", data=Dying(tmp_path / "killed")),
+    ]
+    found, same = run_world(
+        together, 2, [*PLAIN, *others], folder, dict(policy="random", save_every=5), timeout_s=100
+    )
+    assert found == same, "every rank has the result"
+    assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
+    assert found["raises"]["cause"] == "ValueError: no such weights"
+    assert "the norm of the gradients of step 2 is inf" in found["diverges"]["cause"]
+    assert "its process died 3 times after step" in found["kills"]["cause"]
+    assert {found[name]["status"] for name in ("raises", "diverges", "kills")} == {"failed"}
+    assert found["a"]["best"] == min("abc", key=lambda name: expected[name]["held_out"])
+    rows = [json.loads(row) for row in (folder / "journal.jsonl").read_text().splitlines()]
+    assert {row["decision"] for row in rows} >= {"run", "move", "died", "done", "failed"}
+    assert "killed" in (folder / "report.html").read_text() and (folder / "timeline.svg").exists()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_that_was_not_stopped(
+    expected: Found, tmp_path: Path
+) -> None:
+    folder, stop = tmp_path / "many", cl.Halving(rungs=(4,), keep=0.5)
+    tasks = [*PLAIN, task("d", 1e-5)]
+    how = dict(stop=stop, policy="lrtf")
+    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=100) == [None]
+    assert json.loads((folder / "result.json").read_text())["tasks"][0]["status"] == "open"
+    found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=100)[0]
+    kept = stop.kept({n: each["losses"][3] for n, each in expected.items()} | {"d": found["d"]["losses"][3]})
+    assert {n for n in found if found[n]["status"] == "done"} == {*kept} and len(kept) == 2
+    assert_as_alone(found, {n: expected[n] for n in kept if n in expected}, folder)
+    for name in {"a", "b", "c"} - {*kept}:
+        assert found[name]["losses"] == expected[name]["losses"][:4], "stopped at the rung"
+        assert found[name]["cause"] == "not among the best 2 of 4 at step 4"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", range(50))
+def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    folder = tmp_path / "many"
+    killed = Dying(tmp_path / "killed", at=draw.randrange(len(TRAIN)), deaths=draw.randint(1, 2))
+    tasks = [*PLAIN, task("killed", data=killed)]
+    how = dict(policy=draw.choice(list(POLICIES)), save_every=draw.choice([None, 1, 3, 5]))
+    devices = draw.choice([1, 2, 4])
+    found = run_world(
+        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=120
+    )[0]
+    if found is None:
+        found = run_world(
+            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=120
+        )[0]
+    assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
+
+
+def test_everything_that_is_wrong_is_refused_at_once() -> None:
+    stream = iter(TRAIN)
+    tasks = [
+        task("a"), task("a"), task("../b"), task("c", data=stream), task("d", steps=0), task("e", devices=2),
+        cl.Task("f", own.gpt, data=TRAIN, steps=3, global_batch=4, config=dict(optimizer=dict(rate=1))),
+        cl.Task("g", own.gpt, data=TRAIN, steps=3, global_batch=4, config=dict(parallel=dict(data=2))),
+        task("h", evaluate=None),
+    ]  # fmt: skip
+    with pytest.raises(ValueError) as told:
+        check(tasks, CONFIG, "best", cl.Halving(metric="held_out", rungs=(9, 4), keep=2), 0)
+    for words in (
+        "'a' names 2 tasks", "policy='best': no such policy; legal: fifo", "save_every=0", "stop.keep=2",
+        "stop.rungs=(9, 4)", "f, g, h have no evaluate", "task '../b': the name is also a folder",
+        "task 'c': data: a list_iterator has no length", "task 'd': steps=0", "a gang of devices is not built",
+        "task 'f': ", "optimizer.rate", "task 'g': ", "parallel.data",
+    ):  # fmt: skip
+        assert words in str(told.value), words
+    with pytest.raises(ValueError, match="there is none"):
+        check([], CONFIG, "link", None, None)
+
+
+def refused(env: RankEnv, folder: Path) -> list[str]:
+    told = []
+    for tasks, how in (
+        ([task("x", build=lambda: own.gpt())], {}),
+        ([task("a")], {}),
+        ([task("a", 3e-3)], dict(resume=True)),
+    ):
+        try:
+            together(env, tasks, folder / tasks[0].name, how)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_lambda_a_directory_in_use_and_one_of_other_tasks_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "sweep.json").write_text(json.dumps(fingerprint([task("a")], CONFIG)))
+    unsent, begun, other = run_world(refused, 1, tmp_path)[0]
+    assert "cannot be sent to the process that trains them" in unsent and "no lambda" in unsent
+    assert "were begun there; legal: resume=True" in begun
+    assert "belongs to other tasks (a differ" in other
