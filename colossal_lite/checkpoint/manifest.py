@@ -221,7 +221,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
                 yield f"tensor {name}: slice {part.box} has {part.stop - part.start} bytes"
         boxes = [part.box for part in stored.slices]
         numel = volume(tuple((0, size) for size in stored.shape))
-        if sum(map(volume, boxes)) != numel or _overlaps(boxes):
+        if sum(map(volume, boxes)) != numel or overlaps(boxes):
             yield f"tensor {name}: its slices do not cover its shape {stored.shape} once"
     for file, rows in manifest.by_file().items():
         ends = [0, *(part.stop for _, _, part in rows)]
@@ -230,7 +230,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
                 yield f"{file}: bytes of tensor {name} begin at {part.start}, not at {end}"
 
 
-def _overlaps(boxes: Sequence[Box]) -> bool:
+def overlaps(boxes: Sequence[Box]) -> bool:
     """Whether two boxes meet. Raises ValueError if that would take more than `PAIRS_A_BOX` comparisons a box."""
     if len(boxes) < 2:
         return False
@@ -242,12 +242,12 @@ def _overlaps(boxes: Sequence[Box]) -> bool:
             groups.setdefault(box[dim], []).append(box[:dim] + box[dim + 1 :])
         order = sorted(groups)
         if all(a[1] <= b[0] for a, b in itertools.pairwise(order)):
-            return any(_overlaps(group) for group in groups.values())
+            return any(overlaps(group) for group in groups.values())
     return _sweep(boxes, min(range(len(boxes[0])), key=lambda dim: _most_at_once(boxes, dim)))
 
 
 def _sweep(boxes: Sequence[Box], dim: int) -> bool:
-    """`_overlaps`, comparing each box only with those that begin within it in one dimension."""
+    """`overlaps`, comparing each box only with those that begin within it in one dimension."""
     order = sorted(boxes, key=lambda box: box[dim])
     pairs_left = PAIRS_A_BOX * len(boxes)
     for index, box in enumerate(order):

@@ -597,6 +597,21 @@ def test_pruning_counts_only_what_this_run_has_checked(tmp_path: Path) -> None:
         assert list(verify(tmp_path / left[0])) == []
 
 
+def goes_on_from_the_first(env: RankEnv, case: Case, folder: str) -> None:
+    with engine_of(env, case) as engine:
+        engine.load(f"{folder}/step-00000001")
+        train(engine, case, range(1, 2))
+        engine.save(folder)
+
+
+def test_a_damaged_checkpoint_takes_the_place_of_none_that_was_loaded(tmp_path: Path) -> None:
+    run_world(saves, 1, on("1"), str(tmp_path), 2)
+    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    run_world(goes_on_from_the_first, 1, on("1", checkpoint=dict(keep=2)), str(tmp_path))
+    assert [path.name for path in listed(tmp_path)] == ["step-00000002-2", "step-00000002", "step-00000001"]
+
+
 def starts(env: RankEnv, case: Case, folder: str) -> Any:
     with engine_of(env, case) as engine:
         return engine.resume(folder)

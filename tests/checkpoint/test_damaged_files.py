@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from colossal_lite.checkpoint import checkpointer
+from colossal_lite.checkpoint import checkpointer, manifest
 from colossal_lite.checkpoint.checkpointer import Checkpointer
 from colossal_lite.checkpoint.files import inspect, listed, read_manifest, verify
 from colossal_lite.checkpoint.manifest import CheckpointError, header
@@ -515,6 +515,17 @@ def test_a_manifest_takes_ten_times_its_bytes_at_most_and_09_mb_two_seconds(
     text = bombs(900_000)[name]
     said = refuse_in_bounds(tmp_path / "step", text, len(text), 2.0)
     assert (said == "read") == (name == "rows of slices"), said
+
+
+def test_slices_that_no_dimension_tells_apart_are_refused_before_all_pairs_are_compared() -> None:
+    """Bars along three dimensions: none meets another, and each dimension has a third of them at every place."""
+    whole, count = (0, 2000), 1000
+    near = [(2 * i, 2 * i + 1) for i in range(count)]
+    far = [(2 * i + 1, 2 * i + 2) for i in range(count)]
+    bars = [(whole, a, a) for a in near] + [(b, whole, b) for b in far]
+    bars += [(a, b, whole) for a, b in zip(near, far, strict=True)]
+    with pytest.raises(ValueError, match="3000 slices that no dimension tells apart"):
+        manifest.overlaps(bars)
 
 
 @pytest.mark.campaign

@@ -237,7 +237,7 @@ MODELS |= {
 def test_what_cannot_draw_from_counters_is_refused_by_name(what: str) -> None:
     model, ranks, config, words = REFUSED[what]
     with pytest.raises(WorldError, match=words):
-        run_world(losses, ranks, model, "eager" if model == "gpt2" else what, config)
+        run_world(losses, ranks, model, "eager" if model == "gpt2" else what, config, timeout_s=180)
 
 
 def test_recomputation_keeps_no_cache_of_keys_and_closing_gives_the_setting_back() -> None:

@@ -138,9 +138,10 @@ def test_the_end_of_the_owner_leaves_a_siblings_mapping_as_it_is_and_lets_nobody
 
 
 def memory_of_this_process() -> tuple[int, int]:
-    """Shared memory that it maps, in bytes, and descriptors that it has open."""
+    """Shared memory that it maps, in bytes, and descriptors of shared memory that it has open."""
     (kib,) = re.findall(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(kib) * 1024, len(os.listdir("/proc/self/fd"))
+    names = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return int(kib) * 1024, sum("memfd:" in name for name in names)
 
 
 def test_records_take_their_pages_and_a_directory_and_give_them_back() -> None:
