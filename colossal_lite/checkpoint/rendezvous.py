@@ -50,9 +50,9 @@ class SaveRendezvous:
         end, pause_s = time.monotonic() + self.timeout_s, 0.0005
         keys = {rank: f"{self.key}/{word}/{rank}" for rank in ranks}
         missing = list(keys)
+        reason = ""
         try:
             while missing := [rank for rank in missing if not self.store.check([keys[rank]])]:
-                reason = self.heard()
                 if reason or time.monotonic() > end:
                     who = ", ".join(map(str, missing))
                     text = (
@@ -61,6 +61,8 @@ class SaveRendezvous:
                     )
                     rows = (reason, text, "" if reason else self.standing(missing))
                     raise CheckpointError("\n".join(filter(None, rows)))
+                if reason := self.heard():
+                    continue  # a rank may have sent its message just before it stopped
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
             return [json.loads(self.store.get(key)) for key in keys.values()]

@@ -21,10 +21,12 @@ MOST_LINES = 200
 
 
 def snippets() -> list[tuple[str, str]]:
-    """(page and line, Python) of every block of README and docs."""
-    return [
-        (f"{page.path.stem}-{line}", code) for page in pages() for line, code in blocks(page.text, "python")
-    ]
+    """(page and line, Python) of every block of README and docs, once where it stands on two pages."""
+    found: dict[str, str] = {}
+    for page in pages():
+        for line, code in blocks(page.text, "python"):
+            found.setdefault(code, f"{page.path.stem}-{line}")
+    return [(name, code) for code, name in found.items()]
 
 
 def test_readme_is_one_page() -> None:
