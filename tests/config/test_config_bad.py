@@ -279,7 +279,6 @@ def contradictions() -> Iterator[Bad]:
                     "optimizer.groups.0.type='adamw'",
                 ),
                 ({"memory": {"placement": "auto", "device_budget": 10**9}}, "memory.device_budget=None"),
-                ({"memory": {"placement": "host", "update_on": "host"}}, "memory.update_on='device'"),
             )
         ),
         (

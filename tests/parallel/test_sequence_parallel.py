@@ -301,7 +301,7 @@ def refused(env: RankEnv, what: str) -> None:
 
 REFUSALS = {
     "causal": (2, "parallel.sequence.mode = 'ring_full'.*attention is causal; legal: ring, ulysses, usp"),
-    "model": (2, "sequence parallelism \\(mode 'ring'\\) of Sequential"),
+    "model": (2, "sequence: Sequential cannot be proven on a small copy: 0: .*legal: .* or sequence=1"),
     "heads": (4, "parallel.sequence.ulysses = 2: 3 heads do not divide into 2 parts; legal: 1"),
 }
 

@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "a data rank without samples": (
         "sequential", dict(world_size=4, global_batch=1),
-        ("micro_batches=3: a data rank has no samples", "at least 3 samples for each data rank"),
+        ("micro_batches=3: a part of the batch has no samples on a data rank", "at least 3 samples for each data rank"),
     ),
     "a stage that gives another object": (
         "namespace", dict(pipeline=dict(partition=(2, 2))),
