@@ -384,22 +384,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
-WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
-    NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
-    for path, built, missing in (
-        ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
-        ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
-        ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
-    )
-)
-"""Settings that are implemented, but not together with a pipeline."""
-
-
 def unbuilt_problems(config: Settings) -> Iterator[Problem]:
-    """Settings without an implementation yet, alone or with a pipeline."""
+    """Settings without an implementation yet."""
     values = config.model_dump()
     told: set[str] = set()
-    for row in (*NOT_BUILT, *WITH_PIPELINE):
+    for row in NOT_BUILT:
         value = get_path(values, row.path)
         if row.path in told:
             continue

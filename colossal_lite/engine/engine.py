@@ -594,9 +594,18 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        """Under a budget, before the first update: choose the placement of all state."""
-        if self._memory_budget is not None:
-            self._memory_budget.settle()
+        """Under a budget, before the first update: choose the placement of all state. Lists of a pipeline fetch from
+        then on what rests on the host."""
+        if self._memory_budget is None:
+            return
+        plan, coord = self._runtime.plan, self._runtime.comm.coord
+        actions = () if plan is None else plan[coord]
+        if self._memory_budget.settle(actions, self._runtime.slot_bytes[0]):
+            chunks = (*self._chunks, *self._parts.built.frozen)
+            here = [chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None]
+            with self.mesh.ledger.paused():
+                rows = self._runtime.comm.gather_json(here)
+            self._plans.place((rank, chunk) for rank, row in enumerate(rows) for chunk in row)
 
 
 def _chunk_of(action: Action) -> int:

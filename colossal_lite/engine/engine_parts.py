@@ -181,7 +181,8 @@ def _memory_budget_of(
         return None
     try:
         return MemoryBudget(
-            context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
+            context.config, built.chunks, weights, optimizer, context.mesh.world,
+            coord=context.mesh.coord("pipeline"), device=context.device,
             frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
             began=lambda: hooks.began,
         )  # fmt: skip

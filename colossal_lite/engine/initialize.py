@@ -381,6 +381,8 @@ def _forecast_batch(
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
         mesh = context.mesh
+        if not trains and context.config.parallel.pipeline.size > 1:
+            return None  # `plan` has no evaluation of a pipeline
         try:
             config = Config.load(context.config, changes).derived("memory", update_on=found.memory.update_on)
             with torch.enable_grad():  # an evaluation may ask
@@ -395,7 +397,7 @@ def _forecast_batch(
         except ValuesError:
             return None  # it is measured in the first step instead
         activations = made.bytes_of("activations") + made.bytes_of("logits")
-        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
+        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered", "messages")}
         return {"activations": activations, "device": made.peak_bytes} | beside
 
     return forecast_batch

@@ -51,11 +51,12 @@ class HostShardStream:
         self.host_bytes = 0
         """Of what sums land in."""
         self._on_host: frozenset[int] = frozenset()
+        self._visits = False  # whether there are places for updates
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
         """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
         one for each kind. `is_first`: before any update, and there are none for updates. No copy may be running."""
-        self._on_host = frozenset(on_host)
+        self._on_host, self._visits = frozenset(on_host), not is_first
         self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
@@ -83,12 +84,12 @@ class HostShardStream:
     @property
     def device_bytes(self) -> int:
         """Of the places that are in no arena of others, and of what sums have left through beyond the plan."""
-        return self._offload_buffer.places.bytes
+        return sum(places.bytes for places in self.staging_places)
 
     @property
     def most_device_bytes(self) -> int:
         """As much of them as was used, at the most so far."""
-        return self._offload_buffer.places.most_bytes
+        return sum(places.most_bytes for places in self.staging_places)
 
     @property
     def most_host_bytes(self) -> int:
@@ -116,12 +117,15 @@ class HostShardStream:
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: of what sums leave through while that is in no arena of others."""
-        chunks = enumerate(self._chunks)
-        sizes = {
-            i: _owned(c) * c.gradient.element_size() for i, c in chunks if c.gradient_at_rest is not None
+        """By the formula: of the places of each kind, where these are in no arena of others."""
+        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self._visits else []
+        leaving = {i: _gradient_bytes(c) for i, c in chunks if c.gradient_at_rest is not None}
+        gradients = {i: leaving[i] for i, c in on_device if i in leaving and not c.waits_on_device}
+        weights = {
+            i: _owned(c) * c.local_shard.element_size() for i, c in on_device if c.weights_at_rest is not None
         }
-        return LEAVING.bytes(sizes)
+        visiting = VISITING[StateKind.WEIGHTS].bytes(weights) + VISITING[StateKind.GRADIENTS].bytes(gradients)
+        return LEAVING.bytes(leaving) + visiting
 
     @property
     def _updated_on_device(self) -> list[tuple[int, Chunk]]:
@@ -216,3 +220,7 @@ class HostShardStream:
 
 def _owned(chunk: Chunk) -> int:
     return chunk.owned[1] - chunk.owned[0]
+
+
+def _gradient_bytes(chunk: Chunk) -> int:
+    return _owned(chunk) * chunk.gradient.element_size()

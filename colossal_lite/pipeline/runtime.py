@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.progress import Progress
@@ -54,7 +55,8 @@ class Work:
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
     of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
     defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
-    here, and its forward is passed over; gather: does UNSHARD and RESHARD.
+    here, and its forward is passed over; gather: does FETCH, UNSHARD and
+    RESHARD.
     """
 
     forward: Callable[[int, int, Any], Any]
@@ -226,7 +228,8 @@ class Runtime:
         """Buffers of at least `numel` elements; larger ones take the place of those that are too small."""
         found = self._slots.get(dtype)
         if found is None or found.numel < numel:
-            found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
+            with _disable_current_modes():  # what the model keeps is measured, not this
+                found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
         return found
 
     @property
@@ -278,7 +281,7 @@ class _Step:
                 self._send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
                 self._receive(action)
-            case ActionKind.UNSHARD | ActionKind.RESHARD:
+            case ActionKind.FETCH | ActionKind.UNSHARD | ActionKind.RESHARD:
                 self.work.gather(action)
             case ActionKind.REDUCE:
                 self.work.reduce(action)

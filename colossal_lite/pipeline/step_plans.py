@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 def shape_of(
     config: Config, layout: MeshLayout, stages: Stages, packed: Sequence[ChunkSpec], micro_batches: int, *,
-    backward: bool = True, ahead: bool = True,
+    backward: bool = True, ahead: bool = True, on_host: frozenset[tuple[int, int]] | None = None,
 ) -> StepShape:  # fmt: skip
-    """`micro_batches` of each accumulated part; `packed`: the chunks of the whole pipeline."""
+    """`micro_batches` of each accumulated part; `packed`: the chunks of the whole pipeline; `on_host`: the ranks and
+    chunks whose shards of weights rest on the host, None: all that can."""
     placed = sorted(stages.placement.items())
     return StepShape(
         micro_batches=micro_batches,
@@ -41,7 +42,7 @@ def shape_of(
         costs=stages.cut.stage_costs(),
         placement=tuple(rank for _, rank in placed),
         update=config.optimizer.update_when,
-        weights=_weights_of(config, layout, stages, packed),
+        weights=_weights_of(config, layout, stages, packed, on_host),
     )
 
 
@@ -54,8 +55,9 @@ def _by_stage(stages: Stages, packed: Iterable[ChunkSpec]) -> tuple[tuple[int, .
 
 
 def _weights_of(
-    config: Config, layout: MeshLayout, stages: Stages, packed: Sequence[ChunkSpec]
-) -> StageWeights | None:
+    config: Config, layout: MeshLayout, stages: Stages, packed: Sequence[ChunkSpec],
+    on_host: frozenset[tuple[int, int]] | None,
+) -> StageWeights | None:  # fmt: skip
     """The chunks that are gathered for the stages of a pipeline; None where none is."""
     if config.parallel.pipeline.size == 1 or not sharding_of(config).weight:
         return None
@@ -63,11 +65,14 @@ def _weights_of(
     for spec in packed:
         assert isinstance(spec.key, ChunkKey)
         over = layout.size(*spec.key.shard_axes)
-        sharded += [spec] if over > 1 else []
+        sharded += [spec] if over > 1 or config.memory.moves else []
         near |= {spec.id} if layout.size(*spec.key.near_axes) < over else set()
     zero = config.zero
     keeps = zero.reshard_after_forward is False
-    return StageWeights(_by_stage(stages, sharded), zero.prefetch, not keeps, frozenset(near))
+    if on_host is None:
+        held = sharded if config.memory.moves else []
+        on_host = frozenset((rank, spec.id) for spec in held for rank in stages.holders(stages_of(spec)))
+    return StageWeights(_by_stage(stages, sharded), zero.prefetch, not keeps, frozenset(near), on_host)
 
 
 class StepPlans:
@@ -78,6 +83,12 @@ class StepPlans:
     ) -> None:
         self._config, self._layout, self._stages, self._packed = config, layout, stages, tuple(packed)
         self._made: dict[tuple[int, bool, bool], Plan] = {}
+        self._on_host: frozenset[tuple[int, int]] | None = None
+
+    def place(self, on_host: Iterable[tuple[int, int]]) -> None:
+        """From now on the shards of weights of these ranks and chunks rest on the host, and all others on devices."""
+        self._on_host = frozenset(on_host)
+        self._made.clear()
 
     def of(self, micro_batches: int, *, backward: bool, ahead: bool) -> Plan:
         """What all ranks execute in a step of so many micro-batches. Raises PlanError as `step_plan`."""
@@ -85,8 +96,9 @@ class StepPlans:
         if key not in self._made:
             parts = micro_batches // self._config.gradient_accumulation
             shape = shape_of(
-                self._config, self._layout, self._stages, self._packed, parts, backward=backward, ahead=ahead
-            )
+                self._config, self._layout, self._stages, self._packed, parts, backward=backward, ahead=ahead,
+                on_host=self._on_host,
+            )  # fmt: skip
             self._made[key] = step_plan(self._config.parallel.pipeline, shape)
         return self._made[key]
 

@@ -23,6 +23,7 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
+from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
@@ -93,7 +94,7 @@ def staged_plan(
     )  # fmt: skip
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, updates = _pipeline_memory(
+    memory, placed, updates = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
     )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
@@ -110,7 +111,8 @@ def staged_plan(
             Term("micro-batches", count, "of each accumulated part"),
         ),
         micro_batches=pieces,
-        device_bytes=device_bytes,
+        device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
+        memory_budget=str(placed) if placed else "",
         schedule=_told(pipeline, shape, stages, timeline),
         timeline=timeline,
         updates=updates,
@@ -172,9 +174,8 @@ def _record_pipeline(
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
-    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
-    updates run, in words."""
+) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+    """As `memory_rows`, at the fullest moment of the list, with `slots` of messages."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -187,16 +188,14 @@ def _pipeline_memory(
     numels = {index: chunk.spec.numel for index, chunk in weights.items()}
     parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
     gathered = gather_slots(actions, numels, parts)
-    rows, _, updates = memory_rows(
-        config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
-    )
     largest = 0
     for action in actions:
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
             source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
     messages = MemoryTerm("messages", slots * largest, "slots of what comes from other stages")
-    return (*rows, messages), updates
+    gathers = GatherPlan((), (), gathered.arena_numel, gathered.live_numel)
+    return memory_rows(config, chunks, gathers, whole, worst, frozen, actions=actions, messages=messages)
 
 
 def _whole_bytes(chunk: Chunk) -> int:

@@ -502,7 +502,7 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
     if shared.own_optimizer is not None:
         return {}
     weights: dict[str, float] = {"device": 50, "host": 22, "disk": 7, "static": 11, "auto": 8}
-    if mesh.pipeline or shared.in_backward:
+    if shared.in_backward:
         weights |= {"static": 0.2, "auto": 0.2}
     place = shared.rare.get("memory") or choose(rng, weights)
     if place == "device":
@@ -516,7 +516,7 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
         found["host_fraction"] = shares
     if place == "auto":
         found["device_budget"] = int(10 ** rng.uniform(4.7, 7))
-    if place in ("host", "auto") and not mesh.pipeline and not shared.in_backward:
+    if place in ("host", "auto") and not shared.in_backward:
         found |= maybe(rng, 0.2, host_budget=int(10 ** rng.uniform(4.5, 7)), disk_dir=DISK)
     found |= maybe(
         rng, 0.5, update_on=rng.choice(["host", {"every": 2}, {"every": 3}, {"host": 0.4}, "auto"])
