@@ -293,8 +293,8 @@ class RankWalk:
         last = self.nodes[-1] if self.nodes else 0
         for weights in sorted(self.gathered, key=str):
             self.table.fault(f"the weights of stage {weights[1]} stay gathered", last)
-        for chunk in sorted(self.fetched):
-            self.table.fault(f"{_name(chunk)} is fetched for a gather that never comes", last)
+        for shard in sorted(self.fetched):
+            self.table.fault(f"{_name(shard)} is fetched for a gather that never comes", last)
         done = {k: {_weights(a) for a in mine if a.kind is k} for k in (ActionKind.REDUCE, ActionKind.UPDATE)}
         for weights in sorted(done[ActionKind.REDUCE] ^ done[ActionKind.UPDATE], key=str):
             lacks = ActionKind.UPDATE if weights in done[ActionKind.REDUCE] else ActionKind.REDUCE
