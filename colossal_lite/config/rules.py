@@ -293,10 +293,6 @@ def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
     """(setting, legal values) of settings that need all gradients, which an update within backward does not have."""
     if config.clip_grad_norm is not None:
         yield "clip_grad_norm", "None"
-    if config.gradient_accumulation > 1:
-        yield "gradient_accumulation", "1"
-    if config.parallel.pipeline.size > 1:
-        yield "parallel.pipeline.size", "1"
     if config.precision.dtype == "fp16":
         yield "precision.dtype", "'bf16'"
     for prefix, held in config.optimizer.by_prefix().items():

@@ -11,9 +11,10 @@ all-reduce), and one all-reduce of `5 + parameters` float64.  Dropout or auxilia
 ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.
-The UPDATE of each chunk follows its REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on loss and
-tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training continues
-only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing them raises.
+The UPDATE of each chunk follows its last REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on
+loss and tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training
+continues only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing
+them raises.
 
 Note: a pipeline.
 The step is the same with a longer plan (pipeline/step_plan.py).  The plan has this rank's stages, the messages between
@@ -276,7 +277,7 @@ class Engine:
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
         rank has the same weight, and the losses of several calls add up.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
-        updates. Then a step has one call."""
+        updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
         self._loop.backward(loss, count, self._rate_factor)
 
     # ---- full tensors ----
@@ -467,13 +468,24 @@ class Engine:
             self._weights.arrive(stage)
             outputs = self._forward(stage, parts[i], carried, sums)
             self._metering.forward_ended([part.inputs.shape for part in parts])
+            forward_ended()
             return outputs
+
+        def pass_over() -> None:
+            self._pass_over()
+            forward_ended()
+
+        def forward_ended() -> None:
+            nonlocal forwards
+            forwards -= 1
+            if trains and not forwards and self._updates.within_backward:
+                self._updates.announce(sums.reported_loss(self._tells), self._comparison)
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             self._weights.arrive(stage)
-            if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
+            if self._updates.within_backward and i == len(parts) - 1:
+                self._updates.begin(self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -489,7 +501,7 @@ class Engine:
             before_backward=before_backward,
             around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
-            pass_over=self._pass_over,
+            pass_over=pass_over,
             is_empty=lambda i: parts[i].size == 0,
             gather=self._weights.gather,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
@@ -502,7 +514,9 @@ class Engine:
         }
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
         plan = plans[ahead and posts_ahead]
-        self._weights.follow(plan[self._runtime.comm.coord])
+        mine = plan[self._runtime.comm.coord]
+        forwards = sum(action.kind is ActionKind.F for action in mine)
+        self._weights.follow(mine)
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
 
@@ -598,14 +612,9 @@ class Engine:
         then on what rests on the host."""
         if self._memory_budget is None:
             return
-        plan, coord = self._runtime.plan, self._runtime.comm.coord
-        actions = () if plan is None else plan[coord]
-        if self._memory_budget.settle(actions, self._runtime.slot_bytes[0]):
-            chunks = (*self._chunks, *self._parts.built.frozen)
-            here = [chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None]
-            with self.mesh.ledger.paused():
-                rows = self._runtime.comm.gather_json(here)
-            self._plans.place((rank, chunk) for rank, row in enumerate(rows) for chunk in row)
+        plan, comm = self._runtime.plan, self._runtime.comm
+        if self._memory_budget.settle(() if plan is None else plan[comm.coord], self._runtime.slot_bytes[0]):
+            self._plans.place((*self._chunks, *self._parts.built.frozen), comm)
 
 
 def _chunk_of(action: Action) -> int:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, stages_of, trains
+from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
@@ -85,9 +87,12 @@ class StepPlans:
         self._made: dict[tuple[int, bool, bool], Plan] = {}
         self._on_host: frozenset[tuple[int, int]] | None = None
 
-    def place(self, on_host: Iterable[tuple[int, int]]) -> None:
-        """From now on the shards of weights of these ranks and chunks rest on the host, and all others on devices."""
-        self._on_host = frozenset(on_host)
+    def place(self, chunks: Iterable[WeightChunk], comm: Communicator) -> None:
+        """This rank's `chunks` have their tiers: lists fetch from now on what rests on the host. Collective over the
+        pipeline, `comm`."""
+        with comm.ledger.paused():
+            rows = comm.gather_json([chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None])
+        self._on_host = frozenset((rank, chunk) for rank, row in enumerate(rows) for chunk in row)
         self._made.clear()
 
     def of(self, micro_batches: int, *, backward: bool, ahead: bool) -> Plan:

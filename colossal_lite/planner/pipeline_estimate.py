@@ -140,6 +140,7 @@ def _record_pipeline(
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
     """Record the communication of one rank's list, and of the rest of a step."""
+    sharding = sharding_of(config)
     if mesh.size("data") > 1:
         mesh.axis("data").all_gather(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
@@ -158,6 +159,10 @@ def _record_pipeline(
         elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
+        elif action.kind is ActionKind.UPDATE and sharding.updates_in_backward:
+            of[action.chunk or 0].conclude()
+            of[action.chunk or 0].keep_squares()
+            of[action.chunk or 0].free_gradient()
         elif size and action.kind in SENDS:
             assert action.stage is not None
             source = action.stage if action.kind is ActionKind.SEND_F else action.stage - 1
@@ -166,9 +171,11 @@ def _record_pipeline(
             cost = costs[size][action.stage or 0]
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
-    for chunk in chunks:
+    if sharding.updates_in_backward:
+        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
+    for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
-    record_agreement(chunks, [*filter(trains, packed)], sharding_of(config), mesh, whole)
+    record_agreement(chunks, [*filter(trains, packed)], sharding, mesh, whole)
 
 
 def _pipeline_memory(

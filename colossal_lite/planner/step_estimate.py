@@ -56,17 +56,17 @@ def record_step(
     if whole.reported_numbers:
         mesh.axis("data").all_gather(torch.empty(1, whole.reported_numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
-    for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
+    for part in reversed(range(config.gradient_accumulation if sharding.by_micro_batch else 1)):
         for chunk in reversed(chunks):
             chunk.start_reduce()
             chunk.finish_reduce()
-            if sharding.frees_gradient_on_update:
+            if sharding.updates_in_backward and part == 0:
                 chunk.conclude()
                 chunk.keep_squares()
                 chunk.free_gradient()
-    if sharding.frees_gradient_on_update:
+    if sharding.updates_in_backward:
         mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
-    for chunk in chunks if not sharding.frees_gradient_on_update else ():
+    for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
@@ -199,9 +199,7 @@ def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> 
 def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
     """Activations at the end of forward, and the temporaries on top of them at the peak."""
     peak = max(cost.until, cost.after, update_bytes)
-    if sharding_of(
-        config
-    ).frees_gradient_on_update:  # an update runs beside activations that backward still needs
+    if sharding_of(config).updates_in_backward:  # an update runs beside activations that backward still needs
         peak = max(cost.until, cost.after) + update_bytes
     kept = min(cost.kept, peak)
     origin = f"kept for backward, checkpointing {config.activation_checkpoint}"

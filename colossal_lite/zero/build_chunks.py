@@ -64,10 +64,8 @@ def sharding_of(config: Config) -> Sharding:
     """What the stage of a config shards, and when it reduces: by the micro-batches of one step."""
     pipeline = config.parallel.pipeline
     parts = 1 if pipeline.size == 1 else pipeline.micro_batches or 4 * pipeline.size
-    frees_gradient_on_update = config.optimizer.update_when == "backward"
-    return Sharding.of(
-        config.zero, config.gradient_accumulation * parts, frees_gradient_on_update=frees_gradient_on_update
-    )
+    in_backward = config.optimizer.update_when == "backward"
+    return Sharding.of(config.zero, config.gradient_accumulation * parts, updates_in_backward=in_backward)
 
 
 def pack_chunks(

@@ -89,7 +89,7 @@ class Shared:
 
     @property
     def one_micro_batch(self) -> bool:
-        return self.in_backward or self.precision.get("gradient") == "bf16"
+        return self.precision.get("gradient") == "bf16"
 
 
 @dataclass(frozen=True)
@@ -272,8 +272,6 @@ def _draw_mesh(rng: Random, shared: Shared, world: int) -> Mesh:
         weights |= {"sequence": 0.0}
     if shared.whole_tensors:
         weights |= {"tensor": 0.0}
-    if shared.in_backward:
-        weights |= {"pipeline": 0.0}
     left, alone = world, rng.random() < 0.35
     axis = choose(rng, weights)
     if weights.get(rare := shared.rare.get("axis", "")):
