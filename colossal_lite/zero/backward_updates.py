@@ -9,11 +9,12 @@ parameter.  A rank with gradients for all parameters of a chunk need not ask.  A
 chunk, and of those after it, until the ranks have agreed.  This rank uses more memory than planned.  Results do not
 change.  Backward does not read the weights of a chunk whose gradients are complete.  If it does, torch raises an error,
 or for sharded weights the version of the saved tensor does.  Other ranks gather the new weights after the step, in
-forward order, as always.  Stages of a pipeline may end in another order than that of their chunks.  An update waits for
-those of the chunks behind it, so the updates and their copies have one order.  So the computation is that of a step without clipping, in another order of chunks: the bits
-are the same.  Where a step has one micro-batch, gradients use the slots in which they accumulate and are reduced, and
-no more.  With several only the last backward updates, and the sum of the others has a place until then.  An update on
-the host only starts here.  Its gradient leaves its slot by a copy, and the next user of the slot waits for that copy.
+forward order, as always.  Stages of a pipeline may end in another order than that of their chunks.  Then an update
+waits for those of the chunks behind it, so updates and their copies have one order.  So the computation is that of a
+step without clipping, in another order of chunks: the bits are the same.  Where a step has one micro-batch, gradients
+use the slots in which they accumulate and are reduced, and no more.  With several only the last backward updates, and
+the sum of the others has a place until then.  An update on the host only starts here.  Its gradient leaves its slot by
+a copy, and the next user of the slot waits for that copy.
 Source: fused backward and update as in arXiv 2306.09782 (LOMO), here for every elementwise rule, with sharded state.
 """
 

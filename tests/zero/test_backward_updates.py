@@ -170,6 +170,19 @@ OTHERS: dict[str, Case] = {
         CASE, world_size=4,
         config=ADAMW | dict(zero=dict(stage=2, shard_size=2, reduce_every="micro_batch"), gradient_accumulation=2),
     ),
+    "a pipeline": replace(CASE, pipeline=dict(size=2, micro_batches=3), config=ADAMW),
+    "a pipeline of one micro-batch, breadth first": replace(
+        CASE, layers=4, pipeline=dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=1), config=ADAMW
+    ),
+    "a pipeline, sharded, updated on the host": replace(
+        CASE, world_size=4, layers=4, global_batch=7,
+        pipeline=dict(size=2, schedule="interleaved", stages_per_rank=2, micro_batches=2),
+        config=ADAMW | dict(zero=dict(stage=3), memory=dict(placement="host", update_on="host")),
+    ),
+    "a pipeline, split backward, accumulation": replace(
+        CASE, layers=4, global_batch=6, pipeline=dict(size=2, schedule="zb-v", micro_batches=2),
+        config=ADAMW | dict(zero=dict(stage=2), gradient_accumulation=2),
+    ),
     "untied, gloo, float32": replace(
         CASE, family="llama", tied=False,
         config=ADAMW | dict(zero=dict(stage=1), backend="gloo", precision="fp32"),
