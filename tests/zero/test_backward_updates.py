@@ -372,6 +372,13 @@ def test_bytes_of_state_and_of_the_wire_are_as_planned_with_two_micro_batches(st
     assert_predicted(within(Case(world_size=2, global_batch=8, config=config)))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_of_state_and_of_the_wire_are_as_planned_in_a_pipeline(micro_batches: int) -> None:
+    pipeline = dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=micro_batches)
+    config = ADAMW | dict(precision="bf16", zero=dict(stage=2))
+    assert_predicted(within(Case(world_size=4, layers=4, global_batch=8, pipeline=pipeline, config=config)))
+
+
 def test_bytes_of_state_and_of_the_wire_are_as_planned_with_updates_on_the_host() -> None:
     memory = dict(placement="host", update_on="host")
     config = ADAMW | dict(precision="bf16", zero=dict(stage=2), memory=memory)
