@@ -311,7 +311,7 @@ def _parts_of_a_step(config: Settings) -> dict[str, int | None]:
     found: dict[str, int | None] = (
         {"gradient_accumulation": accumulation_steps} if accumulation_steps > 1 else {}
     )
-    if pipeline.size > 1 and pipeline.micro_batches != 1:
+    if pipeline.is_staged and pipeline.micro_batches != 1:
         found["parallel.pipeline.micro_batches"] = pipeline.micro_batches
     return found
 

@@ -493,6 +493,7 @@ class Engine:
                 seed=self._seed(parts[i]),
                 is_whole=kind is not ActionKind.I,
                 frees=i == len(parts) - 1,
+                sums=(stage, i) in summed,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is ActionKind.W else None,
             )
 
@@ -516,6 +517,7 @@ class Engine:
         plan = plans[ahead and posts_ahead]
         mine = plan[self._runtime.comm.coord]
         forwards = sum(action.kind is ActionKind.F for action in mine)
+        summed = {(action.stage, action.micro_batch) for action in mine if action.kind is ActionKind.REDUCE}
         self._weights.follow(mine)
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)

@@ -137,7 +137,7 @@ class UserLoop:
 
     def _refuse(self, what: str) -> None:
         """Raises ValueError where only the engine can run a step."""
-        if self._mesh.size("pipeline") > 1:
+        if self._config.parallel.pipeline.is_staged:
             raise ValueError(
                 f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
                 f"forward_backward and step, eval_step, or parallel.pipeline=1"

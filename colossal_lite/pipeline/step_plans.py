@@ -8,7 +8,7 @@ each combination.  One rank is a pipeline of one stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, stages_of, trains
@@ -32,13 +32,14 @@ def shape_of(
 ) -> StepShape:  # fmt: skip
     """`micro_batches` of each accumulated part; `packed`: the chunks of the whole pipeline; `on_host`: the ranks and
     chunks whose shards of weights rest on the host, None: all that can."""
-    placed = sorted(stages.placement.items())
+    placed, sharding = sorted(stages.placement.items()), sharding_of(config)
+    reduce: Literal["step", "micro_batch", "visit"] = "micro_batch" if sharding.by_micro_batch else "step"
     return StepShape(
         micro_batches=micro_batches,
         accumulation_steps=config.gradient_accumulation,
         stages_per_rank=_by_stage(stages, filter(trains, packed)),
         trainable=stages.trainable,
-        reduce="micro_batch" if sharding_of(config).by_micro_batch else "step",
+        reduce="visit" if sharding.by_visit else reduce,
         backward=backward,
         ahead=ahead,
         costs=stages.cut.stage_costs(),
@@ -61,7 +62,7 @@ def _weights_of(
     on_host: frozenset[tuple[int, int]] | None,
 ) -> StageWeights | None:  # fmt: skip
     """The chunks that are gathered for the stages of a pipeline; None where none is."""
-    if config.parallel.pipeline.size == 1 or not sharding_of(config).weight:
+    if not config.parallel.pipeline.is_staged or not sharding_of(config).weight:
         return None
     sharded, near = list[ChunkSpec](), set[int]()
     for spec in packed:

@@ -144,7 +144,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
     compute = Precision.of(config.precision).compute
-    units = "stages" if config.parallel.pipeline.size > 1 else "blocks"
+    units = "stages" if config.parallel.pipeline.is_staged else "blocks"
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     return (
@@ -215,7 +215,7 @@ def _placed(
     optimizer: ChunkOptimizer, rows: Sequence[MemoryTerm],
 ) -> StatePlacement:  # fmt: skip
     """The placement of the state under the budget of the config, beside these rows."""
-    is_staged = config.parallel.pipeline.size > 1
+    is_staged = config.parallel.pipeline.is_staged
     fixed = fixed_of(chunks, optimizer, is_staged=is_staged)
     fixed |= {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
     pieces = pieces_of(chunks, optimizer, uses, frozen)

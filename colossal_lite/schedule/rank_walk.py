@@ -306,7 +306,9 @@ class RankWalk:
                 parts[action.kind, *_weights(action)].add(action.micro_batch)
         for (kind, task, stage, chunk), done_in in parts.items():
             whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}
-            if done_in not in ({None}, whole):
+            last_of_all = max(whole, key=lambda one: -1 if one is None else one, default=None)
+            sums = kind is ActionKind.REDUCE and done_in <= whole and last_of_all in done_in  # over several
+            if done_in not in ({None}, whole) and not sums:
                 self.table.fault(f"stage {stage} chunk {chunk} has no {kind} for every micro-batch", last)
         self.tiers.close(last)
 

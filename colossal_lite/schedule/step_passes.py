@@ -90,10 +90,11 @@ def insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Pla
 def add_step(
     plan: Plan,
     chunks: Mapping[int, tuple[int, ...]] | None = None,
-    reduce: Literal["step", "micro_batch"] = "step",
+    reduce: Literal["step", "micro_batch", "visit"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each,
+    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each, or
+    with `visit` after the last of each run of neighbouring gradients of the stage,
     and at the end of the list UPDATE of every chunk. With update="backward" each UPDATE stands right behind its
     last REDUCE, in the order of gradients.
 
@@ -124,7 +125,7 @@ def add_step(
             elif reduce == "step" or len(owners[chunk]) > 1:
                 after[rank, last[stage]].append(action)
             else:
-                for i, a in ends:
+                for i, a in ends if reduce == "micro_batch" else _last_of_visits(ends):
                     if a.stage == stage:
                         place = rank, past_sends(actions, i)
                         after[place].append(replace(action, micro_batch=a.micro_batch))
@@ -140,6 +141,13 @@ def add_step(
                 after[rank, place].sort(key=_within_backward)
         after[rank, len(actions) - 1] += late
     return insert(plan, after)
+
+
+def _last_of_visits(ends: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
+    """Of W and B with their places, those behind which another stage comes, or none."""
+    return [
+        one for one, then in zip(ends, [*ends[1:], None]) if then is None or then[1].stage != one[1].stage
+    ]
 
 
 def _within_backward(action: Action) -> tuple[bool, int, bool]:

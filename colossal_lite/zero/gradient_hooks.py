@@ -260,16 +260,13 @@ class StageHooks:
     that several stages use. These are complete only when the last stage ends its step, and are
     always summed then. Chunks are named by their numbers."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
         groups: dict[tuple[int, ...], list[Chunk]] = {}
         self._place: dict[int, tuple[tuple[int, ...], int]] = {}
         for chunk in chunks:
             stages = stages_of(chunk.spec)
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
-        self._by_micro_batch = by_micro_batch
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
         self._hooks = {stages: GradientHooks(group, parameters) for stages, group in groups.items()}
 
@@ -302,12 +299,12 @@ class StageHooks:
 
     def begin(
         self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
-        to_come: Sequence[Tensor] | None = None, frees: bool = False,
+        to_come: Sequence[Tensor] | None = None, frees: bool = False, sums: bool = False,
     ) -> None:  # fmt: skip
         """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
-        of this micro-batch come, and complete chunks may go where the time has come; `to_come` and `frees` as
-        `GradientHooks`."""
-        goes = is_whole and (is_last or self._by_micro_batch)
+        of this micro-batch come, and complete chunks may go if it is the last, or `sums`: a REDUCE follows; `to_come`
+        and `frees` as `GradientHooks`."""
+        goes = is_whole and (is_last or sums)
         for stages, hooks in self._hooks.items():
             if stage in stages:
                 own = goes and len(stages) == 1

@@ -90,7 +90,7 @@ class MemoryBudget:
         parameters that are in none; `outlives`: all state goes to a store when the engine is closed; `began`: as
         `StageHooks.began`. Collective; raises ConfigError on every rank for a budget that is too small for any
         batch."""
-        self._coord, self._is_staged = coord, config.parallel.pipeline.size > 1
+        self._coord, self._is_staged = coord, config.parallel.pipeline.is_staged
         self._began, self._has_warned = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
