@@ -18,7 +18,8 @@ class PipelineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     size: Annotated[int, Field(ge=1)] = 1
-    """Ranks on the `pipeline` axis. With 1 and several stages_per_rank the stages run one after the other on each rank."""
+    """Ranks on the `pipeline` axis. With 1 and several stages_per_rank each rank runs all stages, one after the
+    other."""
     schedule: ScheduleName = "1f1b"
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
