@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal
 
 from colossal_lite.schedule.checker import Reading
@@ -145,9 +145,8 @@ def add_step(
 
 def _last_of_visits(ends: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
     """Of W and B with their places, those behind which another stage comes, or none."""
-    return [
-        one for one, then in zip(ends, [*ends[1:], None]) if then is None or then[1].stage != one[1].stage
-    ]
+    ended = {i for (i, a), (_, then) in pairwise(ends) if a.stage != then.stage} | {i for i, _ in ends[-1:]}
+    return [(i, a) for i, a in ends if i in ended]
 
 
 def _within_backward(action: Action) -> tuple[bool, int, bool]:
