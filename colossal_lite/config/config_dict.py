@@ -13,7 +13,8 @@ class PipelineDict(TypedDict, total=False):
     """`parallel.pipeline`; an int is the size alone."""
 
     size: int
-    """Ranks on the `pipeline` axis."""
+    """Ranks on the `pipeline` axis. With 1 and several stages_per_rank each rank runs all stages, one after
+    the other."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto"]
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: int | None
