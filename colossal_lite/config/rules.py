@@ -348,7 +348,7 @@ class NotBuilt:
 
 def _is_cut(config: Settings) -> bool:
     """Whether blocks run twice, are sharded, or are measured."""
-    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
+    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.stages)
     measured = config.memory.device_budget is not None
     return (
         config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3 or measured

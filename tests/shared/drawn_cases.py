@@ -304,17 +304,19 @@ def _draw_tensor(rng: Random, size: int, rare: Mapping[str, Any]) -> dict[str, A
 
 
 def _draw_pipeline(rng: Random, shared: Shared, size: int, parts: int) -> dict[str, Any] | None:
-    if size == 1:
+    spills = size == 1 and rng.random() < 0.12
+    if size == 1 and not spills:
         return None
     names = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto")
     name = shared.rare.get("schedule") or choose(rng, dict(zip(names, (2, 4, 3, 2, 3, 3, 2), strict=True)))
+    name = "bfs" if spills else name
     found: dict[str, Any] = {"size": size, "schedule": name}
     if name in ("interleaved", "zb-v"):
         found["stages_per_rank"] = 2
     elif name in ("bfs", "auto"):
         found["stages_per_rank"] = rng.choice([1, 2])
-    if name == "bfs" and found["stages_per_rank"] == 1 and rng.random() < 0.7:
-        found["stages_per_rank"] = 2
+    if name == "bfs" and found["stages_per_rank"] == 1 and (spills or rng.random() < 0.7):
+        found["stages_per_rank"] = 2 + spills
     found["micro_batches"] = 1 if shared.one_micro_batch else rng.choice([1, 2, 3, 4])
     if parts == 1 and not shared.one_micro_batch and rng.random() < 0.35:
         found["micro_batches"] = None
