@@ -468,17 +468,10 @@ class Engine:
             self._weights.arrive(stage)
             outputs = self._forward(stage, parts[i], carried, sums)
             self._metering.forward_ended([part.inputs.shape for part in parts])
-            forward_ended()
             return outputs
 
-        def pass_over() -> None:
-            self._pass_over()
-            forward_ended()
-
-        def forward_ended() -> None:
-            nonlocal forwards
-            forwards -= 1
-            if trains and not forwards and self._updates.within_backward:
+        def forwards_ended() -> None:
+            if trains and self._updates.within_backward:
                 self._updates.announce(sums.reported_loss(self._tells), self._comparison)
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
@@ -502,7 +495,8 @@ class Engine:
             before_backward=before_backward,
             around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
-            pass_over=pass_over,
+            forwards_ended=forwards_ended,
+            pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
             gather=self._weights.gather,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
@@ -516,7 +510,6 @@ class Engine:
         slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
         plan = plans[ahead and posts_ahead]
         mine = plan[self._runtime.comm.coord]
-        forwards = sum(action.kind is ActionKind.F for action in mine)
         summed = {(action.stage, action.micro_batch) for action in mine if action.kind is ActionKind.REDUCE}
         self._weights.follow(mine)
         with self._hooks.expecting():

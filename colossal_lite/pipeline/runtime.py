@@ -54,8 +54,8 @@ class Work:
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
     of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
-    defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
-    here, and its forward is passed over; gather: does FETCH, UNSHARD and
+    defer_weight_grads: backward inside leaves those of weights for later; forwards_ended: behind the last F of the
+    list; is_empty: nothing of this micro-batch is here, and its forward is passed over; gather: does FETCH, UNSHARD and
     RESHARD.
     """
 
@@ -63,6 +63,7 @@ class Work:
     before_backward: Callable[[int, int, ActionKind, DeferredWeightGrads], None]
     around_backward: Callable[[], AbstractContextManager[None]]
     defer_weight_grads: Callable[[], AbstractContextManager[DeferredWeightGrads]]
+    forwards_ended: Callable[[], None]
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
     gather: Callable[[Action], None]
@@ -196,6 +197,8 @@ class Runtime:
                 self.progress.phase = self._phase(action)
                 step.start_s = time.perf_counter()
                 step.do(action)
+                if action is step.last_forward:
+                    work.forwards_ended()
                 self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
             step.finish()
         except BaseException as error:
@@ -250,6 +253,7 @@ class _Step:
         self.runtime, self.actions, self.work = runtime, actions, work
         self.shapes, self.agrees = shapes, agrees
         self.last_use = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
+        self.last_forward = next((a for a in reversed(actions) if a.kind is ActionKind.F), None)
         self.came: dict[tuple[ActionKind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
         self.held: dict[Subject, _Held] = {}
         self.leaving: dict[tuple[ActionKind, Subject], tuple[MessageMeta, list[Tensor]]] = {}

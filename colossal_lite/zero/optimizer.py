@@ -163,8 +163,7 @@ class ChunkOptimizer(OptimizerState):
         self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
-        """That has all places on the device, where weights or gradients may rest on the host and no stages are; None:
-        each kind has its own."""
+        """That has all places on the device, where weights or gradients may rest on the host; None in a pipeline."""
         self._has_places = not shares
         if shares:
             assert self.tiers is not None
