@@ -38,7 +38,7 @@ from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer
 Stage = tuple[list["Arrival"], "Finish"]
 Finish = Callable[[], Stage | None]
 MOST_LENT = 64
-"""Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
+"""Parts of the send buffer in use before this rank reads its sockets: unread answers must not fill one."""
 MESSAGE_BYTES = 4096
 TOKEN_BYTES = 16
 _HEADER = struct.Struct("<BHQQQ")  # kind, channel, number, offset, size in bytes; then the tag
@@ -54,7 +54,7 @@ class Neighbour:
     socket: socket.socket
     memory: mmap.mmap
     arrived: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
-    """(offset, tag) by (lane, number)."""
+    """(offset, tag) by (channel, number)."""
     gone: bool = False
 
 
@@ -78,7 +78,7 @@ class Arrival:
         self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
 
     def view(self) -> Tensor:
-        """The message, in the sender's send buffer. It may be written: a part with one reader has no other."""
+        """The message, in the sender's send buffer. Its only reader may write into it."""
         assert self._offset >= 0, "it has not been waited for"
         return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
 
@@ -90,7 +90,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lost:
-    """The end of a message to a rank that has ended."""
+    """Stands for a message to a rank that has ended: waiting for it raises."""
 
     rank: int
 
@@ -132,7 +132,7 @@ class Operation:
 
 
 class Exchange:
-    """This rank's end of all pairs of its host. One thread at a time may use it."""
+    """Posts and receives messages of this rank, with every other rank of its host. One thread at a time may use it."""
 
     def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[Neighbour]) -> None:
         self.rank, self.send_buffer = rank, send_buffer

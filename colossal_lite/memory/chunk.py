@@ -180,7 +180,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def _load_own(self, local: slice, own: Tensor) -> None:
         if self.residual is not None:
-            self.set_masters(local, own)
+            self.set_split_masters(local, own)
             return
         self.master[local].copy_(own)
         if self.master is not self.local_shard:
@@ -188,7 +188,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def publish(self, start: int, stop: int) -> None:
         """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
-        if (seen := self.seen(start, stop)) is not None:
+        if (seen := self.weights_to_write(start, stop)) is not None:
             seen.copy_(self.master[start:stop])
         self.count_change()
 

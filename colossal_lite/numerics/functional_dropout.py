@@ -7,8 +7,8 @@ A stream is named by the module whose forward makes the call, and by the number 
 found on the call stack when a mask is drawn.  Hooks on every module would slow every call.
 
 Attention with dropout is computed unfused, with its matrix of weights [.., queries, keys].  No fused kernel of torch
-takes a mask.  The mode does not see a forward in compiled blocks; random numbers drawn there are refused
-(`CountedOnly`).
+takes a mask.  The mode does not see a forward in compiled blocks: `CountedOnly` (random.py) refuses numbers drawn
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from colossal_lite.kernels import TORCH, Rows, dropped
 
 OURS = ("torch.nn", "colossal_lite")
-"""Packages whose modules draw only through known modules."""
+"""Packages whose modules draw no functional dropout, but for those of DRAWING."""
 DRAWING = (
     nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip

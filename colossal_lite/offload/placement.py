@@ -135,11 +135,11 @@ class StatePlacement:
     @property
     def up_bytes(self) -> int:
         """From host to device in a step."""
-        return sum(piece.way(self.off_device).ups * piece.bytes for piece in self.pieces)
+        return sum(piece.crossing(self.off_device).ups * piece.bytes for piece in self.pieces)
 
     @property
     def down_bytes(self) -> int:
-        return sum(piece.way(self.off_device).downs * piece.bytes for piece in self.pieces)
+        return sum(piece.crossing(self.off_device).downs * piece.bytes for piece in self.pieces)
 
     @property
     def read_bytes(self) -> int:
@@ -199,7 +199,7 @@ def _sizes(
     """Of each kind of slots, who takes such: chunk -> bytes."""
     sizes: dict[StagingBuffer, dict[int, int]] = {}
     for piece in pieces:
-        for slot in piece.way(on_host).slots:
+        for slot in piece.crossing(on_host).slots:
             if slot.tier == tier:
                 sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
     return sizes
@@ -228,7 +228,7 @@ class _Taker(NamedTuple):
 
 def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[_Taker]:
     for piece in pieces:
-        way, chunk = piece.way(on_host), piece.name.chunk
+        way, chunk = piece.crossing(on_host), piece.name.chunk
         when = piece.backwards(on_host)
         yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
         if piece.shared is not None and piece.is_time_shared(on_host):
@@ -454,7 +454,7 @@ def _fewest(
 
 def _moved(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> int:
     """Bytes over the link in a step, both ways."""
-    ways = ((piece, piece.way(on_host)) for piece in pieces)
+    ways = ((piece, piece.crossing(on_host)) for piece in pieces)
     return sum((way.ups + way.downs) * piece.bytes for piece, way in ways)
 
 

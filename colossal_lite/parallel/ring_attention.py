@@ -33,7 +33,7 @@ from colossal_lite.kernels import Mask, Ops
 
 
 class Seen(NamedTuple):
-    """Which of a rank's queries see which keys of a block: a rectangle, or the triangle of its own tokens."""
+    """The queries of a rank that attend to keys of a block, and those keys. `causal`: only to earlier ones."""
 
     queries: slice
     keys: slice
@@ -41,7 +41,9 @@ class Seen(NamedTuple):
 
 
 def seen(coord: int, source: int, tokens: int, causal: bool) -> Seen:
-    """What rank `coord` of a zigzag computes with the block of rank `source`, both of `tokens` tokens."""
+    """The part of the scores that rank `coord` of a zigzag computes with the block of rank `source`.
+
+    Both have `tokens` tokens."""
     whole, half = slice(0, tokens), tokens // 2
     if source == coord or not causal:
         return Seen(whole, whole, causal and source == coord)
@@ -60,14 +62,14 @@ class Documents:
 
 
 class Gradients(Protocol):
-    """Collects [2, B, t, G, K] of every block and brings each home."""
+    """Adds up the gradients [2, B, t, G, K] of every block, and sends each sum to the block's rank (`home`)."""
 
     def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None: ...
 
     def home(self) -> Tensor: ...
 
 
-class _Returning:
+class _RingGradients:
     """Gradients travel round the ring behind their keys. `add` is called in the order of the ring, own block first."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
@@ -92,7 +94,7 @@ class _Returning:
         return total
 
 
-class _Scattered:
+class _ScatteredGradients:
     """Gradients of all blocks are held, then summed at once."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
@@ -116,7 +118,7 @@ class Carrier(Protocol):
         """(source, its block) of every rank, this one's first."""
 
     def gradients(self, block: Tensor) -> Gradients:
-        """What collects gradients of blocks that are like `block`."""
+        """An empty collector for gradients of blocks of this shape."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Ring:
             block = coming.wait() if coming else block
 
     def gradients(self, block: Tensor) -> Gradients:
-        return _Returning(self.comm, block)
+        return _RingGradients(self.comm, block)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Gather:
                 yield source, whole[source]
 
     def gradients(self, block: Tensor) -> Gradients:
-        return _Scattered(self.comm, block)
+        return _ScatteredGradients(self.comm, block)
 
 
 def attend_blocks(
@@ -266,7 +268,7 @@ class _FullRing(Function):
         queries, dout5, out5 = (_by_key_head(x, k).to(wide) for x in (q, dout, out))
         delta = (dout5 * out5).sum(-1, keepdim=True)
         block, dq = torch.stack((k, v)), torch.zeros_like(queries)
-        gradients = _Returning(comm, block.to(wide))
+        gradients = _RingGradients(comm, block.to(wide))
         for source, (keys, values) in Ring(comm).blocks(block):
             shares = rows[..., source, :].to(wide)
             ds = shares * (torch.einsum("bgrtk,bsgk->bgrts", dout5, values.to(wide)) - delta) * factor

@@ -272,14 +272,14 @@ class ChunkOptimizer(OptimizerState):
                 rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, draws=draws
             )
             if part.residual is None:
-                stored, seen = part.master[local].view(shape), part.seen(span.start, span.stop)
+                stored, seen = part.master[local].view(shape), part.weights_to_write(span.start, span.stop)
                 weight = stored.to(chunk.types.state)
                 low = stored if weight is not stored else None if seen is None else seen.view(shape)
                 how(ops, group, weight, gradient, states, low=low)
             elif rule.joins(group):
                 masters = part.masters(local)
                 how(ops, group, masters.view(shape), gradient, states)
-                part.set_masters(local, masters)
+                part.set_split_masters(local, masters)
             else:
                 high, residual, ties = part.halves(local)
                 how(ops, group, high, gradient, states, residual=residual, ties=ties)
@@ -406,7 +406,7 @@ class ChunkOptimizer(OptimizerState):
         self.tiers.settle_places(self.arena)
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
-            moving |= self.shards.moving
+            moving |= self.shards.chunks_on_host
         if self.host_updates:
             self.host_updates.settle(self.tiers.on_host)
         self.plan = self._planned(moving)

@@ -116,7 +116,7 @@ class OptimizerState:
         if joined is not None:
             chunk, local, masters = joined
             with self.at_hand(chunk, write=True):
-                chunk.set_masters(local, masters)
+                chunk.set_split_masters(local, masters)
 
     def check(self) -> None:
         """Raise the DiskError that has ended the use of the state, if there is one."""
