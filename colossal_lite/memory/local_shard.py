@@ -1,4 +1,4 @@
-"""Reads and writes the masters and weights that this rank owns of a chunk, on the device or on the host.
+"""Reads and writes the masters and weights that this rank owns of a chunk, on device or host.
 
 The tensors are defined in memory/chunk.py.  Masters may be split into `local_shard` and `residual` (kernels/split.py).
 """

@@ -1,7 +1,7 @@
 """Names the movable pieces of model state, and counts the staging buffers that they need.
 
-Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  On the host it crosses the link
-in a step (`LinkCrossing`), by way of staging buffers on the device or the host (`StagingBuffer`).
+Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  A piece on the host crosses the
+link in a step (`LinkCrossing`). It passes through staging buffers on the device or the host (`StagingBuffer`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PASSING = 4
 class StagingBuffer(NamedTuple):
     """Buffers on a tier for pieces that are copied there, for up to `width` chunks in a row.
 
-    In the form "places" each chunk has a place of its own size, in the order of updates or the reverse. In the form
+    In the form "places" each chunk has one of its own size, in the order of updates or the reverse. In the form
     "buffers in a row" each buffer is as large as the largest piece."""
 
     what: str

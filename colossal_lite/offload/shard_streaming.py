@@ -4,7 +4,7 @@ Note: three copies over the link.
 1. For a forward or backward, `Chunk.fetch` copies a shard to its slot of the gathered weights.  It is dropped with
    them.
 2. A sum of gradients is copied out through a place on the device.  The host adds it to the sums of earlier
-   micro-batches, in their order, so the bits are those of the device.  A GPU computes the squares before that copy, or
+   micro-batches, in their order.  So the bits are those of the device.  A GPU computes the squares before that copy, or
    from the copied result of several sums.  A CPU's squares would have other bits (`Chunk.squares`).
 3. For its update a chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).
    Weights that are their own masters, or the upper half of them, are copied too, and copied back.  Where a float32

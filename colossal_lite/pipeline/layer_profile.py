@@ -2,10 +2,10 @@
 
 Note: profiling.
 One micro-batch passes through the model unit by unit: the first of an `example` of the run's batches.  Without an
-example it is made from the model's sizes, with the fewest samples that the mode can cut and the longest sequence.
+example it is made from the model's sizes.  It has the fewest samples that the mode can cut, and the longest sequence.
 Forward and the two halves of backward are timed, as a split schedule runs them.  A unit's parameters exist, with
 arbitrary values, only while it runs: a rank never holds more than one unit that is not its own.  Buffers are copies.
-All ranks run all units, together with the ranks that share them, and take the slowest rank's times, so all cut alike.
+All ranks run all units, together with the ranks that share them.  They take the slowest rank's times, so all cut alike.
 Two runs may cut differently, since times vary.  The results of a step do not depend on the cut, but for the order of a
 norm's sum.  Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
 """

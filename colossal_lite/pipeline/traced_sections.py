@@ -7,8 +7,8 @@ block before the stretch gives what came in.  At the end of the stretch the forw
 tables are the model's own on every stage, and its code is not changed.  Cost: the model's code before the first block
 runs on every stage, on zeros that hold one element.
 
-Before it is used, each unit of the traced copy is run alone.  If the copy has values, the loss and every gradient of
-the chain of units must be those of the model.
+Before it is used, each unit of the traced copy is run alone.  If the copy has values, the chain of units must give the
+loss and every gradient of the model.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Reading(PlanNodes):
         self.meets = list(groups.values())
 
     def blocked(self, strict: bool = False) -> dict[int, list[int]]:
-        """The first action of each rank that can never run, and what it waits for, if SENDs block until their
+        """The first action of each rank that can never run, and the actions that it waits for. SENDs block until their
         RECV is posted; with `strict`, RECVs also block until their SEND is. Empty if the plan runs to its end."""
 
         def before(node: int) -> list[int]:

@@ -2,19 +2,19 @@
 
 Note: moments.
 The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
-unit computes.  A micro-batch is the moments of its forward, then those of its backward, as the first micro-batch has
-shown them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from
-m to m + prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.
-A chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
+unit computes.  A micro-batch has the moments of its forward, then those of its backward.  The first micro-batch shows
+them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from m to m
++ prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.  A
+chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
 `reshard_after_forward` it is resident from its first use to its last.  A resident chunk has an interval of moments.
 Packing these (schedule/interval_packing.py) gives its offset in one arena, whose size is the peak.
 
-Where `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on, if a
-micro-batch gathers it more than once.  Later gathers are over these g ranks, for P / g more elements, which lie behind
-the slots.
+If `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on.  It applies
+to chunks that a micro-batch gathers more than once.  Later gathers are over these g ranks, for P / g more elements,
+which lie behind the slots.
 
 A shard that is on the host is fetched into its part of the slot when its chunk becomes resident.  The shards of the
-others are gathered beside it a moment before the use, or at the use if it was fetched only a moment before.
+others are gathered beside it a moment before the use.  A chunk fetched only a moment before is gathered at its use.
 
 Cost of a micro-batch in elements: P chunks are gathered once in forward.  Backward gathers
 them again, except those that it does not read (embeddings) and those not dropped at the turn.  So k micro-batches move
@@ -190,8 +190,8 @@ def gather_plan(
 
 
 def parts_behind(slots_numel: int, again: set[int], parts: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Of the chunks that are gathered `again` those that neighbours store in `parts`, with the offsets of these behind
-    the slots, and the elements of the whole arena."""
+    """The chunks gathered `again` that neighbours store in `parts`, each with its part's offset behind the slots. Also
+    returns the elements of the whole arena."""
     kept, arena_numel = dict[int, int](), slots_numel
     for chunk in sorted(again & parts.keys()):
         kept[chunk] = arena_numel

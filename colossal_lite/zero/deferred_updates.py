@@ -10,7 +10,7 @@ placeholders, which no code can read by mistake.  Source: arXiv 2410.21316 (upda
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
 weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
-the same order, also where one of them owns nothing of a chunk and has no record to update.
+the same order, also if one of them owns nothing of a chunk.
 """
 
 from __future__ import annotations

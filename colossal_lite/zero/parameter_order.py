@@ -1,13 +1,13 @@
 """Finds the order in which a forward first uses the parameters of a model: chunks are packed in it.
 
 Note: why it matters.
-Updates run in the order of the chunks during the next forward, each just before the first use of its weights
-(zero/deferred_updates.py).  Reductions of gradients start in the reverse order during backward.  If modules are defined
+Updates run in the order of the chunks during the next forward (zero/deferred_updates.py). Each runs just before the
+first use of its weights.  Reductions of gradients start in the reverse order during backward.  If modules are defined
 in another order than they are used, neither overlaps with computing.  So a model from a callable is first run forward
 without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Some models cannot be run so: those built
 outside, with inputs that are no ids, or with control flow that reads values.  They are packed in the order of
 definition, and `warn_if_out_of_order` warns if the first real forward shows another.  Numbers do not depend on the
-order. Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
+order.  Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKENS = 8  # of the ids that are sent through: as few as positions, masks and w
 def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
     """Names of the parameters in the order of their first use in a forward of ids [1, TOKENS].
 
-    `module` is wholly on the meta device. Unused parameters are left out. None if the module does not run on ids, and
-    for our GPT, whose modules are defined in the order of use."""
+    `module` is wholly on the meta device. Unused parameters are left out. None if the module does not run on ids. Also
+    None for our GPT, whose modules are defined in the order of use."""
     if type(module) is GPT:
         return None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
