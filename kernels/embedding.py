@@ -16,7 +16,7 @@ from .launch import INDEX, ROWS, Takes, TritonOp, architecture, jit, launch, mat
 
 
 def embedding_grad_(grad: Tensor, dy: Tensor, ids: Tensor, start: int = 0) -> None:
-    """Add to grad [V_local, D] the gradient of an embedding, from dy [..., D] of its output and its ids [...].
+    """Add the gradient of an embedding to grad [V_local, D]. dy [..., D] is that of its output for ids [...].
 
     grad holds rows [start, start + V_local) of the table; other ids leave it alone.  Raises ValueError for
     shapes that do not fit.

@@ -3,9 +3,9 @@
 Note: the exchange.
 Each rank has a **send buffer**: anonymous shared memory that every rank of its host has mapped.  It has one socket to
 each of them.  A sender copies a tensor into a free part of its send buffer and sends its offset to each reader.  A
-reader waits for that packet, reads the tensor in place (a sum adds straight from it), and answers that it is
-done.  Then the part is free again.  A send does not wait for its readers.  Where hundreds of packets are unread it
-waits for room, and receives meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
+reader waits for that packet, and reads or adds the tensor in place.  Then it answers that it is done.  Then the part is
+free again.  A send does not wait for its readers.  Where hundreds of packets are unread it waits for room, and receives
+meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
 - **Order**: messages from one rank to another are numbered on each `MessageChannel`.  The n-th message expected is the
   n-th posted, whatever else is on the socket.  Every message has a tag (operation, shape, dtype).  Ranks that have
   left the common sequence of operations get an error at once, not after a timeout.

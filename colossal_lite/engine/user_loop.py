@@ -143,8 +143,8 @@ class UserLoop:
 
 
 def _with_one_row(batch: Batch) -> Batch:
-    """A batch of one row of ones in the place of no rows. A model that is not ours may fail on zero samples, and the
-    rank takes part in gathers and sums all the same. The outputs of that row are dropped, so its gradients are zero."""
+    """A batch of one row of ones in the place of no rows. A model that is not ours may fail on zero samples. The rank
+    must still take part in gathers and sums. The outputs of that row are dropped, so its gradients are zero."""
 
     def padded(tensor: Tensor) -> Tensor:
         return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor

@@ -10,7 +10,8 @@ without holes in files holds the room until the end.
 `THREADS` threads read and write the blocks of a record at once.  They use `preadv` and `pwritev` on an `O_DIRECT` file
 descriptor, from and to pages in memory.  A system call may do only a part.  The rest is requested again, through the
 page cache if it begins off a page.  Without direct access everything passes the page cache, which is then emptied of
-it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
+it.
+Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 
 Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
 misplaced or not yet written is an error, never a number.  The check is always on: crc32 runs at 2.8 GB/s a thread, in

@@ -28,7 +28,8 @@ record.  So large records may be better off the disk, and a handful there saves 
 sizes is sought among all sums that can be reached; with many thousand different ones, among nearly all.
 
 What does not move is counted first: full weights, slots, the gather windows of schedule/gather_plan.py, frozen
-parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
+parameters, and the activations, as the first micro-batches have shown them.
+Cost: none in a step.
 Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
 2101.06840 (states on the host).
 """

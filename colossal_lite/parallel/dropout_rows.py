@@ -3,8 +3,8 @@
 Note: where a dropout is.
 In the residual stream a mode says which positions or features are here (`LocalRows`).  Between a column-wise linear and
 its row-wise one, and behind the head, features are cut in another way: heads in attention, else a part of the features.
-Hooks on the linears record where a forward is; names cannot.  The rows of such a place say what is cut, and are fitted
-to the tensor by its shape (`Rows.fitted`), or refuse it.  An adapter's own dropout has counters of its own.
+Hooks on the linears record where a forward is; names cannot.  The rows of such a place say what is cut.  They are
+fitted to the tensor by its shape (`Rows.fitted`), or refuse it.  An adapter's own dropout has counters of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Computes attention over keys of several ranks, one block at a time: ring, gather and full ring.
 
 Note: blocks.
-n ranks hold t = T/n tokens each: B samples, H query heads, G key heads, K head width.  For causal attention rank r of
-n holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431), early piece first, so local order is global order.  Then each
-pair of ranks is one rectangle and one call of the kernel (`seen`).  A rank's own tokens are causal.  All queries see
-the first half of an earlier rank's keys; the second half of the queries sees all of a later rank's.  Every rank
+n ranks hold t = T/n tokens each: B samples, H query heads, G key heads, K head width.  For causal attention rank r of n
+holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431). The early piece comes first, so local order is global order.  Then
+each pair of ranks is one rectangle and one call of the kernel (`seen`).  A rank's own tokens are causal.  All queries
+see the first half of an earlier rank's keys; the second half of the queries sees all of a later rank's.  Every rank
 computes half of a block in every step, so none waits for another.
 
 Parts are merged by their log-sum-exp (2310.01889) in float32 or better.  Forward saves q, k, v, out and the log-sums of
@@ -62,7 +62,7 @@ class Documents:
 
 
 class Gradients(Protocol):
-    """Adds up the gradients [2, B, t, G, K] of every block, and sends each sum to the block's rank (`home`)."""
+    """Sums the gradients [2, B, t, G, K] of every block, and sends each to the block's rank (`home`)."""
 
     def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None: ...
 
@@ -109,7 +109,7 @@ class _ScatteredGradients:
 
 
 class Carrier(Protocol):
-    """How blocks of keys and values [2, B, t, G, K] reach the other ranks of `comm`, and their gradients come back."""
+    """Sends blocks of keys and values [2, B, t, G, K] to the other ranks of `comm`, and their gradients back."""
 
     @property
     def comm(self) -> Communicator: ...
@@ -160,7 +160,8 @@ def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, carrier: Carrier, ops: Ops, causal: bool, documents: Documents | None,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """out [B, t, H, K] of this rank's q [B, t, H, K] over the keys and values [B, t, G, K] of the carrier's ranks."""
+    """out [B, t, H, K] of this rank's q, of the same shape. Keys and values [B, t, G, K] are those of the carrier's
+    ranks."""
     out: Tensor = _Blocks.apply(q, k, v, carrier, ops, causal, documents, scale)  # type: ignore[no-untyped-call]
     return out
 

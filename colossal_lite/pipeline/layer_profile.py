@@ -7,7 +7,8 @@ Forward and the two halves of backward are timed, as a split schedule runs them.
 arbitrary values, only while it runs: a rank never holds more than one unit that is not its own.  Buffers are copies.
 All ranks run all units, together with the ranks that share them.  They take the slowest rank's times, so all cut alike.
 Two runs may cut differently, since times vary.  The results of a step do not depend on the cut, but for the order of a
-norm's sum.  Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
+norm's sum.
+Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Note: `ordered`.
 Each block of 1,024 elements of a parameter is in one rank's shard of its chunk (memory/packing.py). So no other rank
 adds to its square.  The ranks exchange the squares of all blocks, with zeros for blocks of others.  Every rank adds
-them in the order of the model's parameters: the same bits for any stage and chunk size.  Cost: 8 bytes a block in the
+them in the order of the model's parameters: the same bits for any stage and chunk size.
+Cost: 8 bytes a block in the
 all-reduce of the step's totals, 0.2 % of the gradients in float32.
 """
 

@@ -7,7 +7,8 @@ in another order than they are used, neither overlaps with computing.  So a mode
 without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Some models cannot be run so: those built
 outside, with inputs that are no ids, or with control flow that reads values.  They are packed in the order of
 definition, and `warn_if_out_of_order` warns if the first real forward shows another.  Numbers do not depend on the
-order.  Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
+order.
+Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
 """
 
 from __future__ import annotations
