@@ -303,7 +303,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
         "ParameterGather._gates",
         _no_gate_where_one_rank_keeps,
     ),
-    "a rank without samples runs none": ("_with_one_row", _as_it_is),
+    "a rank without samples runs none": ("Batch.with_one_row", _as_it_is),
     "masters are rolled": ("LocalShard.masters", _masters_rolled),
     "an update of the next forward comes too late": ("DeferredUpdates.until", forgotten),
     "what is written to state on the host is lost": ("HostStorage.opened", _written_nowhere),

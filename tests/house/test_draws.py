@@ -109,6 +109,17 @@ def test_a_step_in_sixteen_bits_is_judged_at_the_weights_that_the_ranks_saved() 
     assert other.losses[STEPS] == pytest.approx(math.log(16)) == other.evaluated[1]
 
 
+def test_muon_in_sixteen_bits_is_judged_beside_a_plain_loop_that_iterates_in_them_too() -> None:
+    """One sample trains, so a gradient has few singular values, and the iteration makes the noise of the others large."""
+    sizes = PLAIN["model"]["sizes"] | dict(bias=False, width=16)
+    norms = dict(match="*norm*", type="adamw", lr=1e-2)
+    config = PLAIN["config"] | dict(
+        precision="fp16", optimizer=dict(type="muon", lr=2e-2, groups=(norms,)), zero=dict(stage=0)
+    )
+    changes = dict(model=dict(kind="gpt", sizes=sizes), batch=PLAIN["batch"] | dict(labels="one sample"))
+    assert outcome_of(DrawnCase(**PLAIN | changes | dict(config=config, resume_world=0))).outcome == "exact"
+
+
 def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
     words = "ValueError: plan: a small copy of the model is not that of one process: gradient of head"
     refused = Ended("refused", "initialize", words, "")

@@ -33,7 +33,7 @@ from tests.shared.drawn_models import OWN_PLAN, build_model, given, make_batch
 from tests.shared.emitting import emits_plainly
 from tests.shared.parity import DTYPE, counted_dropout
 from tests.shared.places import patched
-from tests.shared.plain_optimizers import plain_optimizers
+from tests.shared.plain_optimizers import Muon, plain_optimizers
 from tests.shared.pool import RankEnv
 
 OWN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -378,6 +378,9 @@ class PlainLoop:
         else:
             settings = {n: v for n, v in config["optimizer"].items() if n not in OURS}
             self.optimizers = plain_optimizers(settings, self.trained)
+            for each in self.optimizers:
+                if isinstance(each, Muon):
+                    each.half = DTYPE[dtype].itemsize == 2
         self.peaks = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         self.schedule = LRSchedulerConfig.model_validate(config.get("lr_scheduler", {}))
 
