@@ -262,7 +262,10 @@ def _resize(made: nn.Module, roles: Mapping[str, Role]) -> tuple[int, tuple[int,
         if isinstance(getattr(owner, "padding_idx", None), int):
             owner.padding_idx %= weight.shape[0]
             padding.add(owner.padding_idx)
-    return words, tuple(sorted(padding))
+    unknown = {
+        name: m for name, m in made.named_modules() if isinstance(m, nn.Embedding) and name not in roles
+    }
+    return min([words, *(table.weight.shape[0] for table in unknown.values())]), tuple(sorted(padding))
 
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
