@@ -190,7 +190,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="time; without it and --draws: 60")
     parser.add_argument("--draws", type=int, help="number of draws")
     parser.add_argument("--seed", type=int, help="default: a hash of the commit")
-    parser.add_argument("--from", dest="start", type=int, default=0, help="number of the first draw, or of the first fault")
+    parser.add_argument(
+        "--from", dest="start", type=int, default=0, help="number of the first draw, or of the first fault"
+    )
     parser.add_argument("--case", type=Path, help="a file with one case as a dict")
     parser.add_argument(
         "--refusals", action="store_true", help="print refusals by their words, the most first"
