@@ -110,7 +110,7 @@ def test_a_step_in_sixteen_bits_is_judged_at_the_weights_that_the_ranks_saved() 
 
 
 def test_muon_in_sixteen_bits_is_judged_beside_a_plain_loop_that_iterates_in_them_too() -> None:
-    """One sample trains, so a gradient has few singular values, and the iteration makes the noise of the others large."""
+    """A gradient of one sample has few singular values, and the iteration makes the noise of the others large."""
     sizes = PLAIN["model"]["sizes"] | dict(bias=False, width=16)
     norms = dict(match="*norm*", type="adamw", lr=1e-2)
     config = PLAIN["config"] | dict(
