@@ -81,9 +81,9 @@ class Profiler:
         )
 
     def _micro_batch(self, facts: ModelFacts | None) -> Batch:
-        """The example, or the smallest that the mode can cut, as this rank sees it."""
+        """The example, or the smallest that the mode can cut, as this rank sees it; one row where it has none of it."""
         if self.example is not None:
-            return self.parallelized.local_part(self.example)
+            return self.parallelized.local_part(self.example).with_one_row()
         assert facts is not None
         for samples in range(1, MOST_SAMPLES):
             ids = (
