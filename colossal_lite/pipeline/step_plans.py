@@ -1,8 +1,8 @@
 """Chooses, checks and caches the plan that the ranks of a pipeline execute in a step.
 
-Note: a plan follows from the schedule of the config, from the stages of the model, and from three properties of a step:
-its micro-batches, whether gradients are computed, and whether RECVs are posted ahead.  It is built and checked once for
-each combination.  One rank is a pipeline of one stage.
+Note: a plan follows from the config's schedule, the model's stages, and three properties of a step: its micro-batches,
+whether gradients are computed, and whether RECVs are posted ahead.  It is built and checked once for each combination.
+One rank is a pipeline of one stage.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class StepPlans:
 
 
 def report_of(plan: Plan, stages: Stages, measured: ScheduleTimeline) -> ScheduleReport:
-    """A step or evaluation as its plan foretells it, by the costs that the stages are cut by, beside what was measured:
-    all but the UPDATEs, which are not the pipeline's."""
+    """A step or evaluation as its plan simulates it from the stages' costs, beside what was measured: all but the
+    UPDATEs, which are not the pipeline's."""
     run = Plan(tuple(tuple(a for a in actions if a.kind is not ActionKind.UPDATE) for actions in plan))
     trains = any(a.kind in (ActionKind.I, ActionKind.B) for actions in run for a in actions)
     parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
