@@ -18,7 +18,7 @@ FILES = (
 )
 SEQUENCE = 32
 BYTES = 256
-"""Tokens where there is no tokenizer."""
+"""Vocabulary of a model without a tokenizer: its tokens are bytes."""
 GPT = {
     "what": "a small GPT",
     "imports": "",
@@ -41,7 +41,7 @@ class NewCommand:
     """Write a project that runs: train.py, config.py, README.md, and launch files for torchrun, SLURM, Kubernetes."""
 
     directory: Positional[Path]
-    """A folder that is not there yet, or is empty."""
+    """A new or an empty folder."""
     hf: Path | None = None
     """Train this Hugging Face model: a folder with config.json, and perhaps weights and a tokenizer."""
 

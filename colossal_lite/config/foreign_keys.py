@@ -1,7 +1,7 @@
 """Answers keys of Hugging Face's TrainingArguments, of Accelerate and of DeepSpeed with the setting to write.
 
-Note: nothing is translated.  Those keys have defaults of their own, and their batch sizes count differently, so a run
-would silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
+Note: nothing is translated.  Those keys have other defaults, and their batch sizes count differently.  So a run would
+silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
 `Config.load` accepts, or a sentence.
 """
 

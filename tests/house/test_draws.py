@@ -26,6 +26,7 @@ PLAIN: dict[str, Any] = dict(
     habits=dict(
         build="module", drive="forward_backward", gradients=True, criterion="none", optimizer=None, example=False,
         chunk_bytes=None, evaluate_after=1, evaluate_samples=2, refuse_after=2, refuse="id", reads="nothing",
+        load_before=None,
     ),
     config=dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), zero=dict(stage=1), seed=1, timeout_s=20),
     resume_world=1,
@@ -91,6 +92,14 @@ def test_low_bits_that_split_masters_lose_are_wrong() -> None:
     assert outcome_of(case).outcome == "exact"
     verdict = outcome_of(case, "low bits of split masters are lost")
     assert verdict.outcome == "WRONG" and "has other bits than whole" in verdict.why
+
+
+def test_a_state_dict_whose_masters_on_the_host_are_lost_is_wrong() -> None:
+    config = PLAIN["config"] | dict(precision="bf16", memory=dict(placement="host"))
+    habits = PLAIN["habits"] | dict(load_before=1)
+    case = DrawnCase(**PLAIN | dict(config=config, habits=habits, resume_world=0, resume={}))
+    assert outcome_of(case).outcome == "exact"
+    assert outcome_of(case, "what is written to state on the host is lost").outcome == "WRONG"
 
 
 def test_every_planted_fault_has_its_place() -> None:
