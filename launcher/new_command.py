@@ -23,12 +23,17 @@ GPT = {
     "what": "a small GPT",
     "imports": "",
     "build": "cl.models.GPT(MODEL)",
+    "called": "Called with parameters on the meta device: each rank makes its part alone.",
+    "given": "build",
+    "planned": "train.py:build",
     "tokens": "list(TEXT.read_bytes())",
     "model_type": "cl.models.GPTConfig",
     "model": f"cl.models.GPTConfig(vocabulary={BYTES}, layers=2, heads=4, width=64, sequence=SEQUENCE, dropout=0.1)",
     "stage": "1",
 }
 """Values of the templates for a model of ours."""
+LOADED = {"called": "Loads the weights, the same on every rank.", "given": "build()"}
+"""As above, for a model that is read from files: its values cannot be drawn part by part."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,9 @@ def _hugging_face(given: Path) -> dict[str, str]:
         "build": f"AutoModelForCausalLM.{loaded}",
         "model_type": "str",
         "model": repr(str(folder)),
+        "planned": str(folder),
         "stage": "3",
-    } | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
+    } | (LOADED if has_weights else {}) | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
 
 
 def _text_model(folder: Path) -> dict[str, Any]:

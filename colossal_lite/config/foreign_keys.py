@@ -159,6 +159,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "gradient_accumulation_steps": _at("gradient_accumulation"),
     "num_train_epochs": STEPS,
     "max_steps": STEPS,
+    "num_training_steps": "lr_scheduler=dict(type=..., total_steps=...)",
     "dataloader_num_workers": "context.dataloader(..., workers=...)",
     "dataloader_drop_last": "context.dataloader(..., drop_last=...)",
     "data_seed": _at("seed"),
