@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -280,9 +281,12 @@ def all_at_once(original: Any, self: Any, chunk: Any) -> None:
     self._deferred.until(self._place[chunk.spec.id])
 
 
-def by_own_tokens(original: Any, self: Any, told: Tensor, factor: float, comparison: Any) -> None:
-    with patch.object(type(self._mesh.world), "all_reduce", lambda comm, tensor: tensor):
-        original(self, told, factor, comparison)
+def by_own_tokens(original: Any, self: Any, told: Tensor, comparison: Any) -> None:
+    def alone(comm: Any, tensor: Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: tensor)
+
+    with patch.object(type(self._mesh.world), "all_reduce_async", alone):
+        original(self, told, comparison)
 
 
 def never_fetched(original: Any, self: Any, chunk: Any, *, changed: bool) -> None:
@@ -299,7 +303,7 @@ def before_the_sum(original: Any, self: Any) -> None:
 
 FAULTS: dict[str, tuple[str, Any]] = {
     "an update does not wait for what other ranks have used": ("UpdatesInBackward.summed", all_at_once),
-    "an update divides by the tokens of its rank": ("Updates.begin", by_own_tokens),
+    "an update divides by the tokens of its rank": ("Updates.announce", by_own_tokens),
     "new weights are not fetched": ("ForwardGates.updated", never_fetched),
     "an update takes a gradient that is not summed": ("Chunk.finish_reduce", before_the_sum),
 }
