@@ -131,8 +131,8 @@ def add_step(
             late += [Action(ActionKind.UPDATE, stage=speaker[c], chunk=c) for c in sorted(speaker)]
         else:
             late.sort(key=_within_backward)
-            for place in range(len(actions)):
-                after[rank, place].sort(key=_within_backward)
+            for number in range(len(actions)):
+                after[rank, number].sort(key=_within_backward)
         after[rank, len(actions) - 1] += late
     return insert(plan, after)
 
