@@ -61,6 +61,7 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         step.micro_batches * step.accumulation_steps,
         trainable=step.trainable,
         backward=step.backward,
+        by_visit=step.reduce == "visit",
     )
     memory = None if step.weights is None else step.weights.memory()
     check(plan, shapes={0: shape}, memory=memory, strict=not step.ahead)

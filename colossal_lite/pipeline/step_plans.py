@@ -123,11 +123,15 @@ class StepPlans:
         return self._made[key]
 
 
-def report_of(plan: Plan, stages: Stages, measured: ScheduleTimeline) -> ScheduleReport:
+def report_of(
+    plan: Plan, stages: Stages, measured: ScheduleTimeline, *, by_visit: bool = False
+) -> ScheduleReport:
     """A step or evaluation as its plan simulates it from the stages' costs, beside what was measured: all but the
-    UPDATEs, which are not the pipeline's."""
+    UPDATEs, which are not the pipeline's. `by_visit` as in `Shape`."""
     run = Plan(tuple(tuple(a for a in actions if a.kind is not ActionKind.UPDATE) for actions in plan))
     trains = any(a.kind in (ActionKind.I, ActionKind.B) for actions in run for a in actions)
     parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)
-    shape = Shape(len(stages.placement), parts, trainable=stages.trainable, backward=trains)
+    shape = Shape(
+        len(stages.placement), parts, trainable=stages.trainable, backward=trains, by_visit=by_visit
+    )
     return ScheduleReport.of(run, measured, stages.cut.stage_costs(), shape)

@@ -237,7 +237,8 @@ class Shape:
     trains.
 
     trainable: for each stage, whether any of its parameters trains; None if all do. A stage that does not
-    needs no W, and no I either if no stage before it trains.
+    needs no W, and no I either if no stage before it trains. by_visit: gradients that are not summed once a step are
+    summed behind each run of neighbouring ones of a stage, else behind each micro-batch.
     """
 
     stages: int
@@ -245,6 +246,7 @@ class Shape:
     slices: int = 1
     trainable: tuple[bool, ...] | None = None
     backward: bool = True
+    by_visit: bool = False
 
     def backward_kinds(self, stage: int) -> tuple[ActionKind, ...]:
         """What a stage must run after F: (I, W), which B is as well; (I,), or nothing."""

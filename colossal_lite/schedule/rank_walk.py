@@ -306,11 +306,18 @@ class RankWalk:
                 parts[action.kind, *_weights(action)].add(action.micro_batch)
         for (kind, task, stage, chunk), done_in in parts.items():
             whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}
-            last_of_all = max(whole, key=lambda one: -1 if one is None else one, default=None)
-            sums = kind is ActionKind.REDUCE and done_in <= whole and last_of_all in done_in  # over several
-            if done_in not in ({None}, whole) and not sums:
+            if kind is ActionKind.REDUCE and self.table.shapes[task].by_visit:
+                ends = [a for a in mine if a.kind in (ActionKind.W, ActionKind.B) and a.task == task]
+                last_ones = [a for a, then in zip(ends, [*ends[1:], None], strict=True) if _ends(a, then)]
+                whole = {a.micro_batch for a in last_ones if a.stage == stage}
+            if done_in not in ({None}, whole):
                 self.table.fault(f"stage {stage} chunk {chunk} has no {kind} for every micro-batch", last)
         self.tiers.close(last)
+
+
+def _ends(action: Action, then: Action | None) -> bool:
+    """Whether these gradients are the last of a visit: those of another stage come next, or none."""
+    return then is None or then.stage != action.stage
 
 
 def _name(key: Key) -> str:

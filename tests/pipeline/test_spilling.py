@@ -11,7 +11,8 @@ import torch
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
-from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.stage_gathers import StageWeights
 from tests.planner.test_planner import assert_predicted
 from tests.shared.parity import Case, assert_parity, start
@@ -56,6 +57,7 @@ def trained(env: RankEnv, case: Case) -> Any:
             found.append((float(result.loss), result.grad_norm, engine.full_state_dict()))
         engine.train_step(tuple(part[cut] for part in case.batch(0)))
         moved = {row.link: row.moved_bytes for row in engine.link_report()}
+        assert engine.schedule_report().predicted.spans
         rows = [
             row for row in engine.memory_report() if not row.now_bytes == row.peak_bytes == row.forecast_bytes
         ]
@@ -114,3 +116,8 @@ def test_a_stage_is_loaded_once_a_pass_and_summed_once_a_visit() -> None:
     assert [(a.chunk, a.micro_batch) for a in actions if a.kind is ActionKind.REDUCE] == [
         (c, 4) for c in (3, 2, 1, 0)
     ]
+    without = Plan((tuple(a for a in actions if a.kind is not ActionKind.REDUCE or a.chunk != 2),))
+    with pytest.raises(PlanError, match="stage 2 chunk 2 has no REDUCE"):
+        check(without, shapes={0: Shape(4, 5, by_visit=True)}, memory=step.weights.memory())
+    with pytest.raises(PlanError, match="has no REDUCE for every micro-batch"):
+        check(Plan((actions,)), shapes={0: Shape(4, 5)}, memory=step.weights.memory())
