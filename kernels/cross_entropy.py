@@ -106,8 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def partial(logits: Tensor, labels: Tensor, start: int, vocabulary: int | None = None) -> Tensor:
-    """What one rank knows: [N, 3] = (lse of its columns, logit of the label if it is here else 0, sum of its
-    logits).
+    """What one rank knows: [N, 3]: lse of its columns, logit of the label (0 if it is elsewhere), sum of its logits.
 
     logits [N, V_local] holds columns [start, start + V_local); those from `vocabulary` on are padding and count for
     nothing, whatever they hold.  Float32 or better.

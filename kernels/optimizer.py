@@ -13,10 +13,10 @@ AdamW moves 28 bytes a parameter when both are bf16.
 Split masters: with `residual` and `ties`, `param` is the high half of the master (split.py).  Both halves are read
 and written, and together have the bits of a float32 master.
 
-Narrow moments: with `draws`, AdamW's moments are bf16.  They are widened for the step, which uses the float32
-results, and rounded back by counted random numbers (philox.py).  The lower half of an element's word rounds m, the
-upper half v.  Rounding to nearest would fail: at b2 = 0.999, a v that is 1.5 times too large changes by less than
-half of its last place, so it would never shrink.
+Narrow moments: with `draws`, AdamW's moments are bf16.  They are widened for the step, which uses the float32 results,
+and rounded back by counted random numbers (philox.py).  The lower half of an element's word rounds m, the upper half v.
+Rounding to nearest would fail: at b2 = 0.999, a v that is 1.5 times too large changes by less than half of its last
+place.  It would never shrink.
 
 Cuts: cutting a buffer anywhere (a split one at a multiple of 8) changes no bit.  On the CPU, AdamW and SGD are
 torch's fused kernels.  Where a cast comes before or after, they run on pieces that stay in cache.
@@ -252,8 +252,8 @@ def _whole_vectors(*buffers: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The buffers in at most two groups, each of whole vectors: the body in place, the rest in a padded copy
     that is written back.
 
-    torch's loops round the elements behind the last whole vector differently (fused multiply-adds), so the
-    same element would depend on where a buffer is cut.
+    torch's loops round the elements behind the last whole vector differently (fused multiply-adds). So an element would
+    depend on where a buffer is cut.
     """
     body = buffers[0].numel() // _VECTOR * _VECTOR
     tail = buffers[0].numel() - body

@@ -193,7 +193,7 @@ class LRSchedulerConfig(Section):
     type: Literal["constant", "cosine", "linear", "wsd", "one_cycle", "polynomial"] = "constant"
     """Constant; warm-up, then cosine, linear or polynomial decay; warm-up, stable, decay; one cycle."""
     warmup_steps: Steps = 0
-    """Steps of linear rise to the peak at the start."""
+    """Steps of linear rise at the start: step k of w, from 1, has k / (w + 1) of the peak."""
     total_steps: Count | None = None
     """Steps after which the factor stays at `final_ratio`; every type but constant needs it."""
     final_ratio: Ratio = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,21 @@ class Batch:
         if self.tokens is None:
             return x
         return x[:, : self.tokens] if self.positions is None else x[:, self.positions < self.tokens]
+
+    def with_one_row(self) -> Batch:
+        """This batch; or one row of ones in the place of no rows. A model that is not ours may fail on zero samples,
+        and the rank takes part in gathers and sums all the same. Whoever asks drops the outputs of that row."""
+
+        def padded(tensor: Tensor) -> Tensor:
+            return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
+
+        return replace(
+            self,
+            args=tuple(padded(tensor) for tensor in self.args),
+            kwargs={name: padded(tensor) for name, tensor in self.kwargs.items()},
+            labels=padded(self.labels),
+            samples=padded(self.samples),
+        )
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""

@@ -63,7 +63,7 @@ from colossal_lite.transforms.batch_statistics import check_batchwide, check_max
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.memory_budget import Forecast
-from colossal_lite.zero.parameter_order import by_order, notice_order, order_of_use
+from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart
 
 
@@ -168,7 +168,7 @@ def _initialize(
         module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
-        notice_order(
+        warn_if_out_of_order(
             module,
             [chunk.spec for chunk in chunks],
             {id(p): name for name, p in names.parameters(module).items()},

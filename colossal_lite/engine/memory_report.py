@@ -7,7 +7,7 @@ visiting, arena, passing, messages) `peak` is the bytes that steps used, not the
 are equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
 allocations beyond the plan, normally none.  Activations and temporaries are measured only while a `Metering` is on:
 torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  From the beginning of a step,
-links count the bytes of requested copies, and the seconds that the computation waited for them.
+links count the bytes of requested copies, and the seconds of waiting for them.
 """
 
 from __future__ import annotations

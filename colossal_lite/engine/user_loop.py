@@ -10,7 +10,6 @@ pipeline is refused, since only the engine can run its plan.  Auxiliary losses a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class UserLoop:
         self._tokens = local.tokens
         self._is_empty = local.inputs.shape[0] == 0
         if self._is_empty:
-            local = _with_one_row(local)
+            local = local.with_one_row()
         is_part = local.positions is not None
         self._streams.begin(
             self._step.number, local.samples, local.token_positions, is_part=is_part, tokens=local.tokens
@@ -140,20 +139,6 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
-
-
-def _with_one_row(batch: Batch) -> Batch:
-    """A batch of one row of ones in the place of no rows. A model that is not ours may fail on zero samples, and the
-    rank takes part in gathers and sums all the same. The outputs of that row are dropped, so its gradients are zero."""
-
-    def padded(tensor: Tensor) -> Tensor:
-        return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
-
-    kwargs = {name: padded(tensor) for name, tensor in batch.kwargs.items()}
-    args = tuple(padded(tensor) for tensor in batch.args)
-    return replace(
-        batch, args=args, kwargs=kwargs, labels=padded(batch.labels), samples=padded(batch.samples)
-    )
 
 
 def _refuse_second_backward(config: Config) -> None:

@@ -9,9 +9,8 @@ shows in `memory_report` and never changes a number.  `shrink` frees what a firs
 
 Note: transfers and reuse.
 Memory may be given back while transfers still read or write it.  `Arena.take` returns the transfers of the last users
-of any of its bytes, of whatever kind, and the next user waits for them.  Computing needs no entry.  It has finished,
-or comes first on the device's own stream, and transfers begin after it.  A collective is waited for before its bytes
-are given back.
+of its bytes, of any kind.  The next user waits for them.  Computing needs no entry.  It has finished, or comes first on
+the device's own stream, and transfers begin after it.  A collective is waited for before its bytes are given back.
 
 Note: what shares an arena.
 Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
@@ -55,7 +54,7 @@ Key = tuple[str, int]
 
 
 class Arena:
-    """One allocation with an offset for each live range, and a table of the present and last users of its bytes."""
+    """One allocation with an offset for each live range. A table has the present and last users of its bytes."""
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self.plan = plan

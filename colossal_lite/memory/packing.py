@@ -2,14 +2,14 @@
 
 Note: packing.
 A chunk is one contiguous run of parameters that share a packing key: whether they train, optimizer group, axes of the
-gradient's sum.  They have the order in which the model uses them, so a chunk is complete when a stretch of backward
+gradient's sum.  Entries have the order in which the model uses them.  So a chunk is complete when a stretch of backward
 is.  Every entry starts on an aligned element.  An entry of a block or more starts on a block, a smaller one stays
 within one.  A chunk's length is a multiple of `parts * shard_numel`, where `parts` ranks sum its gradient.  So it cuts
-into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  Where a sum over blocks must have
-the same bits for any chunk size (`ordered`), it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
+into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  With `ordered` a sum over blocks
+has the same bits for any chunk size.  Then it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
 result is plain data, the same on every rank.  No byte is moved here.
 
-Only alignment wastes memory.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up
+Only alignment wastes memory.  With 64 elements a shard it is under 1 % for GPT-2 of at least 124 million parameters, up
 to 512 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 %
 up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """

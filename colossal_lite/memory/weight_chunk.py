@@ -1,10 +1,10 @@
 """Gathers, drops, fetches and loads the weights of one chunk, and points its parameters at them.
 
 Note: states of weights.  The tensors are defined in memory/chunk.py.
-Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED.
-Where a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a
-programming error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN, so a read past the gates
-gives no stale number.  Parameters never change their shape, dtype or identity.
+Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED. Where
+a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a programming
+error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN. So a read past the gates gives no
+stale number.  Parameters never change their shape, dtype or identity.
 
 A chunk of frozen weights has nothing else.  It is gathered, dropped and offloaded like any other, and never written.
 memory/chunk.py adds what training needs.

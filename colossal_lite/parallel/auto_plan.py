@@ -1,12 +1,12 @@
 """Finds the roles of a model's modules from one run of a small copy, whatever their names are.
 
 Note: how roles are found.
-Token embeddings take the words, other tables positions; the head is the last linear, as wide as the vocabulary.  Blocks
-are the children of a list of modules of one class.  Within a block a pair is found by its gradients: the inputs of a
-linear are cut into parts, and each part is traced back to the rows of earlier linears.  Where each part needs rows of
-its own, the two are `rowwise` and `colwise`; the order of the rows tells the blocks of a fused weight.  Where parts
-need the same rows (heads that do not divide, experts), the pair is left whole.  So no layout has to be known, and
-nothing found is trusted: `plan_proof` proves the plan.
+A table that is called with the ids is a token embedding; any other table holds positions.  The head is the last linear,
+as wide as the vocabulary.  Blocks are the children of a list of modules of one class.  Within a block a pair of linears
+is found by gradients.  The inputs of a linear are cut into parts, and each part is traced to the rows of earlier
+linears. If each part needs rows of its own, the earlier linear is `colwise` and this one `rowwise`.  The order of the
+rows shows the blocks of a fused weight.  If parts need the same rows (heads that do not divide, experts), the pair is
+left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colossal_lite.parallel.swap_proof import run_plainly, words
 
 SAMPLES, TOKENS = 2, 8
 NEGLIGIBLE = 1e-13
-"""Of the largest gradient: what rounding leaves where nothing depends on anything."""
+"""Share of the largest gradient below which a gradient is rounding, not a dependence."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -43,7 +43,7 @@ class AutoPlan:
     """Modules whose code mixes tokens: whole, they need whole sequences."""
 
     def choices(self) -> Iterator[AutoPlan]:
-        """This plan; then with the linears of one module left whole, and last of all."""
+        """This plan, then plans that leave the linears of one module whole, then one that leaves all whole."""
         yield self
         cut = {
             pattern: role for pattern, role in self.plan.items() if role.startswith(("colwise", "rowwise"))
@@ -223,12 +223,12 @@ def _pairs(model: nn.Module, calls: Sequence[_Call], parts: int) -> _Found:
             continue
         earlier = [c for c in calls[:place] if c.name in legal and c.name not in found.rowwise]
         if earlier:
-            _look_behind(found, call, earlier)
+            _pair_with_earlier(found, call, earlier)
     return found
 
 
-def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
-    """Whether each part of the inputs of a linear needs rows of its own of earlier ones; if so, note whose they are."""
+def _pair_with_earlier(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
+    """Record in `found` whether each part of a linear's inputs needs rows of its own of earlier linears, and which."""
     width, n = call.input.shape[-1] // found.parts, found.parts
     outputs = [c.output for c in earlier]
     needs = [_needed(call.input[..., part * width : (part + 1) * width], outputs) for part in range(n)]
@@ -318,9 +318,10 @@ def _linear_roles(found: _Found) -> dict[str, str]:
 
 
 def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The proportion of blocks of rows, if each is cut into equal parts in order; None if there are none.
+    """The proportions of the blocks of rows, each cut into equal parts in order; None if the rows have no such order.
 
-    Rows of part -1 are those of units that were off in the run; where most rows tell, they follow."""
+    `owners`: the part of each row, or -1 for a unit that was zero in the run (ReLU). Where most rows are known, the
+    others follow."""
     if -1 in owners:
         known = [(row, part) for row, part in enumerate(owners) if part >= 0]
         for count in (1, 2, 3) if 2 * len(known) > len(owners) else ():

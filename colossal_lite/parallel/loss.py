@@ -148,8 +148,8 @@ class Loss:
 
 
 def refuse_means(outputs: Any, model: str) -> None:
-    """Raises ValueError for outputs of a `model` that carry a loss of their own to which parts of a batch do not add
-    up."""
+    """Raises ValueError for outputs of a `model` with a loss of their own, if the losses of parts do not add up to
+    it."""
     found = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
     if found is not None:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Note: sequence.
 Weights are replicated along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
-global positions, so rotary and learned positions, dropout and the loss come out right for any position of a token.
+global positions.  So rotary and learned positions, dropout and the loss are right for any token.
     contiguous  rank r holds tokens [r T/N, (r+1) T/N)
     zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
                 (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order

@@ -54,8 +54,8 @@ def linear_faults(module: nn.Module) -> Iterator[str]:
 
 
 def acts_as_linear(module: nn.Module) -> bool:
-    """Whether a class with a forward of its own gives x W^T + b, or x W + b as Conv1D: seen on a copy of few features,
-    in training and in evaluation."""
+    """Whether a class with its own forward gives x W^T + b, or x W + b as Conv1D: seen on a copy of few features, in
+    training and in evaluation."""
     plain = {"weight", "bias"} if getattr(module, "bias", None) is not None else {"weight"}
     weight = getattr(module, "weight", None)
     if (

@@ -1,11 +1,11 @@
 """Proves that a model whose layers were replaced is the plain model: loss and every gradient, on emulated ranks.
 
 Note: the proof.
-A small model is run as it is, and as every rank of a small world runs it after the swap: threads of this process, with
-real collectives between them.  Both have the same random values in float64.  What a rank gives must be its part of what
-the plain model gives.  Conversions to lower precision, which norms and softmax make, are left out on both sides, so
-that the two agree to rounding.  No message leaves the process and nothing is drawn from torch's generator, so every
-rank of the real world comes to the same verdict.
+A small model is run as it is.  It is run again as every rank of a small world runs it after the swap: threads of this
+process, with real collectives between them.  Both have the same random values in float64.  What a rank gives must be
+its part of what the plain model gives.  Norms and softmax convert to lower precision.  Both sides leave that out, so
+that the two agree to rounding.  No message leaves the process, and nothing is drawn from torch's generator.  So every
+rank of the real world finds the same.
 """
 
 from __future__ import annotations

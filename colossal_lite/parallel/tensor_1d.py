@@ -2,9 +2,9 @@
 
 Note: 1d.
 n ranks; M = B T D elements of one activation.  A *column-wise* linear holds rows of its weight (output features), a
-*row-wise* one columns (input features), so nothing is communicated between the two; heads are never cut.  Between pairs
+*row-wise* one columns (input features). Nothing is communicated between the two; heads are never cut.  Between pairs
 the residual stream is replicated, or, with `sequence_parallel`, each rank holds T / n of its positions.  Then norms,
-dropout and residual sums cost 1 / n, and the gradients of their parameters are terms of a sum over the axis.
+dropout and residual sums cost 1 / n.  The gradients of their parameters are terms of a sum over the axis.
 
 Per pair and micro-batch, payload M each:     forward             backward
     replicated stream                         all-reduce          all-reduce
@@ -13,9 +13,9 @@ Embedding and head count as one pair together.  The loss never gathers logits: o
 rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient, and
 the second gather with the product before that; `overlap=False` waits at once and gives the same bits.
 
-If there are fewer key and value heads than ranks, each rank holds all of them and uses the one its queries share.
-Their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and padded
-logits are the least number there is.
+With fewer key and value heads than ranks, each rank holds all of them and uses one.  Their gradients are summed over
+the axis.  A vocabulary that n does not divide is padded inside the layout.  Padded logits are the least number of the
+dtype.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def micro_batch_payload(
 ) -> tuple[LedgerRow, ...]:  # fmt: skip
     """Calls and payload bytes on the tensor axis of forward and backward of one micro-batch [batch, sequence].
 
-    `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient asks for an
-    input again, and nothing goes back through the first block's input and the embedding.
+    `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient gathers an
+    input again.  Backward stops before the first block's input and the embedding.
 
     `itemsize`: bytes of an activation element.  Fused or separate q, k, v move the same: they share one input.
     """
@@ -365,7 +365,7 @@ class TensorParallel1D(Swap):
 
 
 def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> tuple[SharedHead, int]:
-    """The key head that one part of the queries shares, and the rows of q in a fused weight (0 beside no q)."""
+    """The key head that one part of the queries shares. Also the rows of q in a fused weight, 0 without q."""
     is_fused = role.detail == "qkv"
     width = rows // (heads.query + 2 * heads.key if is_fused else heads.key)
     shared = SharedHead(part * heads.key // parts, heads.key, width)
@@ -375,7 +375,7 @@ def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> t
 def _around(
     module: nn.Module, before: Callable[[Tensor], Tensor] | None = None, behind: Callable[[Any], Any] | None = None
 ) -> None:  # fmt: skip
-    """Change what a module's forward takes first (by name, the first tensor of numbers [B, T, D]) and what it gives.
+    """Change the first argument of a module's forward (by name, the first float tensor [B, T, D]) and its output.
 
     Its `forward` is replaced, as some models call that itself, which runs no hooks.
     """

@@ -3,14 +3,14 @@
 Note: lifetimes.
 F saves, for a stage and micro-batch, the input leaves and one scalar: the *root* of its graph, a node that passes to
 the outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
-sent, however long the graph lives.  A received tensor is in a slot, taken where the plan posts the RECV and freed after
-the last I, W or B of that stage and micro-batch.  Slots are counted from the plan and allocated once.  SENDs are
-asynchronous, and at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the
-checker has proved the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
+sent, however long the graph lives.  A received tensor is in a slot.  The RECV takes the slot, and the last I, W or B of
+that stage and micro-batch frees it.  Slots are counted from the plan and allocated once.  SENDs are asynchronous, and
+at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the checker has proved
+the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
 
-Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block, and every
-message has a header (structure, dtypes, shapes, which take a gradient).  Later steps post their RECVs ahead, and a
-stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
+Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block.  Then every
+message has a header: structure, dtypes, shapes, and which tensors take a gradient.  Later steps post their RECVs ahead,
+and a stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
 Cost of a message: its bytes, in the ledger; headers are not counted.
 """
 

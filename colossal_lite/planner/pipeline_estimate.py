@@ -1,6 +1,6 @@
 """Plans a run with a pipeline: measures its stages one by one, and walks a rank's list of actions.
 
-Note: the peak of the list is the memory of a step, and its sends are the traffic of a step.
+Note: the fullest moment of the list gives the memory of a step, and its sends give the traffic.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def staged_plan(
         ),
         micro_batches=pieces,
         device_bytes=device_bytes,
-        schedule=_told(pipeline, shape, stages, timeline),
+        schedule=_schedule_text(pipeline, shape, stages, timeline),
         timeline=timeline,
         updates=updates,
         libraries_bytes=libraries_bytes(config),
@@ -119,7 +119,8 @@ def staged_plan(
 
 
 def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Micro-batches of each accumulated part, and the samples of each of this rank's. Raises ConfigError."""
+    """Number of micro-batches in each accumulated part, and the samples of each one on this rank. Raises
+    ConfigError."""
     data = mesh.size("data")
     sizes = [stop - start for start, stop in (cut(batch, data, part) for part in range(data))]
     try:
@@ -223,8 +224,10 @@ def _unread(
     return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
 
 
-def _told(pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline) -> str:
-    """The schedule with the costs of its stages: its cut, its bubble, and the activations of its ranks."""
+def _schedule_text(
+    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline
+) -> str:
+    """Describes the schedule: the cut with its stages' costs, the bubble, and the activations of each rank."""
     live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to the needed actions.
+"""Adds messages, reductions and updates to a plan of compute, and cuts plans to the needed actions.
 
 Passes: `add_messages` adds SEND and RECV, `add_step` REDUCE, TIED_REDUCE and UPDATE; schedule/stage_gathers.py adds
 the gathers of ZeRO-3.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
@@ -22,11 +22,6 @@ from colossal_lite.schedule.simulator import simulate
 def one_stage(micro_batches: int) -> Plan:
     """The serial step: F0 B0 F1 B1 ..., which holds the activations of one micro-batch."""
     return one_forward_one_backward(1, micro_batches)
-
-
-def serial_plan(micro_batches: int, num_chunks: int, reduce: Literal["step", "micro_batch"] = "step") -> Plan:
-    """`one_stage`, then REDUCE of each chunk, then UPDATE of each: a step without a pipeline."""
-    return add_step(one_stage(micro_batches), {0: tuple(range(num_chunks))}, reduce)
 
 
 # Passes -------------------------------------------------------------------------------------------

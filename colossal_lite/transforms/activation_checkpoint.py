@@ -12,9 +12,10 @@ Note: the saved tensors.  B batch, T tokens, D width, H heads, G key heads, K he
 
 The second forward gives the same bits as the first.  It reads the same weights.  Dropout resets its counters to the
 start of the block (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator state is saved,
-because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or `Sequential`, if they
-have one class and layers of their own.  Cost: `full` computes about a third more, and runs the block's collectives
-again.  `selective` computes the elementwise part again, plus some microseconds of Python for each operation of a block.
+because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or `Sequential`. They
+must have one class, and layers of their own.  Cost: `full` computes about a third more, and runs the block's
+collectives again.  `selective` computes the elementwise part again, plus some microseconds of Python for each operation
+of a block.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class CheckpointedBlock:
 
 class _RecomputeContext:
     """The second forward of a block. It sets dropout's counters back to the block's start, and restores them at exit,
-    also when the run is stopped early. Weights that have changed since the first forward raise an error. Autograd would
-    not notice, because it saved none of them."""
+    even after an early stop. Weights that have changed since the first forward raise an error. Autograd would not
+    notice, because it saved none of them."""
 
     def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner

@@ -80,8 +80,8 @@ def pack_chunks(
     frozen: Collection[str] = (),
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
-    order. The same on every rank. Those of `frozen` are in chunks of their own, numbered behind all others, where
-    weights are sharded, and in none where each rank holds them in full.
+    order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
+    all others. If each rank holds them in full they are in none.
 
     `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
     blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
@@ -179,8 +179,8 @@ def chunk_optimizer(
     records: TaskRecords, frozen: Sequence[WeightChunk],
 ) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
     """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
-    with the mix of updates that it has found. Where its state may rest on disk it is collective, and raises ConfigError
-    on every rank if that of one has no room or cannot be written."""
+    with the mix of updates that it has found. If state may be on disk it is collective. It raises ConfigError on every
+    rank if the disk of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:

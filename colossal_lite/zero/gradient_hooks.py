@@ -57,8 +57,8 @@ class GradientHooks:
             for entry in chunk.spec.entries
         }
         self.began = [len(self._chunks) - 1 - number for number in range(len(self._chunks))]
-        """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
-        where none has come, or only later, as many as come before it."""
+        """For each chunk the number of chunks, counted from the last, that were complete when its first gradient came.
+        The least so far; where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
         self._expects = False  # whether a backward of the engine runs
         # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that

@@ -1,11 +1,11 @@
 """Measures the first step, chooses a placement within the budget, and rejects budgets that cannot fit.
 
 Note: phases.
-1. At first all state that can move is on the host, so the first step holds the least that this model can.
+1. At first all state that can move is on the host. So the first step holds the least that this model can.
 2. The engine is built.  A budget that is too small for any batch is refused.
 3. A batch arrives.  A run without tensors forecasts what it holds beside the state (`forecast`).  If that does not fit,
-   every rank raises before anything is computed.  Some models cannot be run so, for example one that was built outside,
-   or one with a loss of the user's own.  Then the first step may exceed the budget before it is refused.
+   every rank raises before anything is computed.  Some models cannot be run so: those built outside, or those with a
+   loss of the user's own.  Then the first step may exceed the budget before it is refused.
 4. The first step is measured: every tensor of the model is counted while it lives (observe/memory_meter.py).
 5. Before the first update the ranks agree on the highest peak, measured or forecast.  The placement is planned
    (offload/placement.py), and what fits is copied to the device, once.  Later steps decide nothing.
@@ -15,11 +15,12 @@ Gradients may arrive earlier than planned, behind parameters that no backward re
 them as they arrived.  If parameters are left out only later, a warning names the bytes beyond the budget.  With one
 rank a shard on the device is copied to its slot for a use, as with several.
 
-A larger or longer batch, for training or evaluation, is forecast before it runs, and refused if it does not fit.
+A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
 Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
 exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
-Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
-the first step slower.
+Cost: some
+milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes the first
+step slower.
 
 A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's
 allocator.  That includes what others had allocated by then, workspaces, and gathered weights, which count twice.  The
@@ -71,9 +72,9 @@ if TYPE_CHECKING:
 
 
 Forecast = Callable[..., Mapping[str, int] | None]
-"""Maps the samples of a step on this rank and their tokens to bytes of each kind beside the state, and of the whole
-`device`. `changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix
-of updates that the engine has found."""
+"""Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
+`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix of updates
+that the engine has found."""
 
 
 class MemoryBudget:

@@ -13,9 +13,10 @@ That record is the trace.  The arena is allocated when the trace ends; nothing i
 
 Slots and saved views are in zero/weight_slots.py.  The weights of a recomputed block are not dropped before its
 backward has ended, because nothing requests another unit.
-Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
-Frozen weights are gathered and dropped like the others, in chunks of their own.  Backward requests them where an input
-gradient needs them, so those in front of the first trained weight are gathered once.
+Source: arXiv 1910.02054, section 5.3; prefetch from the
+order of the first step as in 2104.07857. Frozen weights are gathered and dropped like the others, in chunks of their
+own.  Backward requests them only where an input gradient needs them.  So those before the first trained weight are
+gathered once.
 """
 
 from __future__ import annotations

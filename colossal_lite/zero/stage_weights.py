@@ -2,7 +2,7 @@
 
 Note: the list alone decides (schedule/stage_gathers.py).  An UNSHARD starts the gather of a chunk into its slot, after
 the deferred update of this chunk.  A compute action waits for all chunks of its stage, so its modules need no gate.
-Ranks that share weights run one list, so their gathers have one order, whatever micro-batches are empty here.
+Ranks that share weights run one list, so their gathers have one order, even if some micro-batches are empty.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class StageGather(ShardedWeights):
             self._actions, self.slots = actions, gather_slots(actions, numels, parts)
             if self.slots.arena_numel > self._most_planned_numel:
                 self._most_planned_numel = self.slots.arena_numel
-                with _disable_current_modes():  # what the model keeps is measured, not this
+                with (
+                    _disable_current_modes()
+                ):  # the arena is no activation, so memory meters must not count it
                     self._allocate(self._most_planned_numel)
         self._offsets = iter(self.slots.offsets)
         self._has_part.clear()
@@ -95,8 +97,9 @@ def weights_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
     world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool,
 ) -> ForwardGates:  # fmt: skip
-    """The gates that these chunks need; `parameters` by the names that the chunks have for them; `is_staged`: they
-    are of the stages of a pipeline."""
+    """The gates for these chunks: none sharded, of pipeline stages (`is_staged`), or of a whole model.
+
+    `parameters`: by the names that the chunks have for them."""
     if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
         return ForwardGates(module, parameters, chunks)
     if is_staged:

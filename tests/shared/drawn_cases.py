@@ -187,8 +187,8 @@ def draw(world: int, seed: int, number: int) -> DrawnCase:
 def _draw_shared(rng: Random, rare: Mapping[str, Any]) -> Shared:
     kind = rare.get("kind") or choose(rng, TOKEN_KINDS if len(rare) > 2 else TOKEN_KINDS | WITHOUT_TOKENS)
     precision = _draw_precision(rng)
-    if rare.get("precision") == "split":
-        precision = {"dtype": "bf16", "master": "split"}
+    if "precision" in rare:
+        precision = {"dtype": "bf16"} | ({"master": "split"} if rare["precision"] == "split" else {})
     elif rare and rng.random() < 0.75:
         precision = {"dtype": "fp64"}
     whole = rare.get("optimizer") in ("muon", "lamb") or not rare and rng.random() < 0.08
@@ -588,4 +588,5 @@ def _draw_habits(
         "refuse_after": rng.randrange(STEPS + 1),
         "refuse": rng.choice(refused),
         "reads": choose(rng, {"nothing": 5, "weights": 2, "state": 1, "reports": 1}),
+        "load_before": shared.rare.get("load_before", choose(rng, {None: 80, 0: 5, 1: 5, 2: 5, STEPS: 5})),
     }

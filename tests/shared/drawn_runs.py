@@ -33,7 +33,7 @@ from tests.shared.drawn_models import OWN_PLAN, build_model, given, make_batch
 from tests.shared.emitting import emits_plainly
 from tests.shared.parity import DTYPE, counted_dropout
 from tests.shared.places import patched
-from tests.shared.plain_optimizers import plain_optimizers
+from tests.shared.plain_optimizers import Muon, plain_optimizers
 from tests.shared.pool import RankEnv
 
 OWN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -233,7 +233,7 @@ def _micro_batches(batch: Any, parts: int) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _beside_steps(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int, seen: Seen) -> None:
-    """The refused batch and the evaluation, if they come before step `number`."""
+    """The refused batch, halved weights and the evaluation, if they come before step `number`."""
     if case.habits["refuse_after"] == number:
         seen.phase = "refused batch"
         try:
@@ -241,9 +241,17 @@ def _beside_steps(engine: cl.Engine, context: cl.Context, case: DrawnCase, numbe
             seen.told = "accepted"
         except ValueError as error:
             seen.told = f"{type(error).__name__}: {error}"
+    if case.habits["load_before"] == number:
+        seen.phase = "load of halved weights"
+        engine.load_full_state_dict({name: halved(value) for name, value in engine.full_state_dict().items()})
     if case.habits["evaluate_after"] == number:
         seen.phase = "evaluation"
         seen.evaluated = _evaluated(engine, context, case, -1)
+
+
+def halved(value: Tensor) -> Tensor:
+    """Half of a weight: the same in every dtype."""
+    return value / 2 if value.is_floating_point() else value
 
 
 def _evaluated(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int) -> float:
@@ -313,6 +321,8 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
     loop = PlainLoop(case, dtype)
     losses, norms, gradients, evaluated, kept = [], [], [], [math.nan, math.nan], []
     for number in range(STEPS + 1):
+        if case.habits["load_before"] == number:
+            loop.halve()
         if case.habits["evaluate_after"] == number and number < STEPS:
             evaluated[0] = loop.evaluate(-1)
         if number == STEPS:
@@ -366,7 +376,8 @@ class PlainLoop:
         self.trained = {
             n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad
         }
-        self.masters = self.initial | {n: p.detach() for n, p in self.trained.items()}
+        self.masters = {name: value.clone() for name, value in self.initial.items()}
+        self.masters |= {n: p.detach() for n, p in self.trained.items()}
         given_precision = config["precision"]
         master = given_precision.get("master") if isinstance(given_precision, Mapping) else None
         self.keeps_masters = master != "none" or dtype != case.dtype
@@ -378,11 +389,19 @@ class PlainLoop:
         else:
             settings = {n: v for n, v in config["optimizer"].items() if n not in OURS}
             self.optimizers = plain_optimizers(settings, self.trained)
+            for each in self.optimizers:
+                if isinstance(each, Muon):
+                    each.half = DTYPE[dtype].itemsize == 2
         self.peaks = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         self.schedule = LRSchedulerConfig.model_validate(config.get("lr_scheduler", {}))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.masters.items()}
+
+    def halve(self) -> None:
+        """Halve all weights, as somebody does who loads a state dict between steps."""
+        for master in self.masters.values():
+            master.copy_(halved(master))
 
     def _loss(self, number: int, samples: int) -> Tensor:
         with torch.no_grad():
