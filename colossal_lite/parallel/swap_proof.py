@@ -124,11 +124,10 @@ def prove(
         ]
         try:
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
-        except _FailedError as failed:
-            error = failed.__cause__ or failed
-            return Difference(
-                f"{type(error).__name__}: {_line(error)}", (failed.place,) if failed.place else ()
-            )
+        except (_FailedError, EndedError) as failed:
+            cause = failed.__cause__ or failed
+            where = (failed.place,) if isinstance(failed, _FailedError) and failed.place else ()
+            return Difference(f"{type(cause).__name__}: {_line(cause)}", where)
     every = [each for each in found if each is not None]
     if not every:
         return None
