@@ -318,7 +318,7 @@ def check(
     op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, softcap: float | None = None,
     bias: Tensor | None = None, kv_prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless q is [B, T, H, K], k and v are [B, S, G, K], and G divides H. The rest must fit them."""
+    """Raises ValueError unless q is [B, T, H, K], k, v are [B, S, G, K], and G divides H. The rest must fit them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; legal is [B, T, H, K]")

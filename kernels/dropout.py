@@ -3,8 +3,8 @@
     y = residual + keep * x / (1 - p)        keep = philox word >= round(p * 2**32)
 
 The mask is a function of `Rows` (philox.py). So recomputation, any mesh and any number of micro-batches give the same
-one.  The torch path keeps one byte an element for backward (deriving it again costs 7 ns an element on a core, the byte
-0.5); the Triton path keeps nothing and derives the mask again.
+one.  The torch path keeps one byte an element for backward.  Deriving it again costs 7 ns an element on a core, the
+byte 0.5; the Triton path keeps nothing and derives the mask again.
 """
 
 from __future__ import annotations

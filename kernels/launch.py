@@ -1,7 +1,7 @@
 """Declares, loads and launches the Triton kernels of this package.
 
-Note: a kernel stands in its op's file under `@jit`, which only notes it, since importing triton costs a second and a
-CPU run needs none of it.  `load` imports triton, compiles nothing, and puts the real `triton.language` and jitted
+Note: a kernel stands in its op's file under `@jit`, which only registers it.  Importing triton costs a second, and a
+CPU run does not need it.  `load` imports triton, compiles nothing, and puts the real `triton.language` and jitted
 functions into the files' namespaces; `select` calls it once a Triton path is chosen.  Triton does not specialise on
 parameters annotated with a type other than constexpr (a step, a key). So a new value never compiles anew.  Launches
 pass enable_fp_fusion themselves, because its default differs between versions.  Tile sizes stand in tiles.json, by

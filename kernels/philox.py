@@ -3,12 +3,12 @@
 
 Note: a draw is a pure function of a key and a counter, so no stream has a state.  A rank computes the bits of any slice
 of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of a tensor takes word e
-% 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4),
-where sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for
-every number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), and products wrap
-modulo 2**64. Everything runs in blocks that stay in the second-level cache: rounds one and two see only rows or only
-columns of a mask and cost next to nothing.  `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt
-differs in the last bit: between the vector body and the tail of a loop, and between machines.
+% 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4).
+Sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for every
+number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), and products wrap modulo
+2**64. Everything runs in blocks that stay in the second-level cache: rounds one and two see only rows or only columns
+of a mask and cost next to nothing.  `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in
+the last bit: between the vector body and the tail of a loop, and between machines.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Rows:
     tokens: int | None = None
 
     def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
-        """The rows of an x of any shape, its shape as [samples, units, features], and whether units come before samples
-        in it.
+        """The rows of an x of any shape, its shape as [samples, units, features], and whether units come first.
 
         Legal: [B, ...]; [T, B, ...], with tokens first; [B k, ...], with the units of a sample side by side.  Units
         are tokens where there are as many, else heads, channels or whatever follows the samples.

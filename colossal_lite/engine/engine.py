@@ -64,7 +64,6 @@ from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
-from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.transforms.split_backward import DeferredWeightGrads
@@ -345,11 +344,10 @@ class Engine:
     # ---- reports ----
 
     def memory_report(self) -> MemoryReport:
-        """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, staging
-        buffers of gradients and state, the arena that they share under a budget, and pipeline messages.
-        All are allocated once: at the start, in the first step, or when a budget chooses a placement. The peak of a
-        buffer is the most that steps have used. It may exceed the plan if backward leaves parameters out. After
-        `metered` steps there are also activations, temporaries and exchange."""
+        """Bytes on this rank by kind (`MemoryReport` lists them) and tier. Buffers are allocated once: at the start, in
+        the first step, or when a budget chooses a placement. The peak of a buffer is the most that steps have used. It
+        may exceed the plan if backward leaves parameters out. After `metered` steps there are also activations,
+        temporaries and exchange."""
         return self._reports.memory_report()
 
     def metered(self) -> AbstractContextManager[None]:
@@ -461,7 +459,7 @@ class Engine:
         """Run the plan of a step on its micro-batches; add loss and weight to `sums`."""
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
-        ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
+        knows_shapes = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
         def forward(stage: int, i: int, carried: Any) -> Any:
             self._weights.arrive(stage)
@@ -495,14 +493,11 @@ class Engine:
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
-        posts_ahead = self._posts_ahead
-        plans = {
-            each: self._plans.of(len(parts), backward=trains, ahead=each)
-            for each in {ahead and posts_ahead, posts_ahead}
-        }
-        slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
-        plan = plans[ahead and posts_ahead]
-        self._weights.follow(plan[self._runtime.comm.coord])
+        coord = self._runtime.comm.coord
+        plan, slots = self._plans.of_step(
+            len(parts), coord, backward=trains, knows_shapes=knows_shapes, posts_ahead=self._posts_ahead
+        )
+        self._weights.follow(plan[coord])
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
 

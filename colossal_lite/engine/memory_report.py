@@ -51,7 +51,10 @@ class MemoryRow:
 
 
 class MemoryReport(Rows[MemoryRow]):
-    """Rows of memory; prints as a table with the total of each tier."""
+    """Rows of memory, one for each kind and tier; prints as a table with the total of each tier.
+
+    Kinds: weights, masters, gradients, optimizer state, frozen parameters, buffers, and pipeline messages. Buffers are
+    those of staging, gathers and updates, or under a budget the arena that they share."""
 
     def __str__(self) -> str:
         totals = []

@@ -298,7 +298,7 @@ class Chunk(LocalShard, WeightChunk):
         return self._last_sums is not None
 
     def bring_sums(self) -> None:
-        """Start to copy the earlier sums of a step, if any, to the device memory where the last one is added."""
+        """Start to copy the earlier sums of a step, if any, to the device memory of the last one."""
         if self._last_sums is None or self.gradient is not self.gradient_at_rest:
             return
         places, up = self._last_sums

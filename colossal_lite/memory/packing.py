@@ -9,9 +9,9 @@ into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUM
 has the same bits for any chunk size.  Then it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
 result is plain data, the same on every rank.  No byte is moved here.
 
-Only alignment wastes memory.  With 64 elements a shard it is under 1 % for GPT-2 of at least 124 million parameters, up
-to 512 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 %
-up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
+Only alignment wastes memory.  With 64 elements a shard it is under 1 % for all sizes of GPT-2, up to 512 ranks.  By
+blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 % up to 32 ranks at
+124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """
 
 from __future__ import annotations

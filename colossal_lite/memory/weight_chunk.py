@@ -77,10 +77,9 @@ class SavedView:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks that sum the gradient of a chunk (`all`), those among which this rank's copy of it is sharded
-    (`shards`), and those with the same shard (`copies`). One copy is the rule. Several are hybrid sharding (arXiv
-    2304.11277, section 3.2.2). `near`: those of `shards` that may store the gathered weights between them from
-    forward to backward."""
+    """The groups of ranks of a chunk. `all` sums its gradient, `shards` shares this rank's copy of it, and `copies` has
+    the same shard. One copy is the rule. Several are hybrid sharding (arXiv 2304.11277, section 3.2.2). `near`: those
+    of `shards` that may store the gathered weights between them from forward to backward."""
 
     all: Communicator
     shards: Communicator

@@ -349,9 +349,9 @@ def spill_to_disk(placed: StatePlacement, host_budget: int, beside_bytes: int = 
 
 
 def spilled(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
-    """Which of these `records`, chunk -> bytes, rest on disk so that the others, and the slots by which those pass,
-    take at most `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is
-    enough, those that leave the host least."""
+    """Choose the `records`, chunk -> bytes, that go to disk. The others, and the slots for those on disk, take at most
+    `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is enough, those
+    that leave the host least."""
     over = sum(records.values()) - room_bytes
     if over <= 0:
         return frozenset()
@@ -420,8 +420,8 @@ def divide(
     budget: int | None = None,
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
-    """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
-    weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece. Frozen
+    weights have the share of weights: after every chunk as near to the share as whole pieces allow, at most half of the
     largest piece off."""
     on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
     for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
@@ -440,8 +440,8 @@ def divide(
 def _fewest(
     pieces: Sequence[StatePiece], kind: StateKind, others: frozenset[Name], least: _Least
 ) -> list[Name]:
-    """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
-    that rest there: a few large ones may take less than the slots for them."""
+    """The set of a kind's smallest pieces that leaves least on the device when it is on the host, beside the `others`
+    there: a few large ones may take less than the slots for them."""
     mine = sorted(
         (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
     )

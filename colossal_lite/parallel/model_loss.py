@@ -2,8 +2,8 @@
 
 Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
-model's loss is a mean over valid labels, of any function of each.  So a small copy is run on a batch and on its parts,
-with all labels valid and with some ignored.  Losses and gradients must add up.
+model's loss is a mean over valid labels, of any function.  So a small copy is run on a batch and on its parts, with all
+labels valid, and with some ignored.  Losses and gradients must add up.
 """
 
 from __future__ import annotations

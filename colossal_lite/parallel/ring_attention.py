@@ -109,7 +109,7 @@ class _ScatteredGradients:
 
 
 class Carrier(Protocol):
-    """Sends blocks of keys and values [2, B, t, G, K] to the other ranks of `comm`, and their gradients back."""
+    """Sends blocks of keys and values [2, B, t, G, K] to the ranks of `comm`, and their gradients back."""
 
     @property
     def comm(self) -> Communicator: ...

@@ -1,7 +1,7 @@
 """Finds what a module has that the layer in its place would lose: a forward of its own, settings, hooks.
 
-Note: a layer that takes a module's place carries its weights, its bias, a norm's eps and an embedding's padding_idx,
-and nothing else.  So only modules that are no more than that may be replaced.
+Note: a layer in a module's place carries its weights and bias.  It also carries a norm's eps and an embedding's
+padding_idx, and nothing else.  So only modules that are no more than that may be replaced.
 """
 
 from __future__ import annotations

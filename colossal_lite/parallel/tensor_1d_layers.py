@@ -178,8 +178,8 @@ class RowwiseLinear(nn.Module):
 class TablePart(nn.Module):
     """Part `part` of a table [V, D] cut over V: looks ids up, and gives zeros for words of other parts.
 
-    `own`: an embedding with a forward of its own, which acts on each word alone and is run on words of this part.  Then
-    that module stands in the model, with the weight and this forward.
+    `own`: an embedding's own forward, which acts on each word alone.  It is run on the words of this part.  Then that
+    module stands in the model, with the weight and this forward.
     """
 
     def __init__(self, weight: nn.Parameter, part: int, module: nn.Embedding) -> None:

@@ -3,11 +3,11 @@
 Note: whole sizes.
 The code of an attention or MLP splits, views and chunks by sizes.  It keeps them under any name, or computes them.  All
 of them are of the whole model.  Between a column-wise linear and its row-wise one a rank has a part of the heads or
-features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided at the cut, and torch
+features.  A `Part` is that tensor: its `shape` is that of the whole.  Sizes in calls are divided at the cut, and torch
 computes on the part.  So no attribute of a module is changed, and none has to be found.
 
-Two runs of a call on meta tensors, with whole and with local sizes, show the position of the cut after it; the answer
-is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
+Two runs of a call on meta tensors, with whole and with local sizes, show where the cut is after it; the answer is kept
+by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
 
 A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients
 within the region are terms of a sum over the ranks.  The specs of its parameters say so; others enter by `copy`.

@@ -75,7 +75,8 @@ STATE_BYTES = 16.0
 
 
 def lookup_costs(tokens: float, numel: float, width: float) -> tuple[float, float, float]:
-    """F, I and W of `tokens` lookups in a table of `numel` elements with rows of `width`, in FLOPs by the bytes moved.
+    """F, I and W of `tokens` lookups in a table of `numel` elements with rows of `width`. In FLOPs, from the bytes
+    moved.
 
     F reads rows and writes them; there is no I; W reads the output gradients and adds them to the rows. It also makes
     and adds a gradient of the whole table: with a large vocabulary this is the largest part.

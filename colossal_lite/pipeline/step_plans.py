@@ -1,8 +1,8 @@
 """Chooses, checks and caches the plan that the ranks of a pipeline execute in a step.
 
-Note: a plan follows from the schedule of the config, from the stages of the model, and from three properties of a step:
-its micro-batches, whether gradients are computed, and whether RECVs are posted ahead.  It is built and checked once for
-each combination.  One rank is a pipeline of one stage.
+Note: a plan follows from the config's schedule, the model's stages, and three properties of a step: its micro-batches,
+whether gradients are computed, and whether RECVs are posted ahead.  It is built and checked once for each combination.
+One rank is a pipeline of one stage.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from colossal_lite.memory.packing import ChunkKey, ChunkSpec, stages_of, trains
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
+from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import ActionKind, Plan, Shape
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.schedule.stage_gathers import StageWeights
@@ -79,8 +80,21 @@ class StepPlans:
         self._config, self._layout, self._stages, self._packed = config, layout, stages, tuple(packed)
         self._made: dict[tuple[int, bool, bool], Plan] = {}
 
+    def of_step(
+        self, micro_batches: int, rank: int, *, backward: bool, knows_shapes: bool, posts_ahead: bool
+    ) -> tuple[Plan, int]:
+        """The plan of a step, and the message slots of `rank`. RECVs are posted ahead where shapes are known.
+
+        The slots suffice for both plans of this engine: a later step with known shapes needs no others."""
+        plans = {
+            ahead: self.of(micro_batches, backward=backward, ahead=ahead)
+            for ahead in {knows_shapes and posts_ahead, posts_ahead}
+        }
+        slots = max(most_arrivals(plan[rank]) for plan in plans.values())
+        return plans[knows_shapes and posts_ahead], slots
+
     def of(self, micro_batches: int, *, backward: bool, ahead: bool) -> Plan:
-        """What all ranks execute in a step of so many micro-batches. Raises PlanError as `step_plan`."""
+        """The lists that all ranks execute in a step of so many micro-batches. Raises PlanError as `step_plan`."""
         key = micro_batches, backward, ahead
         if key not in self._made:
             parts = micro_batches // self._config.gradient_accumulation
@@ -92,8 +106,8 @@ class StepPlans:
 
 
 def report_of(plan: Plan, stages: Stages, measured: ScheduleTimeline) -> ScheduleReport:
-    """A step or evaluation as its plan foretells it, by the costs that the stages are cut by, beside what was measured:
-    all but the UPDATEs, which are not the pipeline's."""
+    """A step or evaluation as its plan simulates it from the stages' costs, beside what was measured: all but the
+    UPDATEs, which are not the pipeline's."""
     run = Plan(tuple(tuple(a for a in actions if a.kind is not ActionKind.UPDATE) for actions in plan))
     trains = any(a.kind in (ActionKind.I, ActionKind.B) for actions in run for a in actions)
     parts = 1 + max(a.micro_batch or 0 for actions in run for a in actions)

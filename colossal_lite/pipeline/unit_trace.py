@@ -85,7 +85,7 @@ class UnitTrace:
 
 
 def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
-    """The units of a model of blocks, in the order in which one forward on ids calls them, and the copy that was run:
+    """The units of a model of blocks, in the order of their calls in one forward on ids, and the copy that was run:
     with values if it is small.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without

@@ -59,11 +59,9 @@ def staged_plan(
     count, pieces = _pieces(config, batch, mesh)
     builder = partial(GPT, model) if isinstance(model, GPTConfig) else model
     module, done, streams = dry.built(builder)
-    whole_units = traced_units(on_meta(builder))
+    units = traced_units(on_meta(builder))
     # Nothing runs here, so stages that a run cuts by measured time are cut by the formula.
-    stages = lay_out(
-        module, facts, pipeline, mesh.coord("pipeline"), None, whole_units and whole_units.on(module)
-    )
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), None, units and units.on(module))
     whole = dry.whole(module, done)
     packed = whole.packed(config, mesh.layout, stages.homes)
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
@@ -76,21 +74,16 @@ def staged_plan(
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
-    unread = 0
-    if mesh.shares_memory:
-        unread = max(
-            _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
-            _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
-        )
+    unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
     _record_pipeline(
         made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
     )  # fmt: skip
-    local = Whole(
-        {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
-        {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
-        whole.specs, whole.names, whole.blocks, whole.reported_numbers,
-    )  # fmt: skip
+    local = replace(
+        whole,
+        trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        frozen={n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
+    )
     rows = mesh.ledger.rows()
     assert shape.costs is not None
     memory, updates = _pipeline_memory(
@@ -206,13 +199,15 @@ def _whole_bytes(chunk: Chunk) -> int:
 
 
 def _unread(
-    made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
-    pieces: Sequence[int], header_bytes: int, *, blocks: bool,
+    made: Plan, first: Plan, stages: Stages, chunks: tuple[Chunk, ...],
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int],
 ) -> int:  # fmt: skip
-    """The most host memory that unread messages of this rank take, if they pass through shared memory."""
+    """The most host memory that unread messages of this rank take in shared memory, in any step.
+
+    The RECVs of the first step block, and its messages have headers."""
     of = {chunk.spec.id: chunk for chunk in chunks}
 
-    def sent_bytes(action: Action) -> int:
+    def sent_bytes(action: Action, header_bytes: int) -> int:
         if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
             return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
@@ -221,7 +216,10 @@ def _unread(
         source = (action.stage or 0) - (action.kind is ActionKind.SEND_B)
         return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
 
-    return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
+    return max(
+        most_unread(made, stages.coord, partial(sent_bytes, header_bytes=0), blocks=False),
+        most_unread(first, stages.coord, partial(sent_bytes, header_bytes=HEADER_BYTES), blocks=True),
+    )
 
 
 def _schedule_text(

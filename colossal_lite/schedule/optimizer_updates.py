@@ -187,7 +187,7 @@ def memory_of(
     early: bool = False,
 ) -> Memory:  # fmt: skip
     """The memory of a step's updates: home tiers, places and slots. A record has its place on the device. The gradient
-    and the weights of a chunk that is updated on the host take slots there, each of its own kind."""
+    and weights of a chunk that is updated on the host take slots there, each of its kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)

@@ -1,9 +1,7 @@
 """Defines the plan language: a step as a list of actions for each rank, with its text form.
 
-Note
-----
-Pipeline schedules, chunk prefetch and eviction, spilled models, many-model orders and the interleaved optimizer are
-generators of this one language.  Passes over a plan add communication, ZeRO and offload.  `Reading`
+Note ---- Generators write this one language: pipeline schedules, chunk prefetch and eviction, spilled models,
+many-model orders, the interleaved optimizer.  Passes over a plan add communication, ZeRO and offload.  `Reading`
 (schedule/checker.py) has the rules of the kinds.  `check` rejects plans that break them, and the simulator takes its
 dependencies from them.
 

@@ -88,8 +88,8 @@ def add_step(
     reduce: Literal["step", "micro_batch"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each,
-    and at the end of the list UPDATE of every chunk. With update="backward", of a plan of one rank, each UPDATE
+    """Adds the end of a step: Adds REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after
+    each. UPDATE of every chunk is at the end of the list. With update="backward", of a plan of one rank, each UPDATE
     stands right behind its REDUCE, in the order of gradients.
 
     chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several stages is

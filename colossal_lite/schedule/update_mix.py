@@ -32,8 +32,8 @@ class UpdateMix:
     ahead: int = 1
     ahead_down: int = 1
     early: bool = False
-    """Whether gradients for updates on the host are copied down in backward, right after their sums, each to its own
-    slot."""
+    """Whether gradients for updates on the host are copied in backward, right after their sums, to slots of their
+    own."""
 
     @property
     def record_width(self) -> int:

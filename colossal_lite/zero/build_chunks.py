@@ -217,8 +217,8 @@ def chunk_optimizer(
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:
-    """Bytes of the host that are left for records, and for what their updates need there, while all weights and
-    gradients that may rest there do; None: no limit, or nothing goes to disk."""
+    """Bytes of the host for records and for their updates, when all weights and gradients that may be on the host are
+    there; None: no limit, or nothing goes to disk."""
     if not memory.spills_to_disk or memory.host_budget is None:
         return None
     weights = [c.resting_bytes for c in (*chunks, *frozen) if c.weights_at_rest is not None]

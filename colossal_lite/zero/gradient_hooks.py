@@ -61,8 +61,8 @@ class GradientHooks:
         The least so far; where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
         self._expects = False  # whether a backward of the engine runs
-        # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that
-        # it hangs on too, and no model would ever be freed after an engine that was not closed.
+        # The garbage collector does not look into this kind of hook: one with a reference to `self` would also keep its
+        # parameter alive. Then no model would ever be freed after an engine that was not closed.
         arrive = WeakMethod(self._arrive)
         self._handles = [
             parameters[entry.name].register_post_accumulate_grad_hook(

@@ -72,8 +72,8 @@ class Range:
 def ranges_to_update(
     chunk: Chunk, used: Sequence[bool], steps: Sequence[int], *, whole: bool = False
 ) -> Iterator[Range]:
-    """Maximal runs of used entries with equal step counts, cut to the owned part of the chunk and counted from its
-    start; a run to the last entry takes the chunk's end along. `whole`: each used entry alone, and no more than it."""
+    """Maximal runs of used entries with equal step counts, cut to the owned part and counted from its start; a run to
+    the last entry takes the chunk's end along. `whole`: each used entry alone, and no more than it."""
     entries, (owned_start, owned_stop) = chunk.spec.entries, chunk.owned
     for _, run in groupby(range(len(entries)), key=lambda i: (i if whole else -1, used[i], steps[i])):
         first, *rest = run

@@ -197,7 +197,7 @@ class OptimizerState:
         return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
-        """The whole state tensors of each entry of a chunk, in its own shape, and its step count as `step` (0-d int64).
+        """The whole state tensors of each entry of a chunk, in its shape, with its step count as `step` (0-d int64).
         Collective where state is sharded."""
         index = self._index[chunk.spec.id]
         with self.at_hand(chunk) as state:

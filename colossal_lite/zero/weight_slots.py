@@ -94,8 +94,8 @@ class ShardedWeights(ForwardGates):
         super().remove()
 
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
-        # A chunk that one rank alone keeps is never gathered (a weight cut by tensor parallelism, where data has size
-        # 1, beside norms that the tensor ranks share). Its update may be deferred all the same.
+        # A chunk that one rank alone keeps is never gathered. That is a weight cut by tensor parallelism with data=1,
+        # beside norms that the tensor ranks share. Its update may be deferred all the same.
         if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
             yield owner.register_forward_pre_hook(partial(self._enter, whole))
 
