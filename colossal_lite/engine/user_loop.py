@@ -143,7 +143,7 @@ class UserLoop:
             )
         if self._auxiliary.names:
             raise ValueError(
-                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
+                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 

@@ -11,7 +11,7 @@ left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
@@ -39,6 +39,8 @@ class AutoPlan:
 
     plan: Mapping[str, str]
     whole: Mapping[str, str]
+    mixing: Collection[str] = ()
+    """Modules whose code mixes tokens: whole, they need whole sequences."""
 
     def choices(self) -> Iterator[AutoPlan]:
         """This plan, then plans that leave the linears of one module whole, then one that leaves all whole."""
@@ -53,9 +55,10 @@ class AutoPlan:
 
     def _without(self, cut: Mapping[str, str], owners: Sequence[str]) -> AutoPlan:
         left = {p: "replicate" for p in cut if p.rpartition(".")[0] in owners}
+        left |= {owner: "replicate:whole" for owner in owners if owner in self.mixing}
         kept = {p: r for p, r in self.plan.items() if r != "attention" or p not in owners}
         whole = dict.fromkeys(owners, "with its linears cut a small copy is not that of one process")
-        return AutoPlan(kept | left, {**self.whole, **whole})
+        return AutoPlan(kept | left, {**self.whole, **whole}, self.mixing)
 
 
 @dataclass
@@ -95,6 +98,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
     if (head := _head(small, calls, blocks)) is not None:
         roles[head] = "lm_head"
     whole: dict[str, str] = {}
+    mixing: dict[str, str] = {}
     for block in blocks:
         inside = [call for call in calls if call.name.startswith(f"{block}.")]
         if inside:
@@ -102,8 +106,12 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
             roles |= _linear_roles(found)
             roles |= {name: "attention" for name in _attentions(small.model, found)}
             whole |= found.faults
+            mixing |= {name: "replicate:whole" for name in _mixing(small.model, inside) if name != block}
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]
+    cut = [name for name, role in roles.items() if role.startswith(("colwise", "rowwise"))]
+    roles |= {n: r for n, r in mixing.items() if not any(each.startswith(f"{n}.") for each in cut)}
     roles |= _as_in_kept(roles, blocks, dropped)
+    mixing |= _as_in_kept(mixing, blocks, dropped)
     prefixes = tuple(f"{block}." for block in blocks)
     attentions = tuple(f"{name}." for name, role in roles.items() if role == "attention")
     for name, module in model.named_modules():
@@ -114,7 +122,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
         if role == "replicate" and name.startswith(prefixes) and _is_linear(model.get_submodule(name)):
             if not any(other.rpartition(".")[0] == name.rpartition(".")[0] for other in whole):
                 whole[name] = f"it is in no pair of linears that {parts} parts divide"
-    return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks))
+    return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks), _patterns(mixing, blocks).keys())
 
 
 # ---- the run ----
@@ -255,6 +263,18 @@ def _pair_with_earlier(found: _Found, call: _Call, earlier: Sequence[_Call]) -> 
     at_end = _gradients(call.input[:, -1], [c.output for c in earlier if c.name in claims])
     if any(g is not None and bool(g[:, :-1].any()) for g in at_end):
         found.mixing.add(call.name)
+
+
+def _mixing(model: nn.Module, calls: Sequence[_Call]) -> Iterator[str]:
+    """Modules in a block in which the input of a linear sees other tokens of an earlier one in the same module."""
+    for place, call in enumerate(calls):
+        owner = call.name.rpartition(".")[0]
+        while isinstance(model.get_submodule(owner), nn.ModuleList | nn.ModuleDict):  # which is not called
+            owner = owner.rpartition(".")[0]
+        inside = [c.output for c in calls[:place] if c.name.startswith(f"{owner}.")]
+        if inside and call.input.requires_grad:
+            if any(g is not None and bool(g[:, :-1].any()) for g in _gradients(call.input[:, -1], inside)):
+                yield owner
 
 
 def _share(uses: Sequence[Tensor]) -> float:

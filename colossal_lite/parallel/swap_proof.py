@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.distributed.emulated_ranks import EmulatedWorld, run_emulated
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
@@ -119,16 +119,15 @@ def prove(
             ) from error
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
-        watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(deep_copy(model).train(), mesh, batch, replace, calls, criterion)
-            for mesh, calls in zip(meshes, watched, strict=True)
+            _Rank(deep_copy(model).train(), mesh, batch, replace, _Calls(), criterion) for mesh in meshes
         ]
         try:
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
-        except Exception as error:  # as above
-            where = next((each.place for each in watched if each.place), "")
-            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else ())
+        except (_FailedError, EndedError) as failed:
+            cause = failed.__cause__ or failed
+            where = (failed.place,) if isinstance(failed, _FailedError) and failed.place else ()
+            return Difference(f"{type(cause).__name__}: {_line(cause)}", where)
     every = [each for each in found if each is not None]
     if not every:
         return None
@@ -184,6 +183,13 @@ def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
     return ""
 
 
+@dataclass
+class _FailedError(Exception):
+    """A rank has failed in the module `place`, by the error that is the cause."""
+
+    place: str
+
+
 @dataclass(frozen=True)
 class _Rank:
     """One emulated rank."""
@@ -196,7 +202,15 @@ class _Rank:
     criterion: ModelLoss | None
 
     def differences(self, truth: _Run) -> Callable[[], Difference | None]:
-        return lambda: self._compared(truth)
+        def run() -> Difference | None:
+            try:
+                return self._compared(truth)
+            except EndedError:
+                raise
+            except Exception as error:  # of a user's code, whatever it is
+                raise _FailedError(self.calls.place) from error
+
+        return run
 
     def _compared(self, truth: _Run) -> Difference | None:
         originals = dict(self.model.named_parameters())

@@ -112,6 +112,8 @@ class TensorParallel1D(Swap):
     _shared: set[str] = field(default_factory=set)
     _regions: set[str] = field(default_factory=set)
     """Modules at whose beginning the sequence is gathered: within them gradients are terms."""
+    _wholes: set[str] = field(default_factory=set)
+    """Modules that see whole sequences, computed alike on every rank, and give this rank's tokens."""
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     has_adapters = True
 
@@ -169,6 +171,12 @@ class TensorParallel1D(Swap):
             self._shared.update(sisters)
             self._regions.add(door)
             self._open(self.module.get_submodule(door), self.mode_at(door))
+        for name in sorted(self.roles):
+            role = self.roles[name]
+            is_whole = role == Role("replicate", "whole") and self.mode_at(name).sequence_parallel
+            if is_whole and not self._sees_whole(name):  # within one
+                self._wholes.add(name)
+                self._show_whole(self.module.get_submodule(name))
         if self.mode_at("") == self.mode:
             return
         blocks = [name for name, role in self.roles.items() if role.name == "block"]
@@ -194,6 +202,18 @@ class TensorParallel1D(Swap):
             return Part.of(whole, mode.comm, None) if mode.whole_sizes else whole
 
         _around(door, before=enter, behind=without_parts if mode.whole_sizes else None)
+
+    def _show_whole(self, module: nn.Module) -> None:
+        """Gather the sequence where a module begins, and keep this rank's tokens of what it gives."""
+        mode = self.mode
+        _around(
+            module,
+            before=partial(gather_from_sequence_region, mode=mode),
+            behind=partial(_first_of, change=lambda x: x.chunk(mode.size, 1)[mode.coord]),
+        )
+
+    def _sees_whole(self, name: str) -> bool:
+        return not self._wholes.isdisjoint(ancestors(name))
 
     def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         mode = self.mode_at(name)
@@ -243,7 +263,7 @@ class TensorParallel1D(Swap):
         ranks = {self._parameter_at(full).shape[0] for full in found.down}
         if found.role.name == "rowwise" and drops and inputs // self.mode.size in ranks:
             return [
-                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}, so that dropout "
+                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}; dropout "
                 f"in it could not tell the two apart; legal: another rank, or no dropout"
             ]
         heads = self._heads_at(found.base)
@@ -296,7 +316,8 @@ class TensorParallel1D(Swap):
         adapter = next((self._adapters[a] for a in ancestors(name) if a in self._adapters), None)
         if adapter is None:
             mode = self.mode_at(name)
-            return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
+            is_cut = mode.sequence_parallel and not self._sees_whole(name)
+            return partial(rows, mode.size, mode.coord) if is_cut else rows
         if adapter.role.name == "colwise":
             return rows
         base: Any = self.module.get_submodule(adapter.base)
@@ -306,7 +327,8 @@ class TensorParallel1D(Swap):
     def share_at(self, name: str) -> Share:
         """What of the stream this rank sees at a module."""
         mode = self.mode_at(name)
-        return Share(tokens=mode.size) if mode.sequence_parallel else Share(tells=mode.coord == 0)
+        is_cut = mode.sequence_parallel and not self._sees_whole(name)
+        return Share(tokens=mode.size) if is_cut else Share(tells=mode.coord == 0)
 
     def _first(self, name: str, module: Any, mode: Tensor1D, role: Role, heads: Heads | None) -> nn.Module:
         transposed = is_transposed(module)

@@ -6,7 +6,7 @@ over the ranks that sum its gradient.  There are two ways of summing.  `by_step`
 of the full gradient and reduces it once.  `by micro-batch` fills a slot, reduces it, and adds the result to this rank's
 shard.  `ordered` always takes the second way and adds in rank order, at every stage, so stages agree in every bit.
 
-Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
+Logical payload of a step with k micro-batches, P elements, r and w bytes per element of gradient and weight:
 
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P

@@ -125,7 +125,7 @@ class ForwardGates:
         if self._deferred is not None:
             self._deferred.mark_failed(
                 ValueError(
-                    "model: the run has ended by an error before the updates of its last step were made, so its "
+                    "model: the run has ended by an error before the updates of its last step were made; its "
                     "weights are incomplete; continue from the last checkpoint"
                 )
             )

@@ -216,12 +216,12 @@ class GradientHooks:
         if not self._expects:
             raise ValueError(
                 f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
-                f"not run, so it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
+                f"not run; it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
                 f"or a model without an engine (engine.close)"
             )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(
-                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward, and "
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward; it "
                 f"would be left out of the sum over the ranks; torch.utils.checkpoint(..., use_reentrant=True) around "
                 f"a module that is used more than once does that; legal: use_reentrant=False, or "
                 f"activation_checkpoint of the config"
@@ -232,7 +232,7 @@ class GradientHooks:
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
-                f"begun; at zero.stage=3 a model must use its modules in the order of its first step, and each forward "
+                f"begun; at zero.stage=3 a model must use its modules in the order of its first step; each forward "
                 f"needs a backward of its own; zero.stage=2 has no such rule"
             )
         chunk.accept(index, parameter.grad, seed=self._seed)

@@ -313,8 +313,8 @@ class MemoryBudget:
         if further and placed.device_bytes + further > budget:
             self._has_warned = True
             warnings.warn(
-                f"memory.device_budget = {budget:,}: parameters that the first step used have had no gradient, so that "
-                f"those behind them took {further:,} bytes beyond the {placed.device_bytes:,} that were planned",
+                f"memory.device_budget = {budget:,}: parameters that the first step used had no gradient; chunks "
+                f"behind them took {further:,} bytes beyond the {placed.device_bytes:,} of the plan",
                 stacklevel=2,
             )
 
