@@ -163,7 +163,7 @@ class Updates:
 
     def _actions(self, used: Used, factor: float, scale: float) -> DeferredUpdates:
         """The updates of the parameters in `used`, in the order of the optimizer's plan."""
-        self._optimizer.changed = False
+        self._optimizer.begin()
         self._optimizer.defer()
         # The last backward has done this, unless there were fewer than planned.
         for chunk in self._chunks:
