@@ -98,7 +98,8 @@ class Updates:
         """Before a backward that updates: all-reduce each rank's (loss, weight) `told` to get the divisor. Collective.
         Raises as `RankComparison.check`."""
         assert self._in_backward is not None
-        loss, weight, apart = self._mesh.world.all_reduce(torch.cat([told, comparison.term()])).tolist()
+        world = self._mesh.world
+        loss, weight, apart = world.numbers(world.all_reduce(torch.cat([told, comparison.term()])))
         comparison.check(apart)
         if not math.isfinite(loss) or weight == 0:
             self._in_backward.begin(None)

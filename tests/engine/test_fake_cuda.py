@@ -114,10 +114,10 @@ def rows(guard: Path) -> dict[str, Any]:
 
 
 def assert_waits_once(name: str, row: dict[str, Any]) -> None:
-    """For the totals of the step."""
+    """Where the totals of the step are read."""
     assert "error" not in row, (name, row)
     places = {place.split(" at ")[1].split(":")[0]: count for place, count in row["waits"].items()}
-    assert places == {"step_totals.py": 1}, (name, row["waits"])
+    assert places == {"communicator.py": 1}, (name, row["waits"])
     assert sum(row["evaluated"].values()) == 1, (name, row["evaluated"])
     assert not row["pageable"] and row["kernels"] > 0, (name, row)
 
