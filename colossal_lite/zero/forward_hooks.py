@@ -64,7 +64,7 @@ class ForwardGates:
         """This rank's list of a step or evaluation begins."""
 
     def gather(self, action: Action) -> None:
-        """Do an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
+        """Do a FETCH, an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
         raise AssertionError(f"{action}: no weights are sharded here")
 
     def arrive(self, stage: int) -> None:
