@@ -1,8 +1,8 @@
 """Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it, with `input_ids`, `labels` and
-perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all ranks of one
-data coordinate.  Labels never reach the model.
+Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it.  The mapping has `input_ids`,
+`labels` and perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all
+ranks of one data coordinate.  Labels never reach the model.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Batch:
         return x[:, : self.tokens] if self.positions is None else x[:, self.positions < self.tokens]
 
     def with_one_row(self) -> Batch:
-        """This batch; or one row of ones in the place of no rows. A model that is not ours may fail on zero samples,
-        and the rank takes part in gathers and sums all the same. Whoever asks drops the outputs of that row."""
+        """This batch; or one row of ones in the place of no rows. A model that is not ours may fail on zero samples.
+        The rank must still take part in gathers and sums. Whoever asks drops the outputs of that row."""
 
         def padded(tensor: Tensor) -> Tensor:
             return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor

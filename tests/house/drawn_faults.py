@@ -296,7 +296,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
     # sequences
     "sequence: tokens one on": ("SequenceParallel.take", _other_tokens),
     "sequence: documents see each other": ("SequenceParallel._documents", _no_documents),
-    "sequence: gathered gradients are scaled": ("_Scattered.home", scaled()),
+    "sequence: gathered gradients are scaled": ("_ScatteredGradients.home", scaled()),
     "sequence: keys and values swapped": ("_FullRing.backward", _keys_for_values),
     "sequence: gradients of queries are scaled": ("_Blocks.backward", scaled()),
     "sequence: tokens count twice": ("OnSequence.cross_entropy", _count_twice),

@@ -77,7 +77,7 @@ class Shared:
 
     @property
     def one_micro_batch(self) -> bool:
-        return self.in_backward or self.precision.get("gradient") == "bf16"
+        return self.precision.get("gradient") == "bf16"
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ def _draw_mesh(rng: Random, shared: Shared, world: int) -> Mesh:
         weights |= {"tensor": 0.0, "sequence": 0.0}
     if shared.kind == "own" or shared.kind == "written" and world > WRITTEN_TOKENS // 2:
         weights |= {"sequence": 0.0}
-    weights |= {"tensor": 0.0} if shared.whole_tensors else {}
-    weights |= {"pipeline": 0.0} if shared.in_backward else {}
+    if shared.whole_tensors:
+        weights |= {"tensor": 0.0}
     left, alone = world, rng.random() < 0.35 or shared.kind == "written"  # its modes stand alone
     axis = choose(rng, weights)
     if weights.get(rare := shared.rare.get("axis", "")):
@@ -297,17 +297,19 @@ def _draw_tensor(rng: Random, size: int, shared: Shared) -> dict[str, Any] | Non
 
 
 def _draw_pipeline(rng: Random, shared: Shared, size: int, parts: int) -> dict[str, Any] | None:
-    if size == 1:
+    spills = size == 1 and rng.random() < 0.12
+    if size == 1 and not spills:
         return None
     names = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "auto")
     name = shared.rare.get("schedule") or choose(rng, dict(zip(names, (2, 4, 3, 2, 3, 3, 2), strict=True)))
+    name = "bfs" if spills else name
     found: dict[str, Any] = {"size": size, "schedule": name}
     if name in ("interleaved", "zb-v"):
         found["stages_per_rank"] = 2
     elif name in ("bfs", "auto"):
         found["stages_per_rank"] = rng.choice([1, 2])
-    if name == "bfs" and found["stages_per_rank"] == 1 and rng.random() < 0.7:
-        found["stages_per_rank"] = 2
+    if name == "bfs" and found["stages_per_rank"] == 1 and (spills or rng.random() < 0.7):
+        found["stages_per_rank"] = 2 + spills
     found["micro_batches"] = 1 if shared.one_micro_batch else rng.choice([1, 2, 3, 4])
     if parts == 1 and not shared.one_micro_batch and rng.random() < 0.35:
         found["micro_batches"] = None
@@ -501,7 +503,7 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
     if shared.own_optimizer is not None:
         return {}
     weights: dict[str, float] = {"device": 50, "host": 22, "disk": 7, "static": 11, "auto": 8}
-    if mesh.pipeline or shared.in_backward:
+    if shared.in_backward:
         weights |= {"static": 0.2, "auto": 0.2}
     place = shared.rare.get("memory") or choose(rng, weights)
     if place == "device":
@@ -515,7 +517,7 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
         found["host_fraction"] = shares
     if place == "auto":
         found["device_budget"] = int(10 ** rng.uniform(4.7, 7))
-    if place in ("host", "auto") and not mesh.pipeline and not shared.in_backward:
+    if place in ("host", "auto") and not shared.in_backward:
         found |= maybe(rng, 0.2, host_budget=int(10 ** rng.uniform(4.5, 7)), disk_dir=DISK)
     found |= maybe(
         rng, 0.5, update_on=rng.choice(["host", {"every": 2}, {"every": 3}, {"host": 0.4}, "auto"])

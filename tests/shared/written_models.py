@@ -109,6 +109,36 @@ class EinopsAttention(nn.Module):
         return out
 
 
+class Head(nn.Module):
+    """One head, with a causal buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, HEAD, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.ones(TOKENS, TOKENS).tril())
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, T, _ = x.shape
+        wei = self.query(x) @ self.key(x).transpose(-2, -1) * HEAD**-0.5
+        wei = F.softmax(wei.masked_fill(self.tril[:T, :T] == 0, float("-inf")), dim=-1)
+        out: Tensor = self.dropout(wei) @ self.value(x)
+        return out
+
+
+class HeadsApart(nn.Module):
+    """Heads that are modules of their own, which no linear holds together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head() for _ in range(HEADS))
+        self.proj, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
+        return out
+
+
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,3 +241,7 @@ STYLES: dict[str, Callable[..., nn.Module]] = {
     "interleaved, ALiBi": _style(InterleavedAttention, MLP, "none"),
     "einops": _style(EinopsAttention, GatedMLP, "parameter"),
 }
+LEFT_WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "heads apart, dropout": _style(HeadsApart, MLP, "table"),
+}
+"""Styles whose attention no rank has a part of."""
