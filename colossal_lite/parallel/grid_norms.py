@@ -2,7 +2,7 @@
 
 Note: a norm is replaced where that is proven: on random rows in float64 the replacement returns the norm's output and
 all its gradients.  Any other norm keeps its forward, and sees all features: they are gathered before it and cut behind
-it, which moves M elements of the stream each way, where a replaced one moves one or two numbers a token.
+it.  That moves M elements of the stream each way.  A replaced norm moves one or two numbers a token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _is_proven(module: nn.Module, kind: NormKind) -> bool:
     weight, bias = (None if v is None else nn.Parameter(v) for v in (values["weight"], values.get("bias")))
     assert weight is not None
     ours = GridNorm(Mesh.serial().axis(), weight, bias, eps=kind.eps, centred=kind.centred)
-    # rows of other sizes, and off centre, so that eps and the mean are told apart
+    # rows of other sizes, and off centre, so that eps and the mean can be distinguished
     x = torch.randn(ROWS, weight.numel(), generator=generator).double().mul_(0.02).add_(0.01)
     dy = torch.randn(x.shape, generator=generator).double()
     try:

@@ -17,7 +17,8 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.launcher import env as launcher_env
-from colossal_lite.many.policies import POLICIES
+from colossal_lite.many.jobs import Job
+from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
 from tests.many import tasks as own
@@ -25,6 +26,15 @@ from tests.many.tasks import CONFIG, TRAIN, Dying, task
 from tests.shared.pool import RankEnv, run_world
 
 Found = dict[str, dict[str, Any]]
+
+
+def elsewhere(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
+    """A task that this device does not hold; of these, the one that has come farthest."""
+
+    def worth(candidate: Candidate) -> tuple[bool, int, int]:
+        return not candidate.is_here, -candidate.left, -candidate.order
+
+    return lambda moment: max(moment.candidates, key=worth)
 
 
 def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[str, Any]) -> Found | None:
@@ -38,6 +48,8 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
         if reports == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    patch = pytest.MonkeyPatch()
+    patch.setitem(POLICIES, "elsewhere", elsewhere)  # type: ignore[misc]
     try:
         with env.launch(dict(backend="gloo", timeout_s=60)) as context:
             prepare = partial(launcher_env.show_one_device, env.rank)
@@ -46,6 +58,7 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
     except cl.Stopped:
         return None
     finally:
+        patch.undo()
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it lives as long as its process, here a rank
     return {
         name: dict(status=t.status, cause=t.cause, losses=t.losses, held_out=t.held_out, best=result.best)
@@ -96,7 +109,7 @@ def test_on_two_devices_each_task_is_as_alone_beside_tasks_that_fail_and_a_worke
         task("killed", data=Dying(tmp_path / "killed")),
     ]
     found, same = run_world(
-        together, 2, [*PLAIN, *others], folder, dict(policy="random", save_every=5), timeout_s=100
+        together, 2, [*PLAIN, *others], folder, dict(policy="elsewhere", save_every=5), timeout_s=100
     )
     assert found == same, "every rank has the result"
     assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
@@ -106,7 +119,7 @@ def test_on_two_devices_each_task_is_as_alone_beside_tasks_that_fail_and_a_worke
     assert {found[name]["status"] for name in ("raises", "diverges", "kills")} == {"failed"}
     assert found["a"]["best"] == min("abc", key=lambda name: expected[name]["held_out"])
     rows = [json.loads(row) for row in (folder / "journal.jsonl").read_text().splitlines()]
-    assert {row["decision"] for row in rows} >= {"run", "died", "done", "failed"}
+    assert {row["decision"] for row in rows} >= {"run", "move", "died", "done", "failed"}
     assert "killed" in (folder / "report.html").read_text() and (folder / "timeline.svg").exists()
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}

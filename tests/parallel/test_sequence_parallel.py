@@ -19,6 +19,7 @@ from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.ring_attention import seen
 from colossal_lite.parallel.sequence_parallel import Pieces, SequenceParallel, micro_batch_payload
 from colossal_lite.sharding.mesh_layout import MeshLayout
+from tests.parallel.test_token_parts import Averages
 from tests.shared.covering import Choice, covering_array, name_of
 from tests.shared.parity import (
     SIZES,
@@ -288,7 +289,7 @@ def refused(env: RankEnv, what: str) -> None:
     case = USP if env.world_size == 4 else CASE
     with env.launch(case.full_config) as context:
         if what == "model":
-            cl.initialize(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)), context=context)
+            cl.initialize(nn.Sequential(nn.Embedding(8, 8), Averages(), nn.Linear(8, 8)), context=context)
         if what == "causal":
             ring_full = dict(parallel=dict(sequence=dict(size=2, mode="ring_full")))
             env.launch(ring_full, model_facts=facts_of(CASE.model()))
@@ -301,7 +302,7 @@ def refused(env: RankEnv, what: str) -> None:
 
 REFUSALS = {
     "causal": (2, "parallel.sequence.mode = 'ring_full'.*attention is causal; legal: ring, ulysses, usp"),
-    "model": (2, "sequence: Sequential cannot be proven on a small copy: 0: .*legal: .* or sequence=1"),
+    "model": (2, "sequence: .*test_token_parts.py:.*mean of .*cannot be computed on a part.*or sequence=1"),
     "heads": (4, "parallel.sequence.ulysses = 2: 3 heads do not divide into 2 parts; legal: 1"),
 }
 

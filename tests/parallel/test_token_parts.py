@@ -65,17 +65,24 @@ def built(attn: Callable[[], nn.Module], kind: type[Written] = Written) -> nn.Mo
     return kind(attn, MLP, "table").double()
 
 
+def few_words() -> nn.Module:
+    """Fewer words than a small copy has, and no block."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8)).double()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **STYLES,
     "torch's attention with dropout and a mask": lambda: built(DroppingAttention),
     "a loss of its own": lambda: built(EinopsAttention, OwnLoss),
     "Hugging Face": gpt2,
+    "tokens alone, few words": few_words,
 }
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, words: int = WORDS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    ids, labels = (torch.randint(WORDS, (4, TOKENS), generator=generator) for _ in range(2))
+    ids, labels = (torch.randint(words, (4, TOKENS), generator=generator) for _ in range(2))
     labels[0, 5:] = -100
     return ids, labels
 
@@ -87,7 +94,7 @@ def trained(env: RankEnv, name: str, config: Mapping[str, Any]) -> tuple[Any, ..
         engine = cl.initialize(MODELS[name](), context=context, criterion=criterion)
         losses, gradients = [], {}
         for step in range(3):
-            losses.append(float(engine.forward_backward(batch(step))))
+            losses.append(float(engine.forward_backward(batch(step, 8 if "few words" in name else WORDS))))
             gradients = gradients or engine.full_gradients()
             engine.step()
         return losses, gradients, engine.full_state_dict()
@@ -101,6 +108,7 @@ ON: dict[str, tuple[str, int, dict[str, Any]]] = {
     "einsum and ALiBi": ("interleaved, ALiBi", 2, dict(mode="allgather_kv")),
     "torch's attention": ("torch's attention with dropout and a mask", 2, dict(mode="ring")),
     "Hugging Face's, with its dropout": ("Hugging Face", 2, dict(mode="ring")),
+    "tokens alone, few words": ("tokens alone, few words", 2, dict(mode="ring")),
     "its own loss": ("a loss of its own", 2, dict(mode="ring")),
 }
 
