@@ -74,8 +74,8 @@ def attend(
 def path_of(
     device_type: str, queries: int, keys: int, mask: Mask, offsets: Offsets, window: int | None
 ) -> Literal["full", "causal", "masked", "kernel"]:
-    """How an attention is computed: by torch's own (flash or cuDNN on a GPU) with nothing hidden, with is_causal, or,
-    on a CPU only, with a mask tensor; else by a kernel that takes the mask as data.
+    """How an attention is computed: by torch's own (flash or cuDNN on a GPU) without a mask or with is_causal. On a CPU
+    also with a mask tensor; else by a kernel that takes the mask as data.
 
     On a GPU torch is never handed a mask tensor: cuDNN's backward gives NaN with one (pytorch #196678).
     """

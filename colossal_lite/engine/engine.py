@@ -11,9 +11,10 @@ all-reduce), and one all-reduce of `5 + parameters` float64.  Dropout or auxilia
 ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.
-The UPDATE of each chunk follows its REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on loss and
-tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training continues
-only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing them raises.
+The UPDATE of each chunk follows its last REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on
+loss and tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training
+continues only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing
+them raises.
 
 Note: a pipeline.
 The step is the same with a longer plan (pipeline/step_plan.py).  The plan has this rank's stages, the messages between
@@ -275,7 +276,7 @@ class Engine:
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
         rank has the same weight, and the losses of several calls add up.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
-        updates. Then a step has one call."""
+        updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
         self._loop.backward(loss, count, self._rate_factor)
 
     # ---- full tensors ----
@@ -467,11 +468,15 @@ class Engine:
             self._metering.forward_ended([part.inputs.shape for part in parts])
             return outputs
 
+        def forwards_ended() -> None:
+            if trains and self._updates.within_backward:
+                self._updates.announce(sums.reported_loss(self._tells), self._comparison)
+
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             self._weights.arrive(stage)
-            if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
+            if self._updates.within_backward and i == len(parts) - 1:
+                self._updates.begin(self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -479,6 +484,7 @@ class Engine:
                 seed=self._seed(parts[i]),
                 is_whole=kind is not ActionKind.I,
                 frees=i == len(parts) - 1,
+                sums=(stage, i) in summed,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is ActionKind.W else None,
             )
 
@@ -487,6 +493,7 @@ class Engine:
             before_backward=before_backward,
             around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
+            forwards_ended=forwards_ended,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
             gather=self._weights.gather,
@@ -497,6 +504,7 @@ class Engine:
         plan, slots = self._plans.of_step(
             len(parts), coord, backward=trains, knows_shapes=knows_shapes, posts_ahead=self._posts_ahead
         )
+        summed = {(a.stage, a.micro_batch) for a in plan[coord] if a.kind is ActionKind.REDUCE}
         self._weights.follow(plan[coord])
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
@@ -589,9 +597,13 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        """Under a budget, before the first update: choose the placement of all state."""
-        if self._memory_budget is not None:
-            self._memory_budget.settle()
+        """Under a budget, before the first update: choose the placement of all state. Lists of a pipeline fetch from
+        then on what rests on the host."""
+        if self._memory_budget is None:
+            return
+        plan, comm = self._runtime.plan, self._runtime.comm
+        if self._memory_budget.settle(() if plan is None else plan[comm.coord], self._runtime.slot_bytes[0]):
+            self._plans.place((*self._chunks, *self._parts.built.frozen), comm)
 
 
 def _chunk_of(action: Action) -> int:

@@ -29,8 +29,8 @@ SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of 
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What the parameters of one chunk have in common: optimizer group, axes the gradient is summed over, and whether
-    the ranks of the other axes hold the same values too. Then only the first of them counts in a norm.
+    """What the parameters of one chunk have in common: optimizer group, the axes that sum the gradient, and whether
+    ranks of the other axes hold the same values. Then only the first of them counts in a norm.
 
     `unit`: where weights are gathered block by block, the unit that is gathered at once: odd for a block of the model,
     even for parameters outside the blocks.  `stages`: the pipeline stages that use them; several: tied. `trains`: False

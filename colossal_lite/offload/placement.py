@@ -2,17 +2,17 @@
 
 Note: why a placement is fixed.
 State that can move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and
-its optimizer record (states, and the master where that is separate).  A step uses them in phases.  Weights are read in
-every forward and backward, and in the update if they are their own master.  Gradients are added in each backward and
-read in the update.  Records are read and written in the update.  Frozen weights are read in forwards and backwards
-only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces must be copied
-again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use first;
-10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the next
-forward.  So every piece is used once in a phase.  A boundary costs the same whichever piece is on the device.  A fixed
-placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep what saves most link
-traffic per byte of device memory.  Modified state counts twice: it is copied both ways.  Where masters are separate,
-nothing reads the weights between the last backward and their update.  There gradients, or the last of their sums, use
-the same memory at other times (schedule/step_moments.py).
+its optimizer record.  The record has the states, and the master where that is separate.  A step uses them in phases.
+Weights are read in every forward and backward, and in the update if they are their own master.  Gradients are added in
+each backward and read in the update.  Records are read and written in the update.  Frozen weights are read in forwards
+and backwards only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces
+must be copied again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use
+first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the
+next forward.  So every piece is used once in a phase.  A boundary costs the same whichever piece is on the device.  A
+fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep what saves
+most link traffic per byte of device memory.  Modified state counts twice: it is copied both ways.  Where masters are
+separate, nothing reads the weights between the last backward and their update.  There gradients, or the last of their
+sums, use the same memory at other times (schedule/step_moments.py).
 
 A user can set the share of each kind on the host (`divide`).  The pieces are then spread evenly over the chunks, so
 copies are at equal distances in a step.  Every choice of as many bytes moves as much.

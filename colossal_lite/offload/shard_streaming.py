@@ -53,13 +53,14 @@ class HostShardStream:
         self.host_bytes = 0
         """Bytes of the host buffers that sums are copied into."""
         self._on_host: frozenset[int] = frozenset()
+        self._visits = False  # whether there are places for updates
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
         """Allocate the places on the device for the tensors that are on the host now, in `arena`. No copy may run.
 
         `on_host`: chunks that are updated on the host, and need no places for it. Without an arena each kind has its
         own. `is_first`: there has been no update yet, so only places for sums are allocated."""
-        self._on_host = frozenset(on_host)
+        self._on_host, self._visits = frozenset(on_host), not is_first
         self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
@@ -86,13 +87,13 @@ class HostShardStream:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the places for sums: those outside a shared arena, and those added beyond the plan."""
-        return self._offload_buffer.places.bytes
+        """Bytes of the places outside a shared arena, and of those added beyond the plan."""
+        return sum(places.bytes for places in self.staging_places)
 
     @property
     def most_device_bytes(self) -> int:
         """The most of `device_bytes` that was in use at once so far."""
-        return self._offload_buffer.places.most_bytes
+        return sum(places.most_bytes for places in self.staging_places)
 
     @property
     def most_host_bytes(self) -> int:
@@ -120,12 +121,15 @@ class HostShardStream:
 
     @property
     def forecast_bytes(self) -> int:
-        """Bytes of the places for sums by the formula, while they are outside a shared arena."""
-        chunks = enumerate(self._chunks)
-        sizes = {
-            i: _owned(c) * c.gradient.element_size() for i, c in chunks if c.gradient_at_rest is not None
+        """Bytes of the places by the formula, while they are outside a shared arena."""
+        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self._visits else []
+        leaving = {i: _gradient_bytes(c) for i, c in chunks if c.gradient_at_rest is not None}
+        gradients = {i: leaving[i] for i, c in on_device if i in leaving and not c.waits_on_device}
+        weights = {
+            i: _owned(c) * c.local_shard.element_size() for i, c in on_device if c.weights_at_rest is not None
         }
-        return LEAVING.bytes(sizes)
+        visiting = VISITING[StateKind.WEIGHTS].bytes(weights) + VISITING[StateKind.GRADIENTS].bytes(gradients)
+        return LEAVING.bytes(leaving) + visiting
 
     @property
     def _updated_on_device(self) -> list[tuple[int, Chunk]]:
@@ -222,3 +226,7 @@ class HostShardStream:
 
 def _owned(chunk: Chunk) -> int:
     return chunk.owned[1] - chunk.owned[0]
+
+
+def _gradient_bytes(chunk: Chunk) -> int:
+    return _owned(chunk) * chunk.gradient.element_size()

@@ -74,7 +74,7 @@ class Swap(ABC):
 
     @property
     def tells_heads(self) -> bool:
-        """Whether modules of the role `attention` are told that they have a share of the heads."""
+        """Whether modules of the role `attention` get the number of this rank's heads."""
         return True
 
     @property

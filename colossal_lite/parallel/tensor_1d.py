@@ -263,7 +263,7 @@ class TensorParallel1D(Swap):
         ranks = {self._parameter_at(full).shape[0] for full in found.down}
         if found.role.name == "rowwise" and drops and inputs // self.mode.size in ranks:
             return [
-                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}, so that dropout "
+                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}; dropout "
                 f"in it could not tell the two apart; legal: another rank, or no dropout"
             ]
         heads = self._heads_at(found.base)

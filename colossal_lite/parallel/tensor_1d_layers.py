@@ -273,8 +273,8 @@ def reduce_scatter_to_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     if mode.sequence_parallel:
         if x.shape[1] % mode.size:
             raise ValueError(
-                f"parallel.tensor: {mode.size} ranks do not divide the {x.shape[1]} tokens of {list(x.shape)}, which "
-                f"the model made itself, so that they cannot be padded; legal: multiples of {mode.size}, or "
+                f"parallel.tensor: {mode.size} ranks do not divide the {x.shape[1]} tokens of {list(x.shape)}; the "
+                f"model made them itself, so they cannot be padded; legal: multiples of {mode.size}, or "
                 f"parallel.tensor.sequence_parallel=False"
             )
         return autograd_collectives.reduce_scatter(x, mode.comm, 1)

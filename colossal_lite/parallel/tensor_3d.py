@@ -1,12 +1,12 @@
 """Shards layers over l x l x l ranks (3D, arXiv 2105.14450), without saving gathered copies.
 
 Note: 3d.
-Rank (i, j, k) holds of the residual stream samples (i, j), one of l^2 parts of the batch, and features k: [B/l^2, T,
-D/l].  A *column-wise* linear takes it to hidden activations of samples (i, k) and features j, a *row-wise* one back, so
-that j and k change places at every linear.  A weight [D_out, D_in] has its outputs cut l times and its inputs l^2
-times.  No activation and no weight is replicated.  Attention is local: hidden activations have all tokens of their
-samples and the heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters
-of dropout, which acts on the residual stream, are those of (i, j). Positions given for each sample are exchanged.
+Of the residual stream rank (i, j, k) holds samples (i, j), one of l^2 parts, and features k: [B/l^2, T, D/l].  A
+*column-wise* linear takes it to hidden activations of samples (i, k) and features j, a *row-wise* one back.  So j and k
+change places at every linear.  A weight [D_out, D_in] has its outputs cut l times and its inputs l^2 times.  No
+activation and no weight is replicated.  Attention is local: hidden activations have all tokens of their samples and the
+heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters of dropout, which
+acts on the residual stream, are those of (i, j). Positions given for each sample are exchanged.
 
 Per linear of k inputs and m outputs, with T tokens, payload in elements, all divided by l^2:
     forward     gather of x Tk, gather of w km, reduce-scatter of y Tm

@@ -66,7 +66,7 @@ class PartitionFacts(Protocol):
 
 
 FLOPS_PER_BYTE = 10.0
-"""What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s where the
+"""What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s. The
 gradient of a table was made and added at 3.6 GB/s; a GPU has more, and takes more tokens at once."""
 ELEMENT_BYTES = 4
 """Of an activation, and of an entry of a table."""

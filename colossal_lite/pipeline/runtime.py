@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.progress import Progress
@@ -53,14 +54,16 @@ class Work:
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
     of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
-    defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
-    here, and its forward is passed over; gather: does UNSHARD and RESHARD.
+    defer_weight_grads: backward inside leaves those of weights for later; forwards_ended: behind the last F of the
+    list; is_empty: nothing of this micro-batch is here, and its forward is passed over; gather: does FETCH, UNSHARD and
+    RESHARD.
     """
 
     forward: Callable[[int, int, Any], Any]
     before_backward: Callable[[int, int, ActionKind, DeferredWeightGrads], None]
     around_backward: Callable[[], AbstractContextManager[None]]
     defer_weight_grads: Callable[[], AbstractContextManager[DeferredWeightGrads]]
+    forwards_ended: Callable[[], None]
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
     gather: Callable[[Action], None]
@@ -194,6 +197,8 @@ class Runtime:
                 self.progress.phase = self._phase(action)
                 step.start_s = time.perf_counter()
                 step.do(action)
+                if action is step.last_forward:
+                    work.forwards_ended()
                 self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
             step.finish()
         except BaseException as error:
@@ -226,7 +231,8 @@ class Runtime:
         """Buffers of at least `numel` elements; larger ones take the place of those that are too small."""
         found = self._slots.get(dtype)
         if found is None or found.numel < numel:
-            found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
+            with _disable_current_modes():  # what the model keeps is measured, not this
+                found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
         return found
 
     @property
@@ -247,6 +253,7 @@ class _Step:
         self.runtime, self.actions, self.work = runtime, actions, work
         self.shapes, self.agrees = shapes, agrees
         self.last_use = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
+        self.last_forward = next((a for a in reversed(actions) if a.kind is ActionKind.F), None)
         self.came: dict[tuple[ActionKind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
         self.held: dict[Subject, _Held] = {}
         self.leaving: dict[tuple[ActionKind, Subject], tuple[MessageMeta, list[Tensor]]] = {}
@@ -278,7 +285,7 @@ class _Step:
                 self._send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
                 self._receive(action)
-            case ActionKind.UNSHARD | ActionKind.RESHARD:
+            case ActionKind.FETCH | ActionKind.UNSHARD | ActionKind.RESHARD:
                 self.work.gather(action)
             case ActionKind.REDUCE:
                 self.work.reduce(action)

@@ -23,6 +23,7 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
+from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
@@ -86,7 +87,7 @@ def staged_plan(
     )
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, updates = _pipeline_memory(
+    memory, placed, updates = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
     )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
@@ -103,7 +104,8 @@ def staged_plan(
             Term("micro-batches", count, "of each accumulated part"),
         ),
         micro_batches=pieces,
-        device_bytes=device_bytes,
+        device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
+        memory_budget=str(placed) if placed else "",
         schedule=_schedule_text(pipeline, shape, stages, timeline),
         timeline=timeline,
         updates=updates,
@@ -132,6 +134,7 @@ def _record_pipeline(
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
     """Record the communication of one rank's list, and of the rest of a step."""
+    sharding = sharding_of(config)
     if mesh.size("data") > 1:
         mesh.axis("data").all_gather(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
@@ -150,6 +153,10 @@ def _record_pipeline(
         elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
+        elif action.kind is ActionKind.UPDATE and sharding.updates_in_backward:
+            of[action.chunk or 0].conclude()
+            of[action.chunk or 0].keep_squares()
+            of[action.chunk or 0].free_gradient()
         elif size and action.kind in SENDS:
             assert action.stage is not None
             source = action.stage if action.kind is ActionKind.SEND_F else action.stage - 1
@@ -158,17 +165,18 @@ def _record_pipeline(
             cost = costs[size][action.stage or 0]
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
-    for chunk in chunks:
+    if sharding.updates_in_backward:
+        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
+    for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
-    record_agreement(chunks, [*filter(trains, packed)], sharding_of(config), mesh, whole)
+    record_agreement(chunks, [*filter(trains, packed)], sharding, mesh, whole)
 
 
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
-    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
-    updates run, in words."""
+) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+    """As `memory_rows`, at the fullest moment of the list, with `slots` of messages."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -181,16 +189,14 @@ def _pipeline_memory(
     numels = {index: chunk.spec.numel for index, chunk in weights.items()}
     parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
     gathered = gather_slots(actions, numels, parts)
-    rows, _, updates = memory_rows(
-        config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
-    )
     largest = 0
     for action in actions:
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
             source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
     messages = MemoryTerm("messages", slots * largest, "slots of what comes from other stages")
-    return (*rows, messages), updates
+    gathers = GatherPlan((), (), gathered.arena_numel, gathered.live_numel)
+    return memory_rows(config, chunks, gathers, whole, worst, frozen, actions=actions, messages=messages)
 
 
 def _whole_bytes(chunk: Chunk) -> int:

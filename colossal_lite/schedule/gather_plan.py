@@ -159,7 +159,7 @@ def gather_plan(
     moments = (*trace.forward, *trace.backward)
     resident = residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
-    gathers = _gathers([m.needs for m in moments], resident, on_host)
+    gathers = gathers_of([m.needs for m in moments], resident, on_host)
     first: dict[int, int] = {}
     for chunk, moment_of in sorted(gathers, key=lambda found: found[1]):
         first.setdefault(chunk, moment_of)
@@ -223,10 +223,10 @@ def residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list
     return [[c for c in first if first[c] - prefetch <= m <= last[c]] for m in range(len(needs))]
 
 
-def _gathers(
+def gathers_of(
     needs: Sequence[Needs], resident: Sequence[Sequence[int]], on_host: Needs
 ) -> set[tuple[int, int]]:
-    """(chunk, moment) of every gather."""
+    """(chunk, moment) of every gather; of chunks `on_host` it comes after the fetch of this rank's shard."""
     found = set()
     for chunk, start, stop in _runs(resident):
         use = next((m for m in range(start, stop + 1) if chunk in needs[m]), stop)

@@ -81,11 +81,11 @@ def update_plan(
 
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
-    of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
-    there were no others. None: it is on the host. `moving`: the chunks with state off the device; None: all.
-    `on_host`: chunks that are updated on the host, and what of them crosses the link; with `backward` none of it
-    before their turn, because their gradients come one after the other. `early`: their gradients have come in backward,
-    before the plan begins."""
+    of the chunks `on_disk` (None: of all) is on disk. It is read so many of those chunks before it would be fetched
+    without the others. None: it is on the host. `moving`: the chunks with state off the device; None: all. `on_host`:
+    chunks that are updated on the host, and what of them crosses the link; with `backward` none of it before their
+    turn, because their gradients come one after the other. `early`: their gradients have come in backward, before the
+    plan begins."""
     if backward:
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
         host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}

@@ -6,7 +6,7 @@ over the ranks that sum its gradient.  There are two ways of summing.  `by_step`
 of the full gradient and reduces it once.  `by micro-batch` fills a slot, reduces it, and adds the result to this rank's
 shard.  `ordered` always takes the second way and adds in rank order, at every stage, so stages agree in every bit.
 
-Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
+Logical payload of a step with k micro-batches, P elements, r and w bytes per element of gradient and weight:
 
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
@@ -20,8 +20,9 @@ Beside it, once a step whatever k:
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
                 all-gather r P over all, because a rank's elements are not contiguous in that order; weights over the S
 
-If updates run within backward (`frees_gradient_on_update`), they read a gradient in the slot where it was summed, at
-every stage.  The payload is as above, and 16 bytes are summed before it (zero/backward_updates.py).
+Updates may run within the backward of a step's only micro-batch (`frees_gradient_on_update`). Then they read a gradient
+in the slot where it was summed, at every stage.  The payload is as above.  If they run within a backward, 16 bytes are
+summed before it (zero/backward_updates.py).
 
 Note: time-shared memory.
 Between the last backward of a step and the update no code reads weights that have separate masters.  Between the update

@@ -64,7 +64,7 @@ class ForwardGates:
         """This rank's list of a step or evaluation begins."""
 
     def gather(self, action: Action) -> None:
-        """Do an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
+        """Do a FETCH, an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
         raise AssertionError(f"{action}: no weights are sharded here")
 
     def arrive(self, stage: int) -> None:
@@ -125,7 +125,7 @@ class ForwardGates:
         if self._deferred is not None:
             self._deferred.mark_failed(
                 ValueError(
-                    "model: the run has ended by an error before the updates of its last step were made, so its "
+                    "model: the run has ended by an error before the updates of its last step were made; its "
                     "weights are incomplete; continue from the last checkpoint"
                 )
             )

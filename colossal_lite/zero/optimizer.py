@@ -162,7 +162,8 @@ class ChunkOptimizer(OptimizerState):
         self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
-        """That has all places on the device, where weights or gradients may rest on the host."""
+        """That has all places on the device, where weights or gradients may rest on the host; None in a pipeline."""
+        self._has_places = not shares
         if shares:
             assert self.tiers is not None
             self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
@@ -403,6 +404,7 @@ class ChunkOptimizer(OptimizerState):
             self._state[index] = self.tiers.at_rest(index)
         self.arena = arena() if arena else None
         self.tiers.settle_places(self.arena)
+        self._has_places = True
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
             moving |= self.shards.chunks_on_host
@@ -438,7 +440,7 @@ class ChunkOptimizer(OptimizerState):
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
         slots = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width)
-        foreseen = slots.bytes(visiting) if shards is None else 0
+        foreseen = slots.bytes(visiting) if self.arena is None and self._has_places else 0
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if self.arena is None else 0

@@ -1,8 +1,9 @@
 """Gathers the weights of pipeline stages where the list of a step says.
 
 Note: the list alone decides (schedule/stage_gathers.py).  An UNSHARD starts the gather of a chunk into its slot, after
-the deferred update of this chunk.  A compute action waits for all chunks of its stage, so its modules need no gate.
-Ranks that share weights run one list, so their gathers have one order, even if some micro-batches are empty.
+the deferred update of this chunk.  Where this rank's shard rests on the host, a FETCH has begun to copy it there.  A
+compute action waits for all chunks of its stage, so its modules need no gate.  Ranks that share weights run one list,
+so their gathers have one order, even if some micro-batches are empty.
 """
 
 from __future__ import annotations
@@ -68,8 +69,11 @@ class StageGather(ShardedWeights):
             self._keep_part(index)
             self._drop(index)
             return
-        self._run_deferred_until(self._last_trained([index]))
-        self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+        if index not in self._resident:
+            self._run_deferred_until(self._last_trained([index]))
+            self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+        if action.kind is ActionKind.UNSHARD:
+            self._gather(index)
 
     def arrive(self, stage: int) -> None:
         for chunk in self._of_stage.get(stage, ()):
