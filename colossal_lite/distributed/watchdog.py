@@ -57,7 +57,7 @@ ANSWER_S = 1.5
 PATIENCE_S = 1.0
 """seconds that a rank goes on waiting when another has raised: all ranks may give up the step"""
 GRACE_S = 30.0
-"""seconds that NCCL may wait longer than `timeout_s`: then its own watchdog ends the process, and names nobody"""
+"""seconds that NCCL may wait longer than `timeout_s`: then its own watchdog ends the process, and names no rank"""
 LEAVE_S = 5.0
 """seconds after which a rank whose store or launcher is gone is ended"""
 END_S = 10.0
